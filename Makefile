@@ -1,0 +1,52 @@
+# Two commands set everything up on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PROTOS := $(shell find protos -name '*.proto')
+PROTO_VENV := .venv-protos
+# The floor that pyproject.toml names: stubs refuse to run on anything older than they were made with.
+PROTO_TOOLS := grpcio-tools==1.76.0
+
+.PHONY: demo test test-long check protos train clean
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(PROTO_VENV)/.installed: Makefile
+	$(PYTHON) -m venv $(PROTO_VENV)
+	$(PROTO_VENV)/bin/pip install --quiet $(PROTO_TOOLS) 'setuptools<81'
+	touch $@
+
+# Real conversations through the real pair, checked against recomputation.
+demo: $(VENV)/.installed
+	$(BIN)/inference-svc demo
+
+test: $(VENV)/.installed
+	$(BIN)/pytest -m 'not long'
+
+# Full counts of what `make test` samples.
+test-long: $(VENV)/.installed
+	$(BIN)/pytest --timeout 3600
+
+check: $(VENV)/.installed $(PROTO_VENV)/.installed
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(MAKE) --no-print-directory OUT=$(VENV)/stubs generate-stubs
+	diff -r -x __pycache__ shared/pb $(VENV)/stubs/shared/pb
+
+protos: $(PROTO_VENV)/.installed
+	$(MAKE) --no-print-directory OUT=. generate-stubs
+
+# `-I shared/pb=protos` puts the stubs of package kvd.v1 under shared/pb, away from our package kvd.
+.PHONY: generate-stubs
+generate-stubs:
+	mkdir -p $(OUT)
+	$(PROTO_VENV)/bin/python -m grpc_tools.protoc -I shared/pb=protos \
+		--python_out=$(OUT) --grpc_python_out=$(OUT) --pyi_out=$(OUT) $(PROTOS)
+
+clean:
+	rm -rf $(VENV) $(PROTO_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

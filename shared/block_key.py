@@ -1,0 +1,41 @@
+"""Chained content keys of blocks (D5): equal keys mean equal computation, not just equal tokens.
+
+    root    = H(salt; "root" | layout fingerprint)         the fingerprint covers model, dtype, position mode, shard
+    block   = H(salt; "block" | parent key | token ids)
+    discard = H(salt; "discard" | parent key | ranges)     becomes the parent of what follows a discard
+
+H is BLAKE2b-128 keyed with the tenant's secret salt, so that keys say nothing to other tenants. Pure.
+Token ids are bytes: little-endian uint32, as on the wire.
+"""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+KEY_BYTES = 16
+TOKEN_BYTES = 4
+SALT_BYTES = 32
+
+
+def root_key(salt: bytes, layout_fingerprint: str) -> bytes:
+    """Key before the first block of any session of this tenant and layout."""
+    return _digest(salt, b"root", layout_fingerprint.encode())
+
+
+def block_key(salt: bytes, parent: bytes, token_ids: bytes) -> bytes:
+    """Key of the block that holds `token_ids` after `parent`; a partial block's key covers the tokens it has."""
+    return _digest(salt, b"block", parent + token_ids)
+
+
+def discard_key(salt: bytes, parent: bytes, ranges: Sequence[tuple[int, int]]) -> bytes:
+    """Parent of the blocks computed after a discard, so that they are never shared with an undiscarded session."""
+    return _digest(salt, b"discard", parent + b"".join(struct.pack("<QQ", *r) for r in ranges))
+
+
+def tokens_digest(token_ids: bytes) -> bytes:
+    """Unkeyed digest by which a span proves that its stored tokens are the ones asked for."""
+    return hashlib.blake2b(token_ids, digest_size=KEY_BYTES).digest()
+
+
+def _digest(salt: bytes, kind: bytes, data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=KEY_BYTES, key=salt, person=kind).digest()

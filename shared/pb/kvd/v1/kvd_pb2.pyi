@@ -1,0 +1,576 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TIER_UNSPECIFIED: _ClassVar[Tier]
+    TIER_HBM: _ClassVar[Tier]
+    TIER_DRAM: _ClassVar[Tier]
+    TIER_SSD: _ClassVar[Tier]
+
+class Lookup(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    LOOKUP_UNSPECIFIED: _ClassVar[Lookup]
+    LOOKUP_HIT: _ClassVar[Lookup]
+    LOOKUP_PENDING: _ClassVar[Lookup]
+    LOOKUP_MISS: _ClassVar[Lookup]
+TIER_UNSPECIFIED: Tier
+TIER_HBM: Tier
+TIER_DRAM: Tier
+TIER_SSD: Tier
+LOOKUP_UNSPECIFIED: Lookup
+LOOKUP_HIT: Lookup
+LOOKUP_PENDING: Lookup
+LOOKUP_MISS: Lookup
+
+class SessionKey(_message.Message):
+    __slots__ = ("tenant", "model", "session_id")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    model: str
+    session_id: str
+    def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ..., session_id: _Optional[str] = ...) -> None: ...
+
+class Component(_message.Message):
+    __slots__ = ("name", "shape", "dtype", "rotary")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    ROTARY_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    dtype: str
+    rotary: str
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., rotary: _Optional[str] = ...) -> None: ...
+
+class Layer(_message.Message):
+    __slots__ = ("components",)
+    COMPONENTS_FIELD_NUMBER: _ClassVar[int]
+    components: _containers.RepeatedCompositeFieldContainer[Component]
+    def __init__(self, components: _Optional[_Iterable[_Union[Component, _Mapping]]] = ...) -> None: ...
+
+class KVLayout(_message.Message):
+    __slots__ = ("model", "layers", "block_tokens", "position_mode", "tp_rank", "tp_size", "fingerprint")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    POSITION_MODE_FIELD_NUMBER: _ClassVar[int]
+    TP_RANK_FIELD_NUMBER: _ClassVar[int]
+    TP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    layers: _containers.RepeatedCompositeFieldContainer[Layer]
+    block_tokens: int
+    position_mode: str
+    tp_rank: int
+    tp_size: int
+    fingerprint: str
+    def __init__(self, model: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[Layer, _Mapping]]] = ..., block_tokens: _Optional[int] = ..., position_mode: _Optional[str] = ..., tp_rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+
+class AttachRequest(_message.Message):
+    __slots__ = ("data_token", "layout", "held_leases", "engine_name")
+    DATA_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    HELD_LEASES_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_NAME_FIELD_NUMBER: _ClassVar[int]
+    data_token: str
+    layout: KVLayout
+    held_leases: _containers.RepeatedScalarFieldContainer[int]
+    engine_name: str
+    def __init__(self, data_token: _Optional[str] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., held_leases: _Optional[_Iterable[int]] = ..., engine_name: _Optional[str] = ...) -> None: ...
+
+class AttachEvent(_message.Message):
+    __slots__ = ("attached", "draining")
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    attached: Attached
+    draining: Draining
+    def __init__(self, attached: _Optional[_Union[Attached, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
+
+class Attached(_message.Message):
+    __slots__ = ("engine_id", "arena_id", "slot_bytes", "num_slots", "confirmed_leases", "lost_leases", "kvd_version")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    ARENA_ID_FIELD_NUMBER: _ClassVar[int]
+    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    CONFIRMED_LEASES_FIELD_NUMBER: _ClassVar[int]
+    LOST_LEASES_FIELD_NUMBER: _ClassVar[int]
+    KVD_VERSION_FIELD_NUMBER: _ClassVar[int]
+    engine_id: int
+    arena_id: str
+    slot_bytes: int
+    num_slots: int
+    confirmed_leases: _containers.RepeatedScalarFieldContainer[int]
+    lost_leases: _containers.RepeatedScalarFieldContainer[int]
+    kvd_version: str
+    def __init__(self, engine_id: _Optional[int] = ..., arena_id: _Optional[str] = ..., slot_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ..., confirmed_leases: _Optional[_Iterable[int]] = ..., lost_leases: _Optional[_Iterable[int]] = ..., kvd_version: _Optional[str] = ...) -> None: ...
+
+class Draining(_message.Message):
+    __slots__ = ("deadline_s",)
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    deadline_s: float
+    def __init__(self, deadline_s: _Optional[float] = ...) -> None: ...
+
+class LoadSpan(_message.Message):
+    __slots__ = ("slot_id", "start", "num_tokens", "token_offset", "tier", "generation")
+    SLOT_ID_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    slot_id: int
+    start: int
+    num_tokens: int
+    token_offset: int
+    tier: Tier
+    generation: int
+    def __init__(self, slot_id: _Optional[int] = ..., start: _Optional[int] = ..., num_tokens: _Optional[int] = ..., token_offset: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class PrepareLoadRequest(_message.Message):
+    __slots__ = ("engine_id", "session", "token_ids", "from_token", "deadline_s")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FROM_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    engine_id: int
+    session: SessionKey
+    token_ids: bytes
+    from_token: int
+    deadline_s: float
+    def __init__(self, engine_id: _Optional[int] = ..., session: _Optional[_Union[SessionKey, _Mapping]] = ..., token_ids: _Optional[bytes] = ..., from_token: _Optional[int] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+
+class PrepareLoadResponse(_message.Message):
+    __slots__ = ("lookup", "lease_id", "spans", "end_token", "more", "miss_reason", "progress_index")
+    LOOKUP_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    END_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    MISS_REASON_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_INDEX_FIELD_NUMBER: _ClassVar[int]
+    lookup: Lookup
+    lease_id: int
+    spans: _containers.RepeatedCompositeFieldContainer[LoadSpan]
+    end_token: int
+    more: bool
+    miss_reason: str
+    progress_index: int
+    def __init__(self, lookup: _Optional[_Union[Lookup, str]] = ..., lease_id: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[LoadSpan, _Mapping]]] = ..., end_token: _Optional[int] = ..., more: bool = ..., miss_reason: _Optional[str] = ..., progress_index: _Optional[int] = ...) -> None: ...
+
+class CompleteLoadRequest(_message.Message):
+    __slots__ = ("engine_id", "lease_id")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    engine_id: int
+    lease_id: int
+    def __init__(self, engine_id: _Optional[int] = ..., lease_id: _Optional[int] = ...) -> None: ...
+
+class CompleteLoadResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PrepareStoreRequest(_message.Message):
+    __slots__ = ("engine_id", "session", "token_ids", "from_token", "deadline_s")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FROM_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    engine_id: int
+    session: SessionKey
+    token_ids: bytes
+    from_token: int
+    deadline_s: float
+    def __init__(self, engine_id: _Optional[int] = ..., session: _Optional[_Union[SessionKey, _Mapping]] = ..., token_ids: _Optional[bytes] = ..., from_token: _Optional[int] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+
+class StoreBlock(_message.Message):
+    __slots__ = ("slot_id", "token_offset", "num_tokens", "generation")
+    SLOT_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    slot_id: int
+    token_offset: int
+    num_tokens: int
+    generation: int
+    def __init__(self, slot_id: _Optional[int] = ..., token_offset: _Optional[int] = ..., num_tokens: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class PrepareStoreResponse(_message.Message):
+    __slots__ = ("lease_id", "blocks", "end_token", "more", "refused_reason")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    END_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_REASON_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    blocks: _containers.RepeatedCompositeFieldContainer[StoreBlock]
+    end_token: int
+    more: bool
+    refused_reason: str
+    def __init__(self, lease_id: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[StoreBlock, _Mapping]]] = ..., end_token: _Optional[int] = ..., more: bool = ..., refused_reason: _Optional[str] = ...) -> None: ...
+
+class CompleteStoreRequest(_message.Message):
+    __slots__ = ("engine_id", "lease_id", "success")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    SUCCESS_FIELD_NUMBER: _ClassVar[int]
+    engine_id: int
+    lease_id: int
+    success: bool
+    def __init__(self, engine_id: _Optional[int] = ..., lease_id: _Optional[int] = ..., success: bool = ...) -> None: ...
+
+class CompleteStoreResponse(_message.Message):
+    __slots__ = ("stored_tokens",)
+    STORED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    stored_tokens: int
+    def __init__(self, stored_tokens: _Optional[int] = ...) -> None: ...
+
+class TokenRange(_message.Message):
+    __slots__ = ("start", "end")
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    end: int
+    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+
+class DiscardRequest(_message.Message):
+    __slots__ = ("engine_id", "session", "token_ids", "ranges")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    engine_id: int
+    session: SessionKey
+    token_ids: bytes
+    ranges: _containers.RepeatedCompositeFieldContainer[TokenRange]
+    def __init__(self, engine_id: _Optional[int] = ..., session: _Optional[_Union[SessionKey, _Mapping]] = ..., token_ids: _Optional[bytes] = ..., ranges: _Optional[_Iterable[_Union[TokenRange, _Mapping]]] = ...) -> None: ...
+
+class DiscardResponse(_message.Message):
+    __slots__ = ("kept_tokens",)
+    KEPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    kept_tokens: int
+    def __init__(self, kept_tokens: _Optional[int] = ...) -> None: ...
+
+class GetSessionRequest(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: SessionKey
+    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ...) -> None: ...
+
+class EndSessionRequest(_message.Message):
+    __slots__ = ("engine_id", "session")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    engine_id: int
+    session: SessionKey
+    def __init__(self, engine_id: _Optional[int] = ..., session: _Optional[_Union[SessionKey, _Mapping]] = ...) -> None: ...
+
+class EndSessionResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class QueueJob(_message.Message):
+    __slots__ = ("tenant", "session_id", "history_tokens", "starts_in_s")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STARTS_IN_S_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    session_id: str
+    history_tokens: int
+    starts_in_s: float
+    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., history_tokens: _Optional[int] = ..., starts_in_s: _Optional[float] = ...) -> None: ...
+
+class QueueSnapshot(_message.Message):
+    __slots__ = ("engine_id", "sequence", "full", "base_sequence", "jobs", "left", "digest")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    FULL_FIELD_NUMBER: _ClassVar[int]
+    BASE_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    engine_id: int
+    sequence: int
+    full: bool
+    base_sequence: int
+    jobs: _containers.RepeatedCompositeFieldContainer[QueueJob]
+    left: _containers.RepeatedCompositeFieldContainer[QueueJob]
+    digest: bytes
+    def __init__(self, engine_id: _Optional[int] = ..., sequence: _Optional[int] = ..., full: bool = ..., base_sequence: _Optional[int] = ..., jobs: _Optional[_Iterable[_Union[QueueJob, _Mapping]]] = ..., left: _Optional[_Iterable[_Union[QueueJob, _Mapping]]] = ..., digest: _Optional[bytes] = ...) -> None: ...
+
+class QueueAck(_message.Message):
+    __slots__ = ("sequence", "send_full")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    SEND_FULL_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    send_full: bool
+    def __init__(self, sequence: _Optional[int] = ..., send_full: bool = ...) -> None: ...
+
+class SessionInfo(_message.Message):
+    __slots__ = ("session", "num_tokens", "num_blocks", "bytes", "dram_bytes", "ssd_bytes", "dirty_bytes", "shared_blocks", "pinned", "leases", "idle_s", "ttl_s", "expires_in_s", "layout", "ended")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    DRAM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SSD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DIRTY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHARED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_IN_S_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    session: SessionKey
+    num_tokens: int
+    num_blocks: int
+    bytes: int
+    dram_bytes: int
+    ssd_bytes: int
+    dirty_bytes: int
+    shared_blocks: int
+    pinned: bool
+    leases: int
+    idle_s: float
+    ttl_s: float
+    expires_in_s: float
+    layout: str
+    ended: bool
+    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., num_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., dram_bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., dirty_bytes: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., pinned: bool = ..., leases: _Optional[int] = ..., idle_s: _Optional[float] = ..., ttl_s: _Optional[float] = ..., expires_in_s: _Optional[float] = ..., layout: _Optional[str] = ..., ended: bool = ...) -> None: ...
+
+class BlockInfo(_message.Message):
+    __slots__ = ("key", "token_offset", "start", "num_tokens", "tiers", "slot_id", "extent", "sessions", "dirty")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    SLOT_ID_FIELD_NUMBER: _ClassVar[int]
+    EXTENT_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    DIRTY_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    token_offset: int
+    start: int
+    num_tokens: int
+    tiers: _containers.RepeatedScalarFieldContainer[Tier]
+    slot_id: int
+    extent: int
+    sessions: int
+    dirty: bool
+    def __init__(self, key: _Optional[str] = ..., token_offset: _Optional[int] = ..., start: _Optional[int] = ..., num_tokens: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[Tier, str]]] = ..., slot_id: _Optional[int] = ..., extent: _Optional[int] = ..., sessions: _Optional[int] = ..., dirty: bool = ...) -> None: ...
+
+class ListSessionsRequest(_message.Message):
+    __slots__ = ("tenant", "model", "limit", "page_token")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    model: str
+    limit: int
+    page_token: str
+    def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ..., limit: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class ListSessionsResponse(_message.Message):
+    __slots__ = ("sessions", "next_page_token", "total")
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    sessions: _containers.RepeatedCompositeFieldContainer[SessionInfo]
+    next_page_token: str
+    total: int
+    def __init__(self, sessions: _Optional[_Iterable[_Union[SessionInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., total: _Optional[int] = ...) -> None: ...
+
+class DescribeSessionRequest(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: SessionKey
+    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ...) -> None: ...
+
+class DescribeSessionResponse(_message.Message):
+    __slots__ = ("info", "blocks")
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    info: SessionInfo
+    blocks: _containers.RepeatedCompositeFieldContainer[BlockInfo]
+    def __init__(self, info: _Optional[_Union[SessionInfo, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[BlockInfo, _Mapping]]] = ...) -> None: ...
+
+class FlushRequest(_message.Message):
+    __slots__ = ("session", "all", "dry_run")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    session: SessionKey
+    all: bool
+    dry_run: bool
+    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., all: bool = ..., dry_run: bool = ...) -> None: ...
+
+class FlushResponse(_message.Message):
+    __slots__ = ("sessions", "bytes", "skipped_leased")
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_LEASED_FIELD_NUMBER: _ClassVar[int]
+    sessions: int
+    bytes: int
+    skipped_leased: _containers.RepeatedCompositeFieldContainer[SessionKey]
+    def __init__(self, sessions: _Optional[int] = ..., bytes: _Optional[int] = ..., skipped_leased: _Optional[_Iterable[_Union[SessionKey, _Mapping]]] = ...) -> None: ...
+
+class PinRequest(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: SessionKey
+    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ...) -> None: ...
+
+class PinResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SetTtlRequest(_message.Message):
+    __slots__ = ("session", "ttl_s")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    session: SessionKey
+    ttl_s: float
+    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+
+class SetTtlResponse(_message.Message):
+    __slots__ = ("expires_in_s",)
+    EXPIRES_IN_S_FIELD_NUMBER: _ClassVar[int]
+    expires_in_s: float
+    def __init__(self, expires_in_s: _Optional[float] = ...) -> None: ...
+
+class GetStatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TierStats(_message.Message):
+    __slots__ = ("tier", "capacity_bytes", "used_bytes", "num_blocks", "degraded", "degraded_reason")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DEGRADED_FIELD_NUMBER: _ClassVar[int]
+    DEGRADED_REASON_FIELD_NUMBER: _ClassVar[int]
+    tier: Tier
+    capacity_bytes: int
+    used_bytes: int
+    num_blocks: int
+    degraded: bool
+    degraded_reason: str
+    def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., degraded: bool = ..., degraded_reason: _Optional[str] = ...) -> None: ...
+
+class LayoutStats(_message.Message):
+    __slots__ = ("layout", "model", "block_tokens", "block_bytes", "num_sessions", "tiers", "dirty_bytes", "leases", "counters")
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    DIRTY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    layout: str
+    model: str
+    block_tokens: int
+    block_bytes: int
+    num_sessions: int
+    tiers: _containers.RepeatedCompositeFieldContainer[TierStats]
+    dirty_bytes: int
+    leases: int
+    counters: _containers.ScalarMap[str, int]
+    def __init__(self, layout: _Optional[str] = ..., model: _Optional[str] = ..., block_tokens: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_sessions: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., dirty_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class EngineInfo(_message.Message):
+    __slots__ = ("engine_id", "name", "layout", "pid", "command", "rss_bytes", "attached_s", "queue_jobs")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    COMMAND_FIELD_NUMBER: _ClassVar[int]
+    RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_JOBS_FIELD_NUMBER: _ClassVar[int]
+    engine_id: int
+    name: str
+    layout: str
+    pid: int
+    command: str
+    rss_bytes: int
+    attached_s: float
+    queue_jobs: int
+    def __init__(self, engine_id: _Optional[int] = ..., name: _Optional[str] = ..., layout: _Optional[str] = ..., pid: _Optional[int] = ..., command: _Optional[str] = ..., rss_bytes: _Optional[int] = ..., attached_s: _Optional[float] = ..., queue_jobs: _Optional[int] = ...) -> None: ...
+
+class ProcessStats(_message.Message):
+    __slots__ = ("pid", "rss_bytes", "open_files", "threads", "cpu_s", "memory_available_bytes", "uptime_s")
+    PID_FIELD_NUMBER: _ClassVar[int]
+    RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FILES_FIELD_NUMBER: _ClassVar[int]
+    THREADS_FIELD_NUMBER: _ClassVar[int]
+    CPU_S_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_AVAILABLE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    pid: int
+    rss_bytes: int
+    open_files: int
+    threads: int
+    cpu_s: float
+    memory_available_bytes: int
+    uptime_s: float
+    def __init__(self, pid: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., open_files: _Optional[int] = ..., threads: _Optional[int] = ..., cpu_s: _Optional[float] = ..., memory_available_bytes: _Optional[int] = ..., uptime_s: _Optional[float] = ...) -> None: ...
+
+class GetStatsResponse(_message.Message):
+    __slots__ = ("version", "layouts", "engines", "process")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    LAYOUTS_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    layouts: _containers.RepeatedCompositeFieldContainer[LayoutStats]
+    engines: _containers.RepeatedCompositeFieldContainer[EngineInfo]
+    process: ProcessStats
+    def __init__(self, version: _Optional[str] = ..., layouts: _Optional[_Iterable[_Union[LayoutStats, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[EngineInfo, _Mapping]]] = ..., process: _Optional[_Union[ProcessStats, _Mapping]] = ...) -> None: ...
+
+class WatchEventsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Event(_message.Message):
+    __slots__ = ("unix_s", "name", "session", "fields")
+    class FieldsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    unix_s: float
+    name: str
+    session: SessionKey
+    fields: _containers.ScalarMap[str, str]
+    def __init__(self, unix_s: _Optional[float] = ..., name: _Optional[str] = ..., session: _Optional[_Union[SessionKey, _Mapping]] = ..., fields: _Optional[_Mapping[str, str]] = ...) -> None: ...

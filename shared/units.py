@@ -1,0 +1,69 @@
+"""Bytes and durations: parse, format, and the two integer roundings everything here needs.
+
+Pure. Byte units are binary (1 GB = 1 GiB = 2**30), as memory is sold; durations are seconds.
+"""
+
+import re
+
+_BYTE_UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_DURATION_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_NUMBER_UNIT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$")
+
+NS_PER_S = 1_000_000_000
+SECTOR_BYTES = 4096  # page size, and the alignment direct I/O asks for
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    """Divide and round up."""
+    return -(-numerator // denominator)
+
+
+def align_up(value: int, alignment: int) -> int:
+    """Round up to the next multiple of `alignment`."""
+    return ceil_div(value, alignment) * alignment
+
+
+def parse_bytes(text: str) -> int:
+    """Parse "512MB", "1.5 GiB", "4096".
+
+    Raises:
+        ValueError: with the accepted forms in its message.
+    """
+    match = _NUMBER_UNIT.match(text)
+    unit = match.group(2).lower() if match else ""
+    unit = unit.removesuffix("ib") if unit.endswith("ib") else unit.removesuffix("b") or unit
+    if match is None or unit not in _BYTE_UNITS:
+        raise ValueError(f"{text!r} is not a size: write a number with KB, MB, GB or TB")
+    return int(float(match.group(1)) * _BYTE_UNITS[unit])
+
+
+def format_bytes(value: int) -> str:
+    """Write a byte count for people: 1536 -> "1.5 KB"."""
+    size = float(value)
+    for unit in ("B", "KB", "MB", "GB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TB"
+
+
+def parse_duration_s(text: str) -> float:
+    """Parse "30s", "10m", "1.5h", "7d", "250ms", "12" (seconds).
+
+    Raises:
+        ValueError: with the accepted forms in its message.
+    """
+    match = _NUMBER_UNIT.match(text)
+    if match is None or match.group(2).lower() not in _DURATION_UNITS:
+        raise ValueError(f"{text!r} is not a duration: write a number with ms, s, m, h or d")
+    return float(match.group(1)) * _DURATION_UNITS[match.group(2).lower()]
+
+
+def format_duration(seconds: float) -> str:
+    """Write a duration for people: 0.0123 -> "12 ms", 5400 -> "1.5 h"."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.0f} ms"
+    for limit, size, unit in ((120, 1, "s"), (7200, 60, "m"), (172800, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 86400:.3g} d"
