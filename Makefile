@@ -36,7 +36,7 @@ check: $(VENV)/.installed $(PROTO_VENV)/.installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(MAKE) --no-print-directory OUT=$(VENV)/stubs generate-stubs
-	diff -r -x __pycache__ shared/pb $(VENV)/stubs/shared/pb
+	diff -r -x __pycache__ -x __init__.py shared/pb $(VENV)/stubs/shared/pb
 
 protos: $(PROTO_VENV)/.installed
 	$(MAKE) --no-print-directory OUT=. generate-stubs

@@ -1,11 +1,11 @@
 """Chained content keys of blocks (D5): equal keys mean equal computation, not just equal tokens.
 
-    root    = H(salt; "root" | layout fingerprint)         the fingerprint covers model, dtype, position mode, shard
+    root    = H(salt; "root" | layout fingerprint)    model, dtype, position mode, shard
     block   = H(salt; "block" | parent key | token ids)
-    discard = H(salt; "discard" | parent key | ranges)     becomes the parent of what follows a discard
+    discard = H(salt; "discard" | parent key | ranges)  parent of what follows a discard
 
-H is BLAKE2b-128 keyed with the tenant's secret salt, so that keys say nothing to other tenants. Pure.
-Token ids are bytes: little-endian uint32, as on the wire.
+H is BLAKE2b-128 keyed with the tenant's secret salt, so that keys say nothing to other tenants.
+Token ids are bytes: little-endian uint32, as on the wire. Pure.
 """
 
 import hashlib
@@ -23,12 +23,12 @@ def root_key(salt: bytes, layout_fingerprint: str) -> bytes:
 
 
 def block_key(salt: bytes, parent: bytes, token_ids: bytes) -> bytes:
-    """Key of the block that holds `token_ids` after `parent`; a partial block's key covers the tokens it has."""
+    """Key of the block that holds `token_ids` (all it has, if it is partial) after `parent`."""
     return _digest(salt, b"block", parent + token_ids)
 
 
 def discard_key(salt: bytes, parent: bytes, ranges: Sequence[tuple[int, int]]) -> bytes:
-    """Parent of the blocks computed after a discard, so that they are never shared with an undiscarded session."""
+    """Parent of what is computed after a discard: never shared with an undiscarded session."""
     return _digest(salt, b"discard", parent + b"".join(struct.pack("<QQ", *r) for r in ranges))
 
 

@@ -10,9 +10,9 @@
     ├── UnavailableError          UNAVAILABLE           exit 69   the peer is not there; try again
     └── ConfigError               FAILED_PRECONDITION   exit 78   the start was refused
 
-A concrete error is a subclass with a `reason` slug; subclasses that belong to one process live in its `core/errors.py`.
-Answers of a lookup (hit, pending, miss) are never errors. Exceptions here know their outward codes;
-`shared.grpc_status` is the one place that turns them into gRPC statuses and back.
+A concrete error is a subclass with a `reason` slug; those of one process live in its
+`core/errors.py`. Answers of a lookup (hit, pending, miss) are never errors. Errors know their
+outward codes; `shared.grpc_status` is the one place that turns them into statuses and back.
 """
 
 from typing import ClassVar
@@ -28,7 +28,7 @@ class ReportedError(Exception):
 
     reason: ClassVar[str] = "error"
     retryable: ClassVar[bool] = False
-    grpc_code: ClassVar[str] = "INTERNAL"  # a name of grpc.StatusCode; this module must not import grpc
+    grpc_code: ClassVar[str] = "INTERNAL"  # a name of grpc.StatusCode, which is not imported here
     exit_code: ClassVar[int] = 1
 
     def __init__(self, message: str, remedy: str) -> None:

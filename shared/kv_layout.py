@@ -4,10 +4,10 @@ A block holds `block_tokens` consecutive tokens of all layers. Inside it:
 
     block  = layer slice 0 | layer slice 1 | …            each padded to 4 KiB
     slice  = component 0 | component 1 | … | padding       K and V of one layer are adjacent
-    component = [block_tokens, *shape] in C order          token-major: a token run is one memory run
+    component = [block_tokens, *shape] in C order       token-major: a token run is one memory run
 
-Pure. Invariants: 1. equal layouts have equal fingerprints, in every process and version; 2. a partial block uses the
-first rows of each component, at the same offsets as a full one.
+Pure. Invariants: 1. equal layouts have equal fingerprints, in every process and version; 2. a
+partial block uses the first rows of each component, at the same offsets as a full one.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ class Component:
         name: "k", "v", or what the model caches instead.
         shape: per token, (kv_heads, head_dim) for an ordinary key.
         dtype: a name in ITEM_BYTES.
-        rotary: digest of the rotary recipe that loading applies to the stored (position-free) bytes; "" if none.
+        rotary: digest of the rotary recipe that loading applies to the position-free bytes, or "".
     """
 
     name: str
@@ -57,7 +57,7 @@ class Component:
 
 @dataclass(frozen=True)
 class Layer:
-    """The components of one layer, in the order they lie in memory. May be empty (KV shared with another layer)."""
+    """The components of one layer, as they lie in memory; none if it shares another layer's KV."""
 
     components: tuple[Component, ...]
 
@@ -80,7 +80,7 @@ class KVLayout:
 
     @cached_property
     def fingerprint(self) -> str:
-        """128-bit digest, hex. Two processes may exchange KV bytes if and only if theirs are equal."""
+        """128-bit digest, hex. Processes may exchange KV bytes only if theirs are equal."""
         text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -129,7 +129,9 @@ class KVLayout:
         elif self.block_bytes > MAX_BLOCK_BYTES:
             problem = f"blocks of {self.block_bytes} bytes"
         if problem:
-            raise InvalidLayoutError(f"the KV layout has {problem}", "send the layout that calibration computed")
+            raise InvalidLayoutError(
+                f"the KV layout has {problem}", "send the layout that calibration computed"
+            )
 
 
 def choose_block_tokens(layers: tuple[Layer, ...]) -> int:

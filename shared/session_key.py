@@ -30,8 +30,8 @@ def session_key(tenant: str, model: str, session_id: str) -> SessionKey:
     """Check and build a key; an empty tenant is the default one.
 
     Raises:
-        InvalidNameError: if tenant or session id has characters other than letters, digits and ._:@+-,
-            does not start with a letter or digit, or is longer than 128.
+        InvalidNameError: if a name has characters other than letters, digits and ._:@+-, does not
+            start with a letter or digit, or is longer than 128.
     """
     tenant = tenant or DEFAULT_TENANT
     for what, name in (("tenant", tenant), ("session id", session_id)):

@@ -1,0 +1,137 @@
+"""The `inference-svc` command. Errors are one line on stderr; the exit code is the error's."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from inference_svc.config import InferenceSettings, default_listen, load_inference_settings
+from inference_svc.demo.cli import demo
+from shared.config import LoadedSettings
+from shared.errors import ReportedError
+from shared.log import configure_logging
+from shared.version import __version__
+
+app = typer.Typer(
+    help="Serve a model over multi-turn sessions, reusing the KV that kvd keeps.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+config_app = typer.Typer(help="Look at the settings.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", help="Settings file (TOML).", show_default=False)
+]
+
+
+@app.callback(invoke_without_command=True)
+def top(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Options of the command itself."""
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def serve(
+    config: ConfigOption = None,
+    model: Annotated[str | None, typer.Option(help="Model directory.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ….")] = None,
+    threads: Annotated[int | None, typer.Option(help="Compute threads; 0: torch's choice.")] = None,
+    listen: Annotated[str | None, typer.Option(help="unix:/path or 127.0.0.1:port.")] = None,
+    state_dir: Annotated[str | None, typer.Option(help="Where transcripts are kept.")] = None,
+    mode: Annotated[str | None, typer.Option(help="cached, or recompute (never kvd).")] = None,
+    load_policy: Annotated[str | None, typer.Option(help="always or never.")] = None,
+    kvd_runtime_dir: Annotated[str | None, typer.Option(help="Where kvd's sockets are.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning, error.")] = None,
+) -> None:
+    """Serve a model until SIGTERM."""
+    flags = {
+        "model.path": model,
+        "model.dtype": dtype,
+        "model.device": device,
+        "model.threads": threads,
+        "server.listen": listen,
+        "server.state_dir": state_dir,
+        "cache.mode": mode,
+        "cache.load_policy": load_policy,
+        "cache.kvd_runtime_dir": kvd_runtime_dir,
+        "log.level": log_level,
+    }
+    settings = load_inference_settings(config, flags).settings
+    configure_logging(settings.log.level, json=settings.log.json_lines)
+    from inference_svc import server  # torch and transformers: seconds that --help does not need
+
+    server.run(settings)
+
+
+@app.command()
+def chat(
+    address: Annotated[
+        str, typer.Option(help="Where the service listens.", default_factory=default_listen)
+    ],
+    session: Annotated[str, typer.Option(help="Continue this session.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 0.0,
+) -> None:
+    """Talk to a running service; each answer shows what was reused."""
+    from inference_svc.chat import chat as talk
+
+    asyncio.run(talk(address, session, max_tokens, temperature))
+
+
+app.command()(demo)
+
+
+@config_app.command("show")
+def config_show(
+    config: ConfigOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+) -> None:
+    """Print every setting and where it comes from."""
+    loaded = load_inference_settings(config, {})
+    if as_json:
+        rows = {key: {"value": value, "source": source} for key, value, source in loaded.rows()}
+        typer.echo(json.dumps(rows, indent=2))
+    else:
+        Console().print(_table(loaded))
+
+
+@config_app.command("check")
+def config_check(config: ConfigOption = None) -> None:
+    """Say whether the service would accept the settings."""
+    load_inference_settings(config, {})
+    typer.echo("the settings are right")
+
+
+def _table(loaded: LoadedSettings[InferenceSettings]) -> Table:
+    table = Table(box=None)
+    for name in ("setting", "value", "from"):
+        table.add_column(name, overflow="fold")
+    for row in loaded.rows():
+        table.add_row(*row)
+    return table
+
+
+def main() -> None:
+    """Entry point: run the command, turn errors into one line and an exit code."""
+    try:
+        app()
+    except ReportedError as error:
+        print(f"inference-svc: {error}", file=sys.stderr)  # noqa: T201
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""A small typed client of the inference service, for the chat, the demo and the tests.
+
+Every method raises a ReportedError: the service's own, or UnavailableError if nobody answers.
+"""
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+import grpc
+
+from shared.grpc_status import error_from_rpc
+from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.pb.inference.v1 import inference_pb2_grpc
+from shared.runtime_dir import MAX_MESSAGE_BYTES
+
+CALL_S = 30.0  # deadline of everything but a turn
+TURN_S = 600.0
+
+TurnContent: TypeAlias = str | Sequence[pb.ChatMessage] | Sequence[int]
+
+
+@dataclass(frozen=True)
+class TurnResult:
+    """A finished turn: what its events said, put together."""
+
+    accepted: pb.Accepted
+    started: pb.Started
+    tokens: Sequence[pb.Token] = field(repr=False)
+    finished: pb.Finished
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The answer."""
+        return [token.token_id for token in self.tokens]
+
+    @property
+    def text(self) -> str:
+        """The answer."""
+        return self.finished.text
+
+    @property
+    def usage(self) -> pb.Usage:
+        """What it cost."""
+        return self.finished.usage
+
+
+def turn_request(given: TurnContent, session_id: str = "", **fields: Any) -> pb.SubmitTurnRequest:
+    """Build a SubmitTurn from text, chat messages or token ids and the proto's other fields."""
+    request = pb.SubmitTurnRequest(session_id=session_id, **fields)
+    if isinstance(given, str):
+        request.text = given
+        return request
+    messages = [item for item in given if isinstance(item, pb.ChatMessage)]
+    if messages:
+        request.chat.messages.extend(messages)
+    else:
+        request.tokens.ids.extend(item for item in given if isinstance(item, int))
+    return request
+
+
+class InferenceClient:
+    """A connection to one service; use it as an async context manager.
+
+    Args:
+        address: "unix:/path" or "host:port".
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        options = [
+            ("grpc.use_local_subchannel_pool", 1),  # a restarted service is not backed off from
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ]
+        self._channel = grpc.aio.insecure_channel(address, options=options)
+        self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._channel.close(None)
+
+    async def stream_turn(
+        self, request: pb.SubmitTurnRequest, timeout_s: float = TURN_S
+    ) -> AsyncGenerator[pb.TurnEvent, None]:
+        """The events of a turn; closing the iterator early cancels the turn."""
+        call = self._stub.SubmitTurn(request, timeout=timeout_s)
+        try:
+            async for event in call:
+                yield event
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from error
+        finally:
+            call.cancel()
+
+    async def submit(
+        self,
+        request: pb.SubmitTurnRequest,
+        timeout_s: float = TURN_S,
+        on_event: Callable[[pb.TurnEvent], None] = lambda _: None,
+    ) -> TurnResult:
+        """Run a turn to its end."""
+        seen: dict[str, Any] = {"accepted": pb.Accepted(), "started": pb.Started()}
+        tokens: list[pb.Token] = []
+        async with aclosing(self.stream_turn(request, timeout_s)) as events:
+            async for event in events:
+                on_event(event)
+                kind = event.WhichOneof("event")
+                if kind == "tokens":
+                    tokens += event.tokens.tokens
+                else:
+                    seen[str(kind)] = getattr(event, str(kind))
+        return TurnResult(tokens=tokens, **seen)
+
+    async def cancel(self, session_id: str, request_id: str = "", tenant: str = "") -> int:
+        """Stop a session's turns; return how many."""
+        request = pb.CancelTurnRequest(tenant=tenant, session_id=session_id, request_id=request_id)
+        response: pb.CancelTurnResponse = await self._call(self._stub.CancelTurn, request)
+        return response.cancelled
+
+    async def get_session(
+        self, session_id: str, *, with_turns: bool = False, tenant: str = ""
+    ) -> pb.Session:
+        """A session's state."""
+        request = pb.GetSessionRequest(tenant=tenant, session_id=session_id, with_turns=with_turns)
+        session: pb.Session = await self._call(self._stub.GetSession, request)
+        return session
+
+    async def delete_session(self, session_id: str, tenant: str = "") -> None:
+        """Remove a session."""
+        request = pb.DeleteSessionRequest(tenant=tenant, session_id=session_id)
+        await self._call(self._stub.DeleteSession, request)
+
+    async def fork_session(
+        self,
+        session_id: str,
+        at_turn: int | None = None,
+        new_session_id: str = "",
+        tenant: str = "",
+    ) -> pb.Session:
+        """Start a session from another's first turns."""
+        request = pb.ForkSessionRequest(
+            tenant=tenant, session_id=session_id, at_turn=at_turn, new_session_id=new_session_id
+        )
+        session: pb.Session = await self._call(self._stub.ForkSession, request)
+        return session
+
+    async def get_model(self) -> pb.Model:
+        """What is served."""
+        model: pb.Model = await self._call(self._stub.GetModel, pb.GetModelRequest())
+        return model
+
+    async def _call(self, method: Any, request: Any) -> Any:
+        try:
+            return await method(request, timeout=CALL_S)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from error

@@ -1,0 +1,150 @@
+"""Settings of `inference-svc serve`: every key, its default and its bounds.
+
+The environment prefix is INFERENCE: INFERENCE_SCHEDULER__MAX_RUNNING=4.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from shared.config import Duration, LoadedSettings, Section, load_settings
+from shared.runtime_dir import MAX_MESSAGE_BYTES, MAX_SOCKET_PATH, default_runtime_dir
+
+ENV_PREFIX = "INFERENCE"
+SYSTEM_NAME = "inference-svc"  # of RuntimeDirectory= and StateDirectory=
+SOCKET = "inference.sock"
+MOST_TURNS = 65536
+LOOPBACK = re.compile(r"^(127\.0\.0\.1|localhost|\[::1\]):\d{1,5}$")
+
+
+def default_listen(environ: Mapping[str, str] = os.environ) -> str:
+    """The service's Unix socket: the system's for root, else the user's own."""
+    if os.geteuid() == 0:
+        return f"unix:/run/{SYSTEM_NAME}/{SOCKET}"
+    if environ.get("XDG_RUNTIME_DIR"):
+        return f"unix:{environ['XDG_RUNTIME_DIR']}/{SYSTEM_NAME}/{SOCKET}"
+    return f"unix:/tmp/{SYSTEM_NAME}-{os.geteuid()}/{SOCKET}"  # its directory is made 0700
+
+
+def default_state_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """What the supervisor assigned, else the system's for root, else the user's own."""
+    if environ.get("STATE_DIRECTORY"):
+        return Path(environ["STATE_DIRECTORY"].split(":")[0])
+    if os.geteuid() == 0:
+        return Path("/var/lib") / SYSTEM_NAME
+    if environ.get("XDG_STATE_HOME"):
+        return Path(environ["XDG_STATE_HOME"]) / SYSTEM_NAME
+    return Path.home() / ".local" / "state" / SYSTEM_NAME
+
+
+class ModelSettings(Section):
+    """Which model is served.
+
+    Attributes:
+        path: a Transformers model directory.
+        threads: that compute; 0: as many as torch chooses.
+    """
+
+    path: Path | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "cpu"
+    threads: int = Field(default=0, ge=0, le=1024)
+
+
+class ServerSettings(Section):
+    """Where and how clients are served.
+
+    Attributes:
+        listen: "unix:/absolute/path", or "host:port" on the loopback: there is no other guard yet.
+        drain_s: how long running turns may go on after SIGTERM.
+    """
+
+    listen: str = Field(default_factory=default_listen)
+    state_dir: Path = Field(default_factory=default_state_dir)
+    max_message_bytes: int = Field(default=MAX_MESSAGE_BYTES, ge=65536)
+    drain_s: Duration = Field(default=30.0, ge=0)
+
+    @field_validator("listen")
+    @classmethod
+    def _usable(cls, value: str) -> str:
+        path = value.removeprefix("unix:")
+        is_socket = value.startswith("unix:/") and len(path.encode()) <= MAX_SOCKET_PATH
+        if not is_socket and not LOOPBACK.match(value):
+            raise ValueError(
+                f"write unix:/path (at most {MAX_SOCKET_PATH} bytes) or 127.0.0.1:port"
+            )
+        return value
+
+
+class CacheSettings(Section):
+    """How history is reused.
+
+    Attributes:
+        mode: "recompute" never talks to kvd: the baseline.
+        load_policy: "never" saves but does not load.
+        deadline_s: how long one load or one save may wait for kvd.
+    """
+
+    mode: Literal["cached", "recompute"] = "cached"
+    load_policy: Literal["always", "never"] = "always"
+    kvd_runtime_dir: Path = Field(default_factory=default_runtime_dir)
+    deadline_s: Duration = Field(default=10.0, gt=0, le=600)
+
+
+class SchedulerSettings(Section):
+    """Bounds of what runs at once.
+
+    Attributes:
+        max_running: turns in a batch.
+        max_loading: turns that are loaded ahead of the batch.
+        max_turns: turns under way in all sessions together.
+        max_turns_per_session: turns under way in one session.
+        step_tokens: prompt tokens computed between two decode steps.
+        kv_tokens: working KV of all admitted turns; 0: from what memory is free.
+        default_max_tokens: of an answer, when the client does not say.
+    """
+
+    max_running: int = Field(default=8, ge=1, le=1024)
+    max_loading: int = Field(default=4, ge=1, le=1024)
+    max_turns: int = Field(default=256, ge=1, le=MOST_TURNS)
+    max_turns_per_session: int = Field(default=16, ge=1, le=MOST_TURNS)
+    step_tokens: int = Field(default=512, ge=16)
+    kv_tokens: int = Field(default=0, ge=0)
+    default_max_tokens: int = Field(default=256, ge=1)
+
+
+class LogSettings(Section):
+    """What is logged, to stderr."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["auto", "json", "text"] = "auto"
+
+    @property
+    def json_lines(self) -> bool | None:
+        """As `configure_logging` takes it: None chooses."""
+        return None if self.format == "auto" else self.format == "json"
+
+
+class InferenceSettings(Section):
+    """All sections."""
+
+    model: ModelSettings = ModelSettings()
+    server: ServerSettings = Field(default_factory=ServerSettings)
+    cache: CacheSettings = Field(default_factory=CacheSettings)
+    scheduler: SchedulerSettings = SchedulerSettings()
+    log: LogSettings = LogSettings()
+
+
+def load_inference_settings(
+    toml_path: Path | None, flags: Mapping[str, object]
+) -> LoadedSettings[InferenceSettings]:
+    """Read file, environment and flags.
+
+    Raises:
+        InvalidSettingsError: listing every problem.
+    """
+    return load_settings(InferenceSettings, toml_path, ENV_PREFIX, flags)

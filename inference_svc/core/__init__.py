@@ -1,0 +1,1 @@
+"""Pure: no I/O, clock, asyncio or torch. Time arrives as `now_ns`, effects leave as values."""

@@ -1,0 +1,144 @@
+"""The inference service's errors, each a class of `shared.errors` with its `reason` slug.
+
+InvalidInputError   invalid_sampling, input_too_long, empty_turn, invalid_input, request_id_reused
+NotFoundError       unknown_session, unknown_turn
+ConflictError       session_busy
+StateError          turn_mismatch, no_chat_template, session_ended, session_exists
+ExhaustedError      queue_full
+UnavailableError    draining, engine_failed
+ConfigError         unknown_model, unsupported_model, transcripts_unusable, socket_unusable
+"""
+
+from shared.errors import (
+    ConfigError,
+    ConflictError,
+    ExhaustedError,
+    InvalidInputError,
+    NotFoundError,
+    ReportedError,
+    StateError,
+    UnavailableError,
+)
+
+
+class InvalidSamplingError(InvalidInputError):
+    """Sampling values out of range; the message lists all of them."""
+
+    reason = "invalid_sampling"
+
+
+class InputTooLongError(InvalidInputError):
+    """History, new tokens and the answer do not fit the context window."""
+
+    reason = "input_too_long"
+
+
+class EmptyTurnError(InvalidInputError):
+    """The turn brings no token."""
+
+    reason = "empty_turn"
+
+
+class InvalidTurnError(InvalidInputError):
+    """The turn's input cannot be read: a token id out of range, an unknown role."""
+
+    reason = "invalid_input"
+
+
+class RequestIdReusedError(InvalidInputError):
+    """A request id came back with another input."""
+
+    reason = "request_id_reused"
+
+
+class UnknownSessionError(NotFoundError):
+    """No such session under this tenant and model."""
+
+    reason = "unknown_session"
+
+
+class UnknownTurnError(NotFoundError):
+    """The session has no such turn, or no turn of that request id is under way."""
+
+    reason = "unknown_turn"
+
+
+class SessionBusyError(ConflictError):
+    """A turn of this session runs or waits already."""
+
+    reason = "session_busy"
+
+
+class TurnCancelledError(ConflictError):
+    """The turn was stopped before it was accepted."""
+
+    reason = "cancelled"
+
+
+class TurnMismatchError(StateError):
+    """The session has another number of turns than the client believes."""
+
+    reason = "turn_mismatch"
+
+
+class NoChatTemplateError(StateError):
+    """Chat messages or text were sent to a model that cannot read them."""
+
+    reason = "no_chat_template"
+
+
+class SessionEndedError(StateError):
+    """The session was ended by a final turn."""
+
+    reason = "session_ended"
+
+
+class SessionExistsError(StateError):
+    """A fork would overwrite a session."""
+
+    reason = "session_exists"
+
+
+class QueueFullError(ExhaustedError):
+    """A bounded queue is full."""
+
+    reason = "queue_full"
+
+
+class DrainingError(UnavailableError):
+    """The service is about to stop."""
+
+    reason = "draining"
+
+
+class EngineFailedError(ReportedError):
+    """The model raised while it computed this turn; the session is as it was."""
+
+    reason = "engine_failed"
+    retryable = True
+    grpc_code = "INTERNAL"
+    exit_code = 70
+
+
+class UnknownModelError(ConfigError):
+    """The model directory does not exist or holds no model."""
+
+    reason = "unknown_model"
+
+
+class UnsupportedModelError(ConfigError):
+    """The model cannot be served with position-free keys; the message says why."""
+
+    reason = "unsupported_model"
+
+
+class TranscriptError(ConfigError):
+    """The transcript directory cannot be used."""
+
+    reason = "transcripts_unusable"
+
+
+class ListenError(ConfigError):
+    """The listening address cannot be used."""
+
+    reason = "socket_unusable"

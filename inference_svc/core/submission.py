@@ -1,0 +1,58 @@
+"""What a client asks for: one turn of one session. Pure."""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from inference_svc.core.sampling_params import SamplingParams
+from shared.session_key import SessionKey
+
+
+@dataclass(frozen=True)
+class TextInput:
+    """Raw text, no template."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ChatInput:
+    """New messages of this turn: (role, content)."""
+
+    messages: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class TokenInput:
+    """Token ids, appended as they are."""
+
+    token_ids: tuple[int, ...]
+
+
+TurnInput: TypeAlias = TextInput | ChatInput | TokenInput
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A decoded SubmitTurn.
+
+    Attributes:
+        input: never empty.
+        has_max_tokens: False: the answer may fill what is left of the window, up to
+            sampling.max_tokens.
+        digest: of input and sampling as the client sent them.
+        expected_turn: turns the client believes are complete, None if it does not say.
+        waits: queue behind a running turn of the session.
+        is_final: the conversation ends with this turn.
+        arrived_ns: monotonic clock.
+    """
+
+    key: SessionKey
+    input: TurnInput
+    sampling: SamplingParams
+    has_max_tokens: bool
+    request_id: str
+    digest: str
+    expected_turn: int | None
+    waits: bool
+    is_final: bool
+    arrived_ns: int

@@ -1,0 +1,143 @@
+r"""A session's transcript and its file format: one record a line, append-only. Pure.
+
+    line   = crc32 of json, 8 hex digits | " " | json | "\n"
+    json   = {"header": {tenant, model, session_id, forked_from}}     the first line
+           | {"turn": {...}}                                          a TurnRecord, in order
+           | {"end": {}}                                              the session is over
+
+A last line that is torn was never acknowledged and is left out; a bad line before the last means
+that the file was damaged: the session is refused rather than continued from a wrong history.
+"""
+
+import json
+import zlib
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from inference_svc.core.turn_record import TurnRecord, Usage
+from shared.errors import StateError
+
+
+class TranscriptDamagedError(StateError):
+    """A transcript file is damaged before its last line."""
+
+    reason = "transcript_damaged"
+
+
+@dataclass(frozen=True)
+class Header:
+    """Whose transcript it is; an empty session is a header alone."""
+
+    tenant: str
+    model: str
+    session_id: str
+    forked_from: str = ""
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """A session as its complete turns; a value: `with_turn` makes a new one."""
+
+    header: Header
+    turns: tuple[TurnRecord, ...] = ()
+    has_ended: bool = False
+
+    @cached_property
+    def token_ids(self) -> tuple[int, ...]:
+        """All tokens of the session."""
+        return tuple(token for turn in self.turns for token in (*turn.input_ids, *turn.output_ids))
+
+    @property
+    def computed_tokens(self) -> int:
+        """Leading tokens whose KV the turns have computed."""
+        return len(self.token_ids) - self.turns[-1].uncomputed_tokens if self.turns else 0
+
+    def with_turn(self, turn: TurnRecord, *, is_final: bool) -> "Transcript":
+        """Return the transcript after one more turn."""
+        assert turn.turn == len(self.turns), "turns are appended in order"
+        return replace(self, turns=(*self.turns, turn), has_ended=is_final)
+
+    def forked(self, session_id: str, at_turn: int) -> "Transcript":
+        """Return a new session that starts as the first `at_turn` turns of this one."""
+        header = replace(self.header, session_id=session_id, forked_from=self.header.session_id)
+        return Transcript(header, self.turns[:at_turn])
+
+    def find(self, request_id: str) -> TurnRecord | None:
+        """The turn that was submitted under this id."""
+        return next((turn for turn in self.turns if turn.request_id == request_id), None)
+
+
+def encode_header(header: Header) -> bytes:
+    """First line of a file."""
+    return _line({"header": asdict(header)})
+
+
+def encode_turn(turn: TurnRecord) -> bytes:
+    """Line of one turn."""
+    return _line({"turn": asdict(turn)})
+
+
+def encode_end() -> bytes:
+    """Line that ends the session."""
+    return _line({"end": {}})
+
+
+def encode_transcript(transcript: Transcript) -> bytes:
+    """Whole file."""
+    lines = [encode_header(transcript.header), *map(encode_turn, transcript.turns)]
+    return b"".join([*lines, encode_end()] if transcript.has_ended else lines)
+
+
+def decode_transcript(data: bytes) -> tuple[Transcript | None, int]:
+    """Read a file; return the transcript (None: not even a header) and the bytes that are good.
+
+    Raises:
+        TranscriptDamagedError: a line before the last is bad.
+    """
+    lines = data.splitlines(keepends=True)
+    records: list[dict[str, Any]] = []
+    good_bytes = 0
+    for index, line in enumerate(lines):
+        record = _record(line)
+        if record is None:
+            if index < len(lines) - 1:
+                raise TranscriptDamagedError(
+                    f"line {index + 1} of the transcript is damaged",
+                    "delete the session, or restore its file from a backup",
+                )
+            break
+        records.append(record)
+        good_bytes += len(line)
+    if not records:
+        return None, 0
+    turns = tuple(_turn(record["turn"]) for record in records if "turn" in record)
+    header = Header(**records[0]["header"])
+    return Transcript(header, turns, has_ended="end" in records[-1]), good_bytes
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    text = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode()
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """Decode one line, None if it is torn or damaged."""
+    checksum, _, text = line.rstrip(b"\n").partition(b" ")
+    if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(text):
+        return None
+    record: dict[str, Any] = json.loads(text)
+    return record
+
+
+def _turn(fields: dict[str, Any]) -> TurnRecord:
+    """Rebuild the tuples that JSON writes as lists."""
+    top = tuple(
+        tuple((int(token_id), float(logprob)) for token_id, logprob in tops)
+        for tops in fields["top_logprobs"]
+    )
+    rebuilt: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
+    }
+    rebuilt |= {"usage": Usage(**fields["usage"]), "top_logprobs": top}
+    return TurnRecord(**rebuilt)

@@ -1,0 +1,1 @@
+"""The demo: real conversations through the real pair, each answer checked against recomputation."""

@@ -1,0 +1,68 @@
+"""`inference-svc demo`."""
+
+import asyncio
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from inference_svc.demo.conversations import MODEL_DIR, shipped_conversations
+from inference_svc.demo.facts import TurnFacts, as_document, summarise
+from inference_svc.demo.replay import replay
+from inference_svc.demo.report import LiveReport, closing_words
+from inference_svc.demo.servers import DemoServers, running_servers
+
+EXIT_DIFFERS = 1
+
+
+def demo(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead.")] = False,
+    keep_running: Annotated[
+        bool, typer.Option("--keep-running", help="Leave both processes up until Ctrl-C.")
+    ] = False,
+) -> None:
+    """Replay real conversations through kvd and the service, checked against recomputation.
+
+    Exit code 0 only if every answer is identical and history was reused, before and after the
+    kill of kvd.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="cachedattention-"))
+    passed = asyncio.run(_run(directory, as_json=as_json, keep_running=keep_running))
+    if not passed:
+        typer.echo(f"inference-svc: the demo failed; its logs are in {directory}", err=True)
+        raise typer.Exit(EXIT_DIFFERS)
+    shutil.rmtree(directory)  # an error leaves it: its message names a log in there
+
+
+async def _run(directory: Path, *, as_json: bool, keep_running: bool) -> bool:
+    console = Console()
+    turns: list[TurnFacts] = []
+    if not as_json:
+        console.print("Starting kvd, a service that reuses and one that recomputes …")
+    async with running_servers(directory) as servers:
+        with LiveReport(console, is_silent=as_json) as report:
+            async for facts in replay(servers, shipped_conversations()):
+                turns.append(facts)
+                report.add(facts)
+        if as_json:
+            typer.echo(json.dumps(as_document(turns, MODEL_DIR.name), indent=2))
+        else:
+            console.print(closing_words(summarise(turns)), highlight=False)
+        if keep_running:
+            await _keep_running(servers, Console(stderr=as_json))
+    return summarise(turns).passed
+
+
+async def _keep_running(servers: DemoServers, console: Console) -> None:
+    console.print(
+        "\nStill running; Ctrl-C ends it. Try, in another terminal:\n"
+        f"  kvd ls --runtime-dir {servers.kvd_dir}\n"
+        f"  inference-svc chat --address {servers.cached}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    await servers.wait_any()

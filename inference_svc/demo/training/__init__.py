@@ -1,0 +1,1 @@
+"""Everything that made the demo model: tokenizer, generated tasks, training, evaluation."""

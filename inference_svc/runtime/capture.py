@@ -1,0 +1,149 @@
+"""Capture: three hooks by which a model tells us what it caches and lets us attend.
+
+1. A registered attention function hands queries to the forward under way.
+2. `CaptureCache.update` hands it each layer's keys and values.
+3. A `RotaryTap` in place of each `apply_*rot*` function of the model's own modules hands it keys
+   before RoPE.
+
+Each hook looks up the forward of the current context (`under`); without one, taps are transparent.
+Model code is not touched; taps are installed once per Python module and process-wide. Knows no
+slabs, no sequences.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache
+
+ATTENTION_NAME = "cachedattention"  # has no mask function: models then build no mask at all
+PROBE_ATTENTION_NAME = "cachedattention_probe"  # has one that reports which keys a query may see
+_ROTARY_NAME = re.compile(r"^apply_\w*rot")
+
+
+class Forward(Protocol):
+    """What happens inside one forward of the model, in the order it happens."""
+
+    def rotated(
+        self, tap: "RotaryTap", args: tuple[Any, ...], options: dict[str, Any], result: Any
+    ) -> None:
+        """Note a call of an apply function."""
+
+    def cached(self, layer_index: int, key: Tensor, value: Tensor) -> None:
+        """Take what a layer must cache: key and value [1, heads, tokens, dim]."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
+    ) -> Tensor:
+        """Return attention's output [1, tokens, heads, dim] for query [1, heads, tokens, dim]."""
+
+    def masked(self, allowed: Callable[..., Tensor]) -> Any:
+        """Return what attention calls get as mask, given the predicate (batch, head, q, kv)."""
+
+
+_forward: ContextVar[Forward | None] = ContextVar("forward_under_capture", default=None)
+
+
+@contextmanager
+def under(forward: Forward) -> Iterator[None]:
+    """Let the hooks report to `forward` inside the block, in this thread."""
+    token = _forward.set(forward)
+    try:
+        yield
+    finally:
+        _forward.reset(token)
+
+
+class RotaryTap:
+    """Stands in for one apply function."""
+
+    def __init__(self, apply: Callable[..., Any]) -> None:
+        self.apply = apply
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Call the function and report it."""
+        result = self.apply(*args, **options)
+        forward = _forward.get()
+        if forward is not None:
+            forward.rotated(self, args, options, result)
+        return result
+
+
+class CaptureCache(Cache):
+    """The `past_key_values` of our forwards: holds nothing, hands over everything.
+
+    Lengths are reported as zero: positions are always given, and with our attention name no mask is
+    built from them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Hand over the layer's new keys and values; attention gets the very same tensors."""
+        _current().cached(layer_idx, key_states, value_states)
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
+        """Return 0, see the class."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:  # noqa: ARG002
+        """Return (key length, key offset), see the class."""
+        return query_length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:  # noqa: ARG002
+        """Return 0, see the class."""
+        return 0
+
+    @property
+    def is_compileable(self) -> bool:
+        """Return False: there is nothing static here."""
+        return False
+
+
+def install(model: nn.Module) -> None:
+    """Register the attention functions and install taps; repeating it is harmless."""
+    AttentionInterface.register(ATTENTION_NAME, _attention)
+    AttentionInterface.register(PROBE_ATTENTION_NAME, _attention)
+    AttentionMaskInterface.register(PROBE_ATTENTION_NAME, _mask)
+    for module_name in {type(module).__module__ for module in model.modules()}:
+        if module_name.startswith("torch."):
+            continue
+        namespace = vars(sys.modules[module_name])
+        for name, function in list(namespace.items()):
+            if (
+                _ROTARY_NAME.match(name)
+                and callable(function)
+                and not isinstance(function, RotaryTap)
+            ):
+                namespace[name] = RotaryTap(function)
+
+
+def _current() -> Forward:
+    forward = _forward.get()
+    if forward is None:
+        raise AssertionError("a forward with our attention runs outside capture.under()")
+    return forward
+
+
+def _attention(  # transformers calls it by position for the first five, by name for the rest
+    _module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    return _current().attend(query, key, value, attention_mask, options), None
+
+
+def _mask(*_args: Any, mask_function: Callable[..., Tensor], **_options: Any) -> Any:
+    return _current().masked(mask_function)

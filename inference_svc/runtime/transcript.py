@@ -1,0 +1,232 @@
+"""Transcripts on disk: the token ids of every session (D8), so that nothing is lost without kvd.
+
+Owns `<directory>/<digest of the key>.jsonl`, in the format of `core/transcript_format.py`. A turn
+is on disk when `append` returns; the fsyncs of turns that end together run together and share the
+file system's commit.
+
+Invariants:
+    1. a transcript in memory is never ahead of its file;
+    2. one session's reads and writes are serialised, so that a read never overtakes a write;
+    3. the cache is bounded; what is evicted from it is read again.
+"""
+
+import asyncio
+import fcntl
+import hashlib
+import os
+from collections import OrderedDict
+from pathlib import Path
+
+import aiofiles
+
+from inference_svc.core.errors import TranscriptError, UnknownSessionError
+from inference_svc.core.transcript_format import (
+    Header,
+    Transcript,
+    decode_transcript,
+    encode_end,
+    encode_transcript,
+    encode_turn,
+)
+from inference_svc.core.turn_record import TurnRecord
+from shared.errors import UnavailableError
+from shared.log import get_logger
+from shared.session_key import SessionKey
+
+MAX_CACHED_TOKENS = 8_000_000  # about half a gigabyte of Python integers at the very worst
+LOCK_FILE = "lock"  # held by the service that owns the directory
+NUM_LOCKS = 64  # sessions that share one only wait for each other's file
+
+log = get_logger(__name__)
+
+
+class TranscriptUnavailableError(UnavailableError):
+    """The transcript cannot be read or written right now; the turn was not recorded."""
+
+    reason = "transcript_unavailable"
+
+
+class TranscriptStore:
+    """See the module docstring. Methods are called on the event loop."""
+
+    def __init__(self, directory: Path, max_cached_tokens: int = MAX_CACHED_TOKENS) -> None:
+        self._directory = directory
+        self._max_cached_tokens = max_cached_tokens
+        self._cached_tokens = 0
+        self._cache: OrderedDict[SessionKey, Transcript] = OrderedDict()
+        self._lock_file: int | None = None
+        self._locks = [asyncio.Lock() for _ in range(NUM_LOCKS)]
+
+    def open(self) -> None:
+        """Make the directory, see that it can be written, and lock it until `close`.
+
+        Raises:
+            TranscriptError: it cannot be written, or another service uses it.
+        """
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock_file = os.open(self._directory / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise TranscriptError(
+                f"the transcript directory {self._directory} is in use by another service",
+                "stop that one, or give --state-dir another directory",
+            ) from error
+        except OSError as error:
+            raise TranscriptError(
+                f"the transcript directory {self._directory} is not writable ({error.strerror})",
+                "give --state-dir a directory this user may write",
+            ) from error
+
+    def close(self) -> None:
+        """Unlock the directory."""
+        if self._lock_file is not None:
+            os.close(self._lock_file)
+            self._lock_file = None
+
+    async def find(self, key: SessionKey) -> Transcript | None:
+        """The session's transcript, None if there is no such session.
+
+        Does not yield to the event loop after it has the answer, so the caller may act on it.
+        """
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            return self._cache[key]
+        async with self._lock(key):
+            return self._cache.get(key) or await self._read(key)
+
+    async def get(self, key: SessionKey) -> Transcript:
+        """The session's transcript.
+
+        Raises:
+            UnknownSessionError: there is no such session.
+        """
+        transcript = await self.find(key)
+        if transcript is None:
+            raise UnknownSessionError(
+                f"there is no session {key.session_id!r} of tenant {key.tenant!r} under this model",
+                "submit a turn to open it, or check the id",
+            )
+        return transcript
+
+    async def append(self, key: SessionKey, turn: TurnRecord, *, is_final: bool) -> Transcript:
+        """Record a turn, durably; opens the session if it is the first.
+
+        Raises:
+            TranscriptUnavailableError: nothing was recorded.
+        """
+        async with self._lock(key):
+            before = self._cache.get(key) or await self._read(key)
+            after = (before or Transcript(Header(*key))).with_turn(turn, is_final=is_final)
+            await self._write(key, after, encode_turn(turn) + (encode_end() if is_final else b""))
+            self._remember(key, after)
+            return after
+
+    async def fork(self, key: SessionKey, session_id: str, at_turn: int) -> Transcript | None:
+        """Start a new session from another's first turns; None if the new one exists already."""
+        new_key = key._replace(session_id=session_id)
+        forked = (await self.get(key)).forked(session_id, at_turn)
+        async with self._lock(new_key):
+            if self._cache.get(new_key) or await self._read(new_key):
+                return None
+            await self._write(new_key, forked, b"")
+            self._remember(new_key, forked)
+            return forked
+
+    async def delete(self, key: SessionKey) -> None:
+        """Remove a session for good.
+
+        Raises:
+            UnknownSessionError: there is no such session.
+        """
+        await self.get(key)
+        async with self._lock(key):
+            self._forget(key)
+            try:
+                await asyncio.to_thread(_unlink, self._path(key))
+            except OSError as error:
+                raise _unavailable(key, error) from error
+
+    async def _read(self, key: SessionKey) -> Transcript | None:
+        """Read a file into the cache; a torn last line is cut off, so that appending is safe."""
+        path = self._path(key)
+        try:
+            async with aiofiles.open(path, "rb") as file:
+                data = await file.read()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise _unavailable(key, error) from error
+        transcript, good_bytes = await asyncio.to_thread(decode_transcript, data)
+        if good_bytes < len(data):
+            log.warning("transcript_torn", session=str(key), torn_bytes=len(data) - good_bytes)
+            await self._cut(key, good_bytes)
+        if transcript is not None:
+            self._remember(key, transcript)
+        return transcript
+
+    async def _write(self, key: SessionKey, transcript: Transcript, lines: bytes) -> None:
+        """Append the lines, or start the file with all of the transcript, and fsync.
+
+        On failure the file is cut back to what it was.
+        """
+        size: int | None = None
+        try:
+            async with aiofiles.open(self._path(key), "ab") as file:
+                size = await file.tell()
+                await file.write(lines if size else encode_transcript(transcript))
+                await file.flush()
+                await asyncio.to_thread(os.fsync, file.fileno())
+            if size == 0:
+                await asyncio.to_thread(_sync_directory, self._directory)
+        except OSError as error:
+            self._forget(key)
+            if size is not None:
+                await self._cut(key, size)
+            raise _unavailable(key, error) from error
+
+    async def _cut(self, key: SessionKey, num_bytes: int) -> None:
+        try:
+            await asyncio.to_thread(os.truncate, self._path(key), num_bytes)
+        except OSError as error:
+            raise _unavailable(key, error) from error
+
+    def _remember(self, key: SessionKey, transcript: Transcript) -> None:
+        self._forget(key)
+        self._cache[key] = transcript
+        self._cached_tokens += len(transcript.token_ids)
+        while self._cached_tokens > self._max_cached_tokens and len(self._cache) > 1:
+            self._forget(next(iter(self._cache)))
+
+    def _forget(self, key: SessionKey) -> None:
+        transcript = self._cache.pop(key, None)
+        if transcript is not None:
+            self._cached_tokens -= len(transcript.token_ids)
+
+    def _path(self, key: SessionKey) -> Path:
+        digest = hashlib.blake2b("\0".join(key).encode(), digest_size=16).hexdigest()
+        return self._directory / f"{digest}.jsonl"
+
+    def _lock(self, key: SessionKey) -> asyncio.Lock:
+        return self._locks[hash(key) % NUM_LOCKS]
+
+
+def _unlink(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    _sync_directory(path.parent)
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make a new or removed name durable."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _unavailable(key: SessionKey, error: OSError) -> TranscriptUnavailableError:
+    return TranscriptUnavailableError(
+        f"the transcript of session {key.session_id} cannot be used ({error.strerror})",
+        "see the log and the state directory, then submit again",
+    )

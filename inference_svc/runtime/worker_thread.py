@@ -1,0 +1,34 @@
+"""One thread that runs calls one after another, awaited from the event loop."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class WorkerThread:
+    """A named thread; calls are run in the order in which they were made."""
+
+    def __init__(self, name: str) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+
+    async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a call on the thread and return its result.
+
+        If the caller is cancelled, the call still runs to its end first: what it uses may only be
+        given away when the thread has let go of it.
+        """
+        loop = asyncio.get_running_loop()
+        future = loop.run_in_executor(self._executor, lambda: call(*args, **kwargs))
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait({future})
+            raise
+
+    def close(self) -> None:
+        """Wait for the call that runs and end the thread; queued calls are dropped."""
+        self._executor.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,230 @@
+"""The gRPC servicer: decode and validate a request, call the turns, encode what comes.
+
+Raises ReportedErrors; `shared.grpc_status` turns them into statuses.
+"""
+
+import hashlib
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
+from typing import Any, TypeAlias
+
+from inference_svc.core.errors import EmptyTurnError
+from inference_svc.core.sampling_params import SamplingParams
+from inference_svc.core.stopping import AnswerToken
+from inference_svc.core.submission import ChatInput, Submission, TextInput, TokenInput, TurnInput
+from inference_svc.core.transcript_format import Transcript
+from inference_svc.core.turn_events import Accepted, Started, Tokens, TurnEvent
+from inference_svc.core.turn_record import TurnRecord, Usage
+from inference_svc.runtime.turns import Turns
+from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.pb.inference.v1 import inference_pb2_grpc
+from shared.session_key import SessionKey, session_key
+
+Context: TypeAlias = Any  # grpc.aio.ServicerContext; its stubs are generic in a useless way
+MAX_SEED = 2**63
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[misc]
+    """See the module docstring.
+
+    Args:
+        model: fingerprint, part of every session's key.
+        describe: answers GetModel.
+        default_max_tokens: of an answer, when the client does not say.
+    """
+
+    def __init__(
+        self, turns: Turns, model: str, describe: Callable[[], pb.Model], default_max_tokens: int
+    ) -> None:
+        self._turns = turns
+        self._model = model
+        self._describe = describe
+        self._default_max_tokens = default_max_tokens
+
+    async def SubmitTurn(  # noqa: N802  # the proto's name
+        self, request: pb.SubmitTurnRequest, context: Context
+    ) -> AsyncIterator[pb.TurnEvent]:
+        """Stream one turn; the client's leaving cancels it, unless others follow it too."""
+        session_id = request.session_id or f"s-{uuid.uuid4().hex}"
+        key = self._key(request.tenant, session_id)
+        turn = await self._turns.submit(decode_submission(request, key, self._default_max_tokens))
+        turn.join()
+        # A callback, not `finally`: a generator that is left at a yield is not closed in time.
+        context.add_done_callback(lambda _: turn.leave())
+        async for event in turn.follow():
+            yield encode_event(event)
+
+    async def CancelTurn(  # noqa: N802
+        self, request: pb.CancelTurnRequest, context: Context
+    ) -> pb.CancelTurnResponse:
+        """Stop a session's turns."""
+        del context
+        key = self._key(request.tenant, request.session_id)
+        return pb.CancelTurnResponse(cancelled=self._turns.cancel(key, request.request_id))
+
+    async def GetSession(  # noqa: N802
+        self, request: pb.GetSessionRequest, context: Context
+    ) -> pb.Session:
+        """A session's state and, if asked for, its turns."""
+        del context
+        key = self._key(request.tenant, request.session_id)
+        transcript, is_busy = await self._turns.get_session(key)
+        return encode_session(transcript, is_busy=is_busy, with_turns=request.with_turns)
+
+    async def DeleteSession(  # noqa: N802
+        self, request: pb.DeleteSessionRequest, context: Context
+    ) -> pb.DeleteSessionResponse:
+        """Remove a session and let its KV go."""
+        del context
+        await self._turns.delete(self._key(request.tenant, request.session_id))
+        return pb.DeleteSessionResponse()
+
+    async def ForkSession(  # noqa: N802
+        self, request: pb.ForkSessionRequest, context: Context
+    ) -> pb.Session:
+        """Start a session from another's first turns."""
+        del context
+        key = self._key(request.tenant, request.session_id)
+        new_key = self._key(request.tenant, request.new_session_id or f"s-{uuid.uuid4().hex}")
+        at_turn = request.at_turn if request.HasField("at_turn") else None
+        forked = await self._turns.fork(key, at_turn, new_key.session_id)
+        return encode_session(forked, is_busy=False, with_turns=False)
+
+    async def GetModel(  # noqa: N802
+        self, request: pb.GetModelRequest, context: Context
+    ) -> pb.Model:
+        """What is served, and how it goes."""
+        del request, context
+        return self._describe()
+
+    def _key(self, tenant: str, session_id: str) -> SessionKey:
+        return session_key(tenant, self._model, session_id)
+
+
+# ------------------------------------------------------------------------------------------ decode
+
+
+def decode_submission(
+    request: pb.SubmitTurnRequest, key: SessionKey, default_max_tokens: int
+) -> Submission:
+    """Check what can be checked without the session.
+
+    Raises:
+        EmptyTurnError: there is no input.
+        InvalidSamplingError: listing every value out of range.
+    """
+    sampling = decode_sampling(request.sampling, default_max_tokens)
+    sampling.check()
+    return Submission(
+        key=key,
+        input=_decode_input(request),
+        sampling=sampling,
+        has_max_tokens=request.sampling.HasField("max_tokens"),
+        request_id=request.request_id or f"r-{uuid.uuid4().hex}",
+        digest=_digest(request),
+        expected_turn=request.expected_turn if request.HasField("expected_turn") else None,
+        waits=request.wait,
+        is_final=request.final,
+        arrived_ns=time.monotonic_ns(),
+    )
+
+
+def decode_sampling(sampling: pb.Sampling, default_max_tokens: int) -> SamplingParams:
+    """Unset fields take the defaults; an unset seed is drawn."""
+    given: dict[str, Any] = {
+        field.name: getattr(sampling, field.name)
+        for field in pb.Sampling.DESCRIPTOR.fields
+        if field.has_presence and sampling.HasField(field.name)
+    }
+    defaults = {"max_tokens": default_max_tokens, "seed": secrets.randbelow(MAX_SEED)}
+    stop = tuple(sampling.stop)
+    return SamplingParams(**{**defaults, **given}, stop=stop, ignore_eos=sampling.ignore_eos)
+
+
+def _decode_input(request: pb.SubmitTurnRequest) -> TurnInput:
+    kind = request.WhichOneof("input")
+    if kind == "text" and request.text:
+        return TextInput(request.text)
+    if kind == "chat" and any(message.content for message in request.chat.messages):
+        return ChatInput(tuple((m.role, m.content) for m in request.chat.messages))
+    if kind == "tokens" and request.tokens.ids:
+        return TokenInput(tuple(request.tokens.ids))
+    raise EmptyTurnError("the turn is empty", "send text, chat messages with content or token ids")
+
+
+def _digest(request: pb.SubmitTurnRequest) -> str:
+    """Digest of what a repeat of the request id must have in common."""
+    same = pb.SubmitTurnRequest()
+    same.CopyFrom(request)
+    for name in ("session_id", "request_id", "expected_turn", "wait"):
+        same.ClearField(name)
+    return hashlib.blake2b(same.SerializeToString(deterministic=True), digest_size=16).hexdigest()
+
+
+# ------------------------------------------------------------------------------------------ encode
+
+
+def encode_event(event: TurnEvent) -> pb.TurnEvent:
+    """One event of a turn's stream."""
+    if isinstance(event, Accepted):
+        return pb.TurnEvent(
+            accepted=pb.Accepted(
+                session_id=event.session_id,
+                turn=event.turn,
+                request_id=event.request_id,
+                queue_length=event.queue_length,
+                replayed=event.is_replayed,
+            )
+        )
+    if isinstance(event, Started):
+        return pb.TurnEvent(started=pb.Started(**asdict(event)))
+    if isinstance(event, Tokens):
+        return pb.TurnEvent(tokens=pb.Tokens(tokens=map(_encode_token, event.tokens)))
+    return pb.TurnEvent(
+        finished=pb.Finished(
+            finish_reason=event.finish_reason,
+            text=event.text,
+            usage=_encode_usage(event.usage),
+            turns=event.turns,
+        )
+    )
+
+
+def encode_session(transcript: Transcript, *, is_busy: bool, with_turns: bool) -> pb.Session:
+    """A session as its transcript has it."""
+    header = transcript.header
+    return pb.Session(
+        tenant=header.tenant,
+        model=header.model,
+        session_id=header.session_id,
+        turns=len(transcript.turns),
+        num_tokens=len(transcript.token_ids),
+        busy=is_busy,
+        ended=transcript.has_ended,
+        turn_records=map(_encode_record, transcript.turns) if with_turns else (),
+    )
+
+
+def _encode_record(record: TurnRecord) -> pb.TurnRecord:
+    return pb.TurnRecord(
+        turn=record.turn,
+        request_id=record.request_id,
+        input_ids=record.input_ids,
+        output_ids=record.output_ids,
+        text=record.text,
+        finish_reason=record.finish_reason,
+        usage=_encode_usage(record.usage),
+        created_unix_s=record.created_unix_s,
+    )
+
+
+def _encode_usage(usage: Usage) -> pb.Usage:
+    return pb.Usage(**asdict(usage))
+
+
+def _encode_token(token: AnswerToken) -> pb.Token:
+    top = [pb.TokenLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in token.top]
+    return pb.Token(token_id=token.token_id, text=token.text, logprob=token.logprob, top=top)

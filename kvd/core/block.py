@@ -1,0 +1,141 @@
+"""One block of KV, and the index of all blocks by content key.
+
+Pure. Invariants:
+1. a block in the index has bytes in at least one tier, or is being read or written;
+2. `num_dram`, `num_ssd` and `num_dirty` equal a recount at any moment: copies are changed through
+   the index only;
+3. a block that is READING has an extent and a slot whose bytes may not be used yet.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvd.core.records import Tier
+from shared.session_key import SessionKey
+
+
+class BlockIo(Enum):
+    """What the performer is doing with a block."""
+
+    IDLE = "idle"
+    READING = "reading"  # extent -> slot
+    WRITING = "writing"  # slot -> extent; the slot may be read meanwhile
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """KV of up to `block_tokens` consecutive tokens; committed, hence never changed.
+
+    Attributes:
+        token_ids: kept while the bytes are in DRAM, if known: what a PutBlock needs. b"" if not
+            known.
+        readers: load leases on it: its slot stays.
+        holders: calls and store leases that build on it: it does not leave its last tier.
+        users: sessions with a span on it (a dict, for its order).
+        last_user: the session that used it last, as far as known: a hint for finding a warm user
+            quickly.
+    """
+
+    key: bytes
+    num_tokens: int
+    token_ids: bytes = b""
+    slot_id: int | None = None
+    generation: int = 0
+    extent: int | None = None
+    checksums: tuple[int, ...] = ()
+    io: BlockIo = BlockIo.IDLE
+    readers: int = 0
+    holders: int = 0
+    users: dict[SessionKey, None] = field(default_factory=dict)
+    last_user: SessionKey | None = None
+
+    @property
+    def dirty(self) -> bool:
+        """Whether DRAM holds the only copy."""
+        return self.slot_id is not None and self.extent is None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anybody needs the block at all."""
+        return bool(self.users or self.readers or self.holders)
+
+    def resides(self, tier: Tier) -> bool:
+        """Whether the block has a place in the tier."""
+        return (self.slot_id if tier is Tier.DRAM else self.extent) is not None
+
+    def may_vanish(self) -> bool:
+        """Whether its last copy may go: nobody reads it, builds on it or moves it."""
+        return not self.readers and not self.holders and self.io is BlockIo.IDLE
+
+
+class BlockIndex:
+    """All blocks by content key, with their counts."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[bytes, Block] = {}
+        self.num_dram = 0
+        self.num_ssd = 0
+        self.num_dirty = 0
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self._blocks.values())
+
+    def __getitem__(self, key: bytes) -> Block:
+        return self._blocks[key]
+
+    def get(self, key: bytes) -> Block | None:
+        """Find a block."""
+        return self._blocks.get(key)
+
+    def holds(self, block: Block) -> bool:
+        """Whether this very block (not a later one of the same key) is in the index."""
+        return self._blocks.get(block.key) is block
+
+    def add(self, block: Block) -> None:
+        """Take a new block in; it has no place yet."""
+        assert block.key not in self._blocks, "a block key is indexed once"
+        self._blocks[block.key] = block
+
+    def remove(self, block: Block) -> None:
+        """Forget a block that has lost its places."""
+        assert not any(map(block.resides, Tier)), "a block leaves its tiers first"
+        del self._blocks[block.key]
+
+    def enter_dram(self, block: Block, slot_id: int, generation: int) -> None:
+        """Give the block a slot."""
+        self._recount(block, -1)
+        block.slot_id, block.generation = slot_id, generation
+        self._recount(block, 1)
+
+    def leave_dram(self, block: Block) -> int:
+        """Take the block's slot away and return it."""
+        assert block.slot_id is not None, "only a block with a slot can lose it"
+        slot_id = block.slot_id
+        self._recount(block, -1)
+        block.slot_id, block.token_ids = None, b""
+        self._recount(block, 1)
+        return slot_id
+
+    def enter_ssd(self, block: Block, extent: int, checksums: tuple[int, ...]) -> None:
+        """Note that the block is durable."""
+        self._recount(block, -1)
+        block.extent, block.checksums = extent, checksums
+        self._recount(block, 1)
+
+    def leave_ssd(self, block: Block) -> int:
+        """Take the block's extent away and return it."""
+        assert block.extent is not None, "only a block with an extent can lose it"
+        extent = block.extent
+        self._recount(block, -1)
+        block.extent, block.checksums = None, ()
+        self._recount(block, 1)
+        return extent
+
+    def _recount(self, block: Block, sign: int) -> None:
+        self.num_dram += sign * (block.slot_id is not None)
+        self.num_ssd += sign * (block.extent is not None)
+        self.num_dirty += sign * block.dirty

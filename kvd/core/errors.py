@@ -1,0 +1,28 @@
+"""Errors of kvd that reach a caller; the tree's upper half is in shared/errors.py. Pure."""
+
+from shared.errors import ConflictError, ExhaustedError, InvalidInputError, NotFoundError
+
+
+class UnknownSessionError(NotFoundError):
+    """No session of this key is stored."""
+
+    reason = "unknown_session"
+
+
+class LeaseLostError(ConflictError):
+    """The lease is not the caller's (any more): nothing it covered may be trusted or touched."""
+
+    reason = "lease_lost"
+    retryable = False
+
+
+class TooManyLeasesError(ExhaustedError):
+    """The bound on leases is reached."""
+
+    reason = "too_many_leases"
+
+
+class InvalidRequestError(InvalidInputError):
+    """Token ids, positions, ranges or a page token that cannot be."""
+
+    reason = "invalid_request"

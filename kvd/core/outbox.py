@@ -1,0 +1,83 @@
+"""Actions on their way out, and what is counted on the way.
+
+Pure. Session rows are coalesced: however often a session changes between two drains, one row is
+written, after everything else. That is safe because recovery cuts a session at the first block it
+cannot find.
+"""
+
+from collections.abc import Mapping
+
+from kvd.core.actions import Action, DropSession, Emit, PutSession, SpaceFreed
+from kvd.core.session import Session
+from shared.session_key import SessionKey
+
+# Monotonic counters since start; each name is a row of LayoutStats.counters.
+COUNTERS = (
+    "load_hits",  # loads answered with at least one span, reads included
+    "load_misses",  # loads answered with none, "busy" excluded
+    "loads_busy",  # loads that found no slot to read into
+    "load_tokens_dram",  # tokens handed out that were in DRAM
+    "load_tokens_ssd",  # tokens handed out that were read from SSD for it
+    "stores",  # completed store leases, and stores that found everything stored
+    "store_tokens",  # tokens published
+    "stores_waited",  # answers "wait"
+    "stores_refused",  # answers "no_space" and "gap"
+    "evictions_dram",  # blocks that left DRAM for room
+    "evictions_ssd",  # blocks that left SSD for room
+    "sessions_dropped",  # sessions that lost all their blocks to make room
+    "sessions_expired",
+    "sessions_flushed",
+    "blocks_corrupt",  # reads whose bytes were not the ones written
+    "read_errors",
+    "write_errors",
+    "ssd_refused",  # blocks that found no extent and stay in DRAM only
+    "leases_lost",  # completions of leases that were gone
+)
+
+
+class Outbox:
+    """Collects actions, changed sessions and counters."""
+
+    def __init__(self) -> None:
+        self._actions: list[Action] = []
+        self._changed: dict[SessionKey, None] = {}
+        self._wake_wanted = False
+        self.counters = dict.fromkeys(COUNTERS, 0)
+
+    def add(self, action: Action) -> None:
+        """Queue an action."""
+        self._actions.append(action)
+
+    def emit(
+        self, name: str, key: SessionKey | None, fields: Mapping[str, str | int] | None = None
+    ) -> None:
+        """Queue an event; values become text."""
+        text = {field: str(value) for field, value in (fields or {}).items()}
+        self.add(Emit(name, key, text))
+
+    def count(self, counter: str, increment: int = 1) -> None:
+        """Add to a counter of COUNTERS."""
+        self.counters[counter] += increment
+
+    def session_changed(self, key: SessionKey) -> None:
+        """Have the session's row written, or removed if it is gone by then."""
+        self._changed[key] = None
+
+    def want_wake(self) -> None:
+        """Somebody was told to wait for space."""
+        self._wake_wanted = True
+
+    def space_freed(self) -> None:
+        """A slot is free, or a block may be evicted that could not be."""
+        if self._wake_wanted:
+            self._wake_wanted = False
+            self.add(SpaceFreed())
+
+    def drain(self, sessions: Mapping[SessionKey, Session]) -> list[Action]:
+        """Hand out everything since the last drain."""
+        actions, self._actions = self._actions, []
+        for key in self._changed:
+            session = sessions.get(key)
+            actions.append(PutSession(session.record()) if session else DropSession(key))
+        self._changed = {}
+        return actions

@@ -1,0 +1,63 @@
+"""Slots of the arena: which are free, which a store lease fills, which hold a committed block.
+
+Pure. Invariants: 1. a slot's generation grows with each allocation, so that a late reader notices;
+2. a COMMITTED slot's bytes never change (D9).
+
+    FREE ──allocate──► WRITING ──commit──► COMMITTED ──free──► FREE
+                          └───────────────free────────────────► FREE
+
+(A slot that an SSD read fills is WRITING too: its writer is the performer.)
+"""
+
+from enum import Enum
+
+
+class SlotState(Enum):
+    """See the module docstring."""
+
+    FREE = "free"
+    WRITING = "writing"
+    COMMITTED = "committed"
+
+
+class SlotTable:
+    """State and generation of each slot."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._states = [SlotState.FREE] * num_slots
+        self._generations = [0] * num_slots
+        self._free = list(range(num_slots - 1, -1, -1))  # popped from its end: low slots first
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    @property
+    def num_free(self) -> int:
+        """Slots that can be allocated now."""
+        return len(self._free)
+
+    def allocate(self) -> tuple[int, int]:
+        """Take a free slot for writing; the caller has made sure there is one.
+
+        Returns:
+            Slot id and its new generation.
+        """
+        slot_id = self._free.pop()
+        self._states[slot_id] = SlotState.WRITING
+        self._generations[slot_id] += 1
+        return slot_id, self._generations[slot_id]
+
+    def commit(self, slot_id: int) -> None:
+        """Note that the slot's bytes are complete."""
+        assert self._states[slot_id] is SlotState.WRITING, f"slot {slot_id} is not being written"
+        self._states[slot_id] = SlotState.COMMITTED
+
+    def free(self, slot_id: int) -> None:
+        """Give a slot back."""
+        assert self._states[slot_id] is not SlotState.FREE, f"slot {slot_id} is free already"
+        self._states[slot_id] = SlotState.FREE
+        self._free.append(slot_id)
+
+    def state(self, slot_id: int) -> SlotState:
+        """Look at a slot."""
+        return self._states[slot_id]

@@ -1,0 +1,231 @@
+"""Stores: from tokens to slots that an engine fills, and from filled slots to a longer session.
+
+Pure. Invariants: 1. a store lease's slots are WRITING and in no block: nobody else sees them; 2.
+the existing blocks a store lease builds on count it in `holders`; 3. a committed slot never
+changes: growing a partial block replaces it by a new one that contains its tokens (D9).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvd.core.actions import SESSION_STORED
+from kvd.core.block import Block
+from kvd.core.leases import NewBlock, Part, StoreLease
+from kvd.core.matching import Piece, check_from_token, match_tokens, num_tokens_of, slice_tokens
+from kvd.core.placement import Placement
+from kvd.core.records import Span, StoreAnswer, StoreBlock
+from kvd.core.session import Session
+from kvd.core.state import CacheState
+from kvd.core.writing import Writer
+from shared.block_key import block_key, root_key, tokens_digest
+from shared.session_key import SessionKey
+
+GAP = "gap"
+WAIT = "wait"
+NO_SPACE = "no_space"
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A span the session is to have: on an existing block, or on one that needs a slot."""
+
+    span: Span
+    token_ids: bytes
+    token_offset: int
+    block: Block | None
+
+
+class Storer:
+    """Prepares and completes stores of one cache state."""
+
+    def __init__(self, state: CacheState, placement: Placement, writer: Writer) -> None:
+        self._state = state
+        self._placement = placement
+        self._writer = writer
+
+    def prepare(
+        self, key: SessionKey, token_ids: bytes, from_token: int, owner: int
+    ) -> StoreAnswer:
+        """See CacheEngine.prepare_store."""
+        num_tokens = num_tokens_of(token_ids)
+        check_from_token(from_token, num_tokens)
+        state = self._state
+        session = state.sessions.get(key)
+        if session is not None:
+            state.touch(session)
+        base = self._base(match_tokens(state, key, token_ids).pieces, from_token, num_tokens)
+        stored_end = base[-1].end if base else 0
+        if from_token > stored_end:
+            return self._refused(GAP, stored_end)
+        lease = StoreLease(state.leases.next_id(), owner, key)
+        held: list[Part] = [(piece.span, piece.block) for piece in base]
+        planned = self._planned(key.tenant, token_ids, base)
+        held += [(new.span, new.block) for new in planned if new.block is not None]
+        self._hold(held)
+        num_new = sum(new.block is None for new in planned)
+        if not num_new:
+            self._publish(key, held)
+            self._release(held)
+            return StoreAnswer(end_token=num_tokens)
+        self._placement.make_slots(num_new)
+        lease.parts = held[: len(base)]
+        answer = self._grant(lease, planned)
+        if answer is None:
+            self._release(held)
+            return self._refused(self._why_no_slot(), stored_end)
+        num_kept = sum(isinstance(part, Block) for _, part in lease.parts)
+        self._release(held[num_kept:])  # beyond what slots could be had for
+        return answer
+
+    def complete(self, lease_id: int, owner: int, *, success: bool) -> int:
+        """See CacheEngine.complete_store."""
+        lease = self._state.leases.store_of(lease_id, owner)
+        if success:
+            self._commit(lease)
+            held = [part for part in lease.parts if isinstance(part[1], Block)]
+            self._publish(lease.key, held)
+        self.release(lease)
+        session = self._state.sessions.get(lease.key)
+        return session.num_tokens if session else 0
+
+    def release(self, lease: StoreLease) -> None:
+        """End a lease; slots that are not committed are free again."""
+        self._state.leases.remove(lease)
+        self._free_slots(lease.parts)
+        self._release(lease.parts)
+
+    # ------------------------------------------------------------------------------------- prepare
+
+    def _base(self, pieces: list[Piece], from_token: int, num_tokens: int) -> list[Piece]:
+        """The stored pieces that stay; a trailing partial block is replaced if it can be."""
+        if not pieces or pieces[-1].end == num_tokens:
+            return pieces
+        last = pieces[-1]
+        is_partial = last.span.num_tokens < self._state.layout.block_tokens
+        # A span behind a discard stays: its block was computed before it, what follows was not
+        # (equal keys must mean equal computation).
+        is_plain = last.span.start == 0 and last.span.chain == last.span.block_key
+        if is_partial and is_plain and from_token <= last.token_offset:
+            return pieces[:-1]
+        return pieces
+
+    def _planned(self, tenant: str, token_ids: bytes, base: list[Piece]) -> list[_Planned]:
+        """Blocks for everything after the base, the last one perhaps partial."""
+        state = self._state
+        salt = state.salt_of(tenant)
+        parent = base[-1].span.chain if base else root_key(salt, state.layout.fingerprint)
+        planned = []
+        step = state.layout.block_tokens
+        num_tokens = num_tokens_of(token_ids)
+        for offset in range(base[-1].end if base else 0, num_tokens, step):
+            tokens = slice_tokens(token_ids, offset, min(offset + step, num_tokens))
+            parent = block_key(salt, parent, tokens)
+            span = Span(parent, 0, num_tokens_of(tokens), tokens_digest(tokens), parent)
+            planned.append(_Planned(span, tokens, offset, state.blocks.get(parent)))
+        return planned
+
+    def _grant(self, lease: StoreLease, planned: list[_Planned]) -> StoreAnswer | None:
+        """Lease as many planned blocks as there are slots; None if no new block got one."""
+        slots = self._state.slots
+        blocks = []
+        end_token = 0
+        for new in planned:
+            part: Block | NewBlock
+            if new.block is None:
+                if not slots.num_free:
+                    break
+                slot_id, generation = slots.allocate()
+                part = NewBlock(slot_id, generation, new.token_ids)
+                blocks.append(
+                    StoreBlock(slot_id, new.token_offset, new.span.num_tokens, generation)
+                )
+            else:
+                part = new.block
+            lease.parts.append((new.span, part))
+            end_token = new.token_offset + new.span.num_tokens
+        if not blocks:
+            return None
+        self._state.leases.add(lease)
+        more = end_token < planned[-1].token_offset + planned[-1].span.num_tokens
+        return StoreAnswer(lease.lease_id, tuple(blocks), end_token, more)
+
+    def _why_no_slot(self) -> str:
+        """Whether waiting may help: leases end, reads end, writes make blocks clean."""
+        state = self._state
+        return WAIT if len(state.leases) or state.reads or state.is_writing() else NO_SPACE
+
+    def _refused(self, why: str, stored_end: int) -> StoreAnswer:
+        outbox = self._state.outbox
+        if why == WAIT:
+            outbox.want_wake()
+            outbox.count("stores_waited")
+        else:
+            outbox.count("stores_refused")
+        return StoreAnswer(end_token=stored_end, refused=why)
+
+    # ------------------------------------------------------------------------------------ complete
+
+    def _commit(self, lease: StoreLease) -> None:
+        """Turn the lease's new blocks into blocks, as far as what they build on is still there."""
+        state = self._state
+        for index, (span, part) in enumerate(lease.parts):
+            if isinstance(part, Block):
+                if not state.blocks.holds(part):  # found corrupt meanwhile
+                    self._free_slots(lease.parts[index:])
+                    self._release(lease.parts[index:])
+                    del lease.parts[index:]
+                    return
+                continue
+            block = state.blocks.get(span.block_key)
+            if block is None:
+                block = Block(span.block_key, span.num_tokens, part.token_ids)
+                state.slots.commit(part.slot_id)
+                state.blocks.add(block)
+                state.blocks.enter_dram(block, part.slot_id, part.generation)
+                state.outbox.count("store_tokens", span.num_tokens)
+            else:  # another session has committed the same meanwhile
+                state.slots.free(part.slot_id)
+            block.holders += 1
+            lease.parts[index] = (span, block)
+
+    def _publish(self, key: SessionKey, parts: Sequence[Part]) -> None:
+        """Make the parts the session's spans, creating it, and have its dirty blocks written."""
+        state = self._state
+        spans = [span for span, _ in parts]
+        session = state.sessions.get(key)
+        if not spans or (session is None and not self._has_room_for_session()):
+            return
+        if session is None:
+            session = state.sessions[key] = Session(key, state.now_ns)
+        if session.spans[: len(spans)] != spans:
+            session.lost = ""
+            state.set_spans(session, spans)
+        state.touch(session)
+        state.outbox.session_changed(key)
+        state.outbox.count("stores")
+        fields = {"num_tokens": session.num_tokens, "num_blocks": len(session.spans)}
+        state.outbox.emit(SESSION_STORED, key, fields)
+        self._writer.request(key, [state.blocks[block_key] for block_key in session.block_keys()])
+
+    def _has_room_for_session(self) -> bool:
+        state = self._state
+        return len(state.sessions) < state.limits.max_sessions or self._placement.drop_coldest()
+
+    # -------------------------------------------------------------------------------------- leases
+
+    def _hold(self, parts: Sequence[Part]) -> None:
+        for _, part in parts:
+            if isinstance(part, Block):
+                part.holders += 1
+
+    def _release(self, parts: Sequence[Part]) -> None:
+        for _, part in parts:
+            if isinstance(part, Block):
+                part.holders -= 1
+                self._state.settle(part)
+        self._state.outbox.space_freed()
+
+    def _free_slots(self, parts: Sequence[Part]) -> None:
+        for _, part in parts:
+            if isinstance(part, NewBlock):
+                self._state.slots.free(part.slot_id)

@@ -1,0 +1,187 @@
+"""The daemon's life: startup → run → drain → shutdown.
+
+One event loop, one writer of every cache (this loop). Threads do only what blocks: SSD reads and
+writes, index commits, page allocation. A broken invariant ends the process at once, without a
+drain: what is on SSD is consistent at every moment, what is in DRAM may not be.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from kvd import systemd
+from kvd.caches import Caches
+from kvd.clock import META_NAME, SAVE_EVERY_S, Clock, read_boot_id, resume_clock
+from kvd.config import Settings
+from kvd.data_socket import DataSocket
+from kvd.directories import check_socket_paths, claim_directory
+from kvd.engines import Engines
+from kvd.errors import BrokenError
+from kvd.events import EventHub
+from kvd.grpc_servers import GrpcServer
+from kvd.operator_service import OperatorService, ReaderService
+from kvd.service import Draining, EngineService
+from kvd.tiers.manifest import Manifest
+from kvd.tiers.ssd import Faults, NoFaults
+from shared.log import get_logger
+from shared.runtime_dir import DATA_SOCKET, ENGINE_SOCKET, OPERATOR_SOCKET, READER_SOCKET
+from shared.version import __version__
+
+MANIFEST_NAME = "manifest.db"
+SOCKET_MODE = 0o660  # owner and group: the directory's mode and group say who gets that far
+STOP_GRACE_S = 0.5  # for calls still running after the drain
+DRAIN_POLL_S = 0.05  # upper bound between two looks at whether everything is written
+
+log = get_logger(__name__)
+
+
+class Daemon:
+    """One kvd.
+
+    Args:
+        settings: see systemd/kvd.toml.
+        faults: injected failures of the SSD tier, for tests.
+    """
+
+    def __init__(self, settings: Settings, faults: Faults | None = None) -> None:
+        self._settings = settings
+        self._faults = faults or NoFaults()
+        self._broken: asyncio.Future[None] | None = None
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until `stop` is set, then drain.
+
+        Raises:
+            ConfigError: the start is refused.
+            BrokenError: an invariant of the core broke.
+        """
+        self._broken = asyncio.get_running_loop().create_future()
+        async with AsyncExitStack() as stack:
+            manifest, clock = self._open_state(stack)
+            events = EventHub(self._settings.limits.max_watchers)
+            caches = Caches(
+                self._settings, manifest, clock, self._faults, events.publish, self._break
+            )
+            stack.push_async_callback(caches.close)
+            caches.restore()
+            engines = Engines()
+            draining = Draining(self._settings.limits.drain)
+            data_socket = await stack.enter_async_context(self._data_socket(engines))
+            servers = self._servers(caches, engines, data_socket, events, draining)
+            for server in servers:
+                await server.start(SOCKET_MODE)
+                stack.push_async_callback(server.stop, STOP_GRACE_S)
+            log.info("kvd_ready", version=__version__, runtime_dir=str(self._settings.runtime_dir))
+            systemd.notify(systemd.READY)
+            await self._until_stopped(stop, manifest, clock)
+            systemd.notify(systemd.STOPPING)
+            draining.begun.set()
+            for server in servers:
+                await server.stop_serving()
+            await self._drain(caches)
+            manifest.put_meta(META_NAME, clock.saved(time.time_ns()))
+        log.info("kvd_stopped")
+
+    def _open_state(self, stack: AsyncExitStack) -> tuple[Manifest, Clock]:
+        """Claim both directories, open the index, continue the clock."""
+        settings = self._settings
+        check_socket_paths(settings.runtime_dir)
+        for path, purpose in ((settings.runtime_dir, "runtime"), (settings.state_dir, "state")):
+            lock_fd = claim_directory(path, purpose, f"--{purpose}-dir")
+            stack.callback(os.close, lock_fd)
+        manifest = Manifest(settings.state_dir / MANIFEST_NAME)
+        manifest.open()
+        stack.callback(manifest.close)
+        clock = resume_clock(manifest.meta(META_NAME), read_boot_id(), time.time_ns())
+        manifest.put_meta(META_NAME, clock.saved(time.time_ns()))
+        return manifest, clock
+
+    @asynccontextmanager
+    async def _data_socket(self, engines: Engines) -> AsyncIterator[DataSocket]:
+        """Listen for engines; leaving ends every connection, and with it every lease."""
+        limits, access = self._settings.limits, self._settings.access
+        path = self._settings.runtime_dir / DATA_SOCKET
+        data_socket = DataSocket(path, access.allowed_uids, limits.max_engines)
+        with data_socket.listen(SOCKET_MODE) as listener:
+            serving = asyncio.create_task(data_socket.serve(listener, engines.gone))
+            serving.add_done_callback(self._serving_ended)
+            try:
+                yield data_socket
+            finally:
+                serving.cancel()
+                await asyncio.gather(serving, return_exceptions=True)
+                path.unlink(missing_ok=True)
+
+    def _servers(
+        self,
+        caches: Caches,
+        engines: Engines,
+        data_socket: DataSocket,
+        events: EventHub,
+        draining: Draining,
+    ) -> list[GrpcServer]:
+        """One server per role."""
+        limits, access = self._settings.limits, self._settings.access
+        engine = EngineService(caches, engines, data_socket, limits, draining)
+        operator = OperatorService(caches)
+        reader = ReaderService(caches, engines, events, limits)
+        services: list[tuple[str, dict[str, object]]] = [
+            (_unix(self._settings.runtime_dir / ENGINE_SOCKET), {"Engine": engine}),
+            (
+                _unix(self._settings.runtime_dir / OPERATOR_SOCKET),
+                {"Operator": operator, "Reader": reader},
+            ),
+            (_unix(self._settings.runtime_dir / READER_SOCKET), {"Reader": reader}),
+        ]
+        if access.tcp:
+            services.append((access.tcp, {"Reader": reader}))
+        return [
+            GrpcServer(address, served, limits.max_rpcs) for address, served in services
+        ]
+
+    async def _until_stopped(self, stop: asyncio.Event, manifest: Manifest, clock: Clock) -> None:
+        """Wait for the end, telling the watchdog and saving the clock meanwhile."""
+        assert self._broken is not None, "set by run"  # noqa: S101
+        stopped = asyncio.ensure_future(stop.wait())
+        beat_s = min(systemd.watchdog_interval_s() or SAVE_EVERY_S, SAVE_EVERY_S)
+        try:
+            while not stopped.done() and not self._broken.done():
+                systemd.notify(systemd.WATCHDOG)
+                manifest.put_meta(META_NAME, clock.saved(time.time_ns()))
+                await asyncio.wait(
+                    (stopped, self._broken), timeout=beat_s, return_when=asyncio.FIRST_COMPLETED
+                )
+        finally:
+            stopped.cancel()
+        if self._broken.done():
+            self._broken.result()  # raises
+
+    async def _drain(self, caches: Caches) -> None:
+        """Wait until leases are given back and writes are on disk, at most limits.drain."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._settings.limits.drain
+        log.info("kvd_draining", deadline_s=self._settings.limits.drain)
+        while busy := [cache for cache in caches if not cache.is_idle]:
+            left_s = until - loop.time()
+            if left_s <= 0:
+                log.warning("drain_deadline_passed", layouts=len(busy))
+                return
+            await busy[0].changed(min(left_s, DRAIN_POLL_S))
+
+    def _serving_ended(self, serving: "asyncio.Task[None]") -> None:
+        """Without the data socket no engine could attach any more: better to start anew."""
+        if not serving.cancelled() and isinstance(error := serving.exception(), Exception):
+            self._break(error)
+
+    def _break(self, error: Exception) -> None:
+        """Note that an invariant broke; the first one counts."""
+        log.error("invariant_broken", exc_info=error)
+        if self._broken is not None and not self._broken.done():
+            self._broken.set_exception(BrokenError(str(error)))
+
+
+def _unix(path: Path) -> str:
+    return f"unix:{path}"

@@ -1,0 +1,61 @@
+"""The runtime and the state directory: made, checked and locked before anything else happens."""
+
+import fcntl
+import os
+from pathlib import Path
+
+from kvd.errors import RunningError, UnusableDirectoryError
+from shared.runtime_dir import MAX_SOCKET_PATH, OPERATOR_SOCKET
+
+LOCK_NAME = "kvd.lock"
+
+
+def claim_directory(path: Path, purpose: str, flag: str) -> int:
+    """Make a directory (mode 0700) and lock it for this process.
+
+    Args:
+        path: the directory.
+        purpose: "runtime" or "state", for messages.
+        flag: the option that names another one.
+
+    Returns:
+        Descriptor that holds the lock; the kernel releases it with the process.
+
+    Raises:
+        UnusableDirectoryError: it cannot be made or written, or others could write to it.
+        RunningError: another kvd holds it.
+    """
+    remedy = f"name a directory of your own with {flag}"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.stat()
+        trusted = os.geteuid() == 0 or status.st_uid in (0, os.geteuid())
+        if not trusted or status.st_mode & 0o002:
+            raise UnusableDirectoryError(f"others may write to {purpose} directory {path}", remedy)
+        lock_fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise UnusableDirectoryError(
+            f"cannot use {purpose} directory {path} ({error.strerror})", remedy
+        ) from error
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock_fd)
+        raise RunningError(
+            f"another kvd uses {purpose} directory {path}", f"stop it, or {remedy}"
+        ) from error
+    return lock_fd
+
+
+def check_socket_paths(runtime_dir: Path) -> None:
+    """Refuse a directory in which socket paths would be too long for the kernel.
+
+    Raises:
+        UnusableDirectoryError: it is.
+    """
+    length = len(os.fsencode(runtime_dir / OPERATOR_SOCKET))  # the longest name
+    if length > MAX_SOCKET_PATH:
+        raise UnusableDirectoryError(
+            f"socket paths in {runtime_dir} have {length} bytes, {MAX_SOCKET_PATH} is the limit",
+            "name a shorter directory with --runtime-dir",
+        )

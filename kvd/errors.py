@@ -1,0 +1,88 @@
+"""Errors of the daemon around the core; those of the core are in kvd/core/errors.py."""
+
+from shared.errors import (
+    ConfigError,
+    ConflictError,
+    DeniedError,
+    ExhaustedError,
+    InvalidInputError,
+    StateError,
+    UnavailableError,
+)
+
+
+class NotAttachedError(StateError):
+    """The engine id of a call is not attached (any more)."""
+
+    reason = "not_attached"
+    retryable = True
+
+
+class AttachDeniedError(DeniedError):
+    """The attach token is unknown, used, or its connection is closed."""
+
+    reason = "attach_denied"
+
+
+class StoppingError(UnavailableError):
+    """kvd is about to stop and grants nothing new."""
+
+    reason = "stopping"
+
+
+class LimitReachedError(ExhaustedError):
+    """A bound of section [limits] is reached."""
+
+    reason = "limit_reached"
+
+
+class AmbiguousSessionError(StateError):
+    """Several sessions have this id under different models."""
+
+    reason = "ambiguous_session"
+
+
+class RunningError(ConfigError):
+    """Another kvd uses the directory."""
+
+    reason = "already_running"
+
+
+class UnusableDirectoryError(ConfigError):
+    """The runtime or state directory cannot be used."""
+
+    reason = "unusable_directory"
+
+
+class UnusableSocketError(ConfigError):
+    """A socket cannot be listened on."""
+
+    reason = "unusable_socket"
+
+
+class NotRunningError(UnavailableError):
+    """A command found no daemon to talk to."""
+
+    reason = "not_running"
+
+
+class UnclearSelectionError(InvalidInputError):
+    """A command line that does not say what to do."""
+
+    reason = "unclear"
+
+
+class NotConfirmedError(InvalidInputError):
+    """A command that destroys much was not confirmed."""
+
+    reason = "not_confirmed"
+
+
+class InUseError(ConflictError):
+    """The session is leased by an engine right now."""
+
+    reason = "in_use"
+
+
+class BrokenError(Exception):
+    """An invariant of the core broke. The daemon stops at once; its supervisor starts it anew."""

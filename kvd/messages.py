@@ -1,0 +1,150 @@
+"""The core's records as protobuf messages, and session keys back. Pure."""
+
+from kvd.core.records import (
+    TTL_NEVER_NS,
+    BlockInfo,
+    EngineStats,
+    LoadAnswer,
+    Lookup,
+    SessionInfo,
+    StoreAnswer,
+    Tier,
+)
+from shared.kv_layout import KVLayout
+from shared.pb.kvd.v1 import kvd_pb2
+from shared.session_key import SessionKey, session_key
+from shared.units import NS_PER_S
+
+_TIERS = {Tier.DRAM: kvd_pb2.TIER_DRAM, Tier.SSD: kvd_pb2.TIER_SSD}
+_LOOKUPS = {
+    Lookup.HIT: kvd_pb2.LOOKUP_HIT,
+    Lookup.PENDING: kvd_pb2.LOOKUP_PENDING,
+    Lookup.MISS: kvd_pb2.LOOKUP_MISS,
+}
+
+
+def key_message(key: SessionKey) -> kvd_pb2.SessionKey:
+    """Encode."""
+    return kvd_pb2.SessionKey(tenant=key.tenant, model=key.model, session_id=key.session_id)
+
+
+def key_of(message: kvd_pb2.SessionKey, model: str = "") -> SessionKey:
+    """Decode and check; an empty model becomes `model`.
+
+    Raises:
+        InvalidNameError: tenant or session id cannot be one.
+    """
+    return session_key(message.tenant, message.model or model, message.session_id)
+
+
+def load_response(answer: LoadAnswer) -> kvd_pb2.PrepareLoadResponse:
+    """Encode."""
+    return kvd_pb2.PrepareLoadResponse(
+        lookup=_LOOKUPS[answer.lookup],
+        lease_id=answer.lease_id,
+        spans=[
+            kvd_pb2.LoadSpan(
+                slot_id=span.slot_id,
+                start=span.start,
+                num_tokens=span.num_tokens,
+                token_offset=span.token_offset,
+                tier=_TIERS[span.tier],
+                generation=span.generation,
+            )
+            for span in answer.spans
+        ],
+        end_token=answer.end_token,
+        more=answer.more,
+        miss_reason=answer.miss_reason,
+    )
+
+
+def store_response(answer: StoreAnswer) -> kvd_pb2.PrepareStoreResponse:
+    """Encode."""
+    return kvd_pb2.PrepareStoreResponse(
+        lease_id=answer.lease_id,
+        blocks=[
+            kvd_pb2.StoreBlock(
+                slot_id=block.slot_id,
+                token_offset=block.token_offset,
+                num_tokens=block.num_tokens,
+                generation=block.generation,
+            )
+            for block in answer.blocks
+        ],
+        end_token=answer.end_token,
+        more=answer.more,
+        refused_reason=answer.refused,
+    )
+
+
+def session_message(info: SessionInfo, layout: KVLayout, now_ns: int) -> kvd_pb2.SessionInfo:
+    """Encode; instants become durations from now (D17)."""
+    ttl_ns = info.ttl_ns or 0
+    expires_in_s = -1.0
+    if info.expires_at_ns is not None:
+        expires_in_s = max(0.0, (info.expires_at_ns - now_ns) / NS_PER_S)
+    return kvd_pb2.SessionInfo(
+        session=key_message(info.key),
+        num_tokens=info.num_tokens,
+        num_blocks=info.num_blocks,
+        bytes=info.total_bytes,
+        dram_bytes=info.dram_bytes,
+        ssd_bytes=info.ssd_bytes,
+        dirty_bytes=info.dirty_bytes,
+        shared_blocks=info.shared_blocks,
+        pinned=info.pinned,
+        leases=info.leases,
+        idle_s=(now_ns - info.last_access_ns) / NS_PER_S,
+        ttl_s=-1.0 if ttl_ns == TTL_NEVER_NS else ttl_ns / NS_PER_S,
+        expires_in_s=expires_in_s,
+        layout=layout.fingerprint,
+        ended=info.ended,
+    )
+
+
+def block_message(block: BlockInfo) -> kvd_pb2.BlockInfo:
+    """Encode."""
+    return kvd_pb2.BlockInfo(
+        key=block.key.hex(),
+        token_offset=block.token_offset,
+        start=block.start,
+        num_tokens=block.num_tokens,
+        tiers=[_TIERS[tier] for tier in block.tiers],
+        slot_id=block.slot_id or 0,
+        extent=block.extent or 0,
+        sessions=block.num_sessions,
+        dirty=block.dirty,
+    )
+
+
+def layout_stats_message(stats: EngineStats, layout: KVLayout) -> kvd_pb2.LayoutStats:
+    """Encode."""
+    return kvd_pb2.LayoutStats(
+        layout=layout.fingerprint,
+        model=layout.model,
+        block_tokens=layout.block_tokens,
+        block_bytes=layout.block_bytes,
+        num_sessions=stats.num_sessions,
+        tiers=[
+            kvd_pb2.TierStats(
+                tier=_TIERS[tier.tier],
+                capacity_bytes=tier.capacity_bytes,
+                used_bytes=tier.used_bytes,
+                num_blocks=tier.num_blocks,
+                degraded=bool(tier.degraded_reason),
+                degraded_reason=tier.degraded_reason,
+            )
+            for tier in stats.tiers
+        ],
+        dirty_bytes=stats.dirty_bytes,
+        leases=stats.num_leases,
+        counters=stats.counters,
+    )
+
+
+def ttl_ns_of(ttl_s: float) -> int | None:
+    """Decode SetTtlRequest.ttl_s: 0 is the default (None), negative is never."""
+    if ttl_s == 0:
+        return None
+    return TTL_NEVER_NS if ttl_s < 0 else int(ttl_s * NS_PER_S)

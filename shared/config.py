@@ -1,0 +1,272 @@
+"""Settings of both processes: defaults < TOML file < environment < flags, checked all at once.
+
+A process declares one frozen pydantic model whose fields are sections (nested models). Key `bytes`
+of section `dram` is written
+
+    [dram]                in the file
+    bytes = "2GB"
+    KVD_DRAM__BYTES=2GB   in the environment (prefix KVD; two underscores between section and key)
+
+A bad value or an unknown key anywhere refuses the start, and the one-line error lists every problem
+with what is accepted. A flag that is None was not given.
+"""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Generic, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
+
+from shared.errors import ConfigError
+from shared.units import format_bytes, format_duration, parse_bytes, parse_duration_s
+
+SOURCES = ("default", "file", "env", "flag")  # weakest first
+
+
+class InvalidSettingsError(ConfigError):
+    """A setting is unknown or unusable, or the settings file cannot be read."""
+
+    reason = "invalid_settings"
+
+
+class Section(BaseModel):
+    """Base of every settings model: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+
+def _to_bytes(value: object) -> object:
+    return parse_bytes(value) if isinstance(value, str) else value
+
+
+def _to_bytes_or_auto(value: object) -> object:
+    return None if value == "auto" else _to_bytes(value)
+
+
+def _to_seconds(value: object) -> object:
+    return parse_duration_s(value) if isinstance(value, str) else value
+
+
+def _to_seconds_or_never(value: object) -> object:
+    return None if value == "never" else _to_seconds(value)
+
+
+def _to_list(value: object) -> object:
+    return (
+        [part.strip() for part in value.split(",") if part.strip()]
+        if isinstance(value, str)
+        else value
+    )
+
+
+def _show_bytes(value: int | None) -> str:
+    return "auto" if value is None else format_bytes(value)
+
+
+def _show_seconds(value: float | None) -> str:
+    return "never" if value is None else format_duration(value)
+
+
+# The serializers are for people (`config show`); model_dump() in Python mode keeps the numbers.
+ByteSize = Annotated[
+    int, BeforeValidator(_to_bytes), PlainSerializer(_show_bytes, when_used="json")
+]
+ByteSizeOrAuto = Annotated[  # None: "auto"
+    int | None, BeforeValidator(_to_bytes_or_auto), PlainSerializer(_show_bytes, when_used="json")
+]
+Duration = Annotated[  # seconds
+    float, BeforeValidator(_to_seconds), PlainSerializer(_show_seconds, when_used="json")
+]
+DurationOrNever = Annotated[  # seconds; None: "never"
+    float | None,
+    BeforeValidator(_to_seconds_or_never),
+    PlainSerializer(_show_seconds, when_used="json"),
+]
+IntList = Annotated[tuple[int, ...], BeforeValidator(_to_list)]  # in the environment: "1000,1001"
+
+S = TypeVar("S", bound=Section)
+
+
+@dataclass(frozen=True)
+class LoadedSettings(Generic[S]):
+    """Settings and where each came from.
+
+    Attributes:
+        settings: the frozen, checked model.
+        provenance: dotted key → one of SOURCES, for every key of the model.
+    """
+
+    settings: S
+    provenance: Mapping[str, str]
+
+    def rows(self) -> Iterator[tuple[str, str, str]]:
+        """Every setting as (dotted key, value for people, source), in the model's order."""
+        shown = self.settings.model_dump(mode="json")
+        for key in self.provenance:
+            value: Any = shown
+            for part in key.split("."):
+                value = value[part]
+            yield key, _show(value), self.provenance[key]
+
+
+def load_settings(
+    model: type[S],
+    toml_path: Path | None,
+    env_prefix: str,
+    flags: Mapping[str, object],
+    environ: Mapping[str, str] = os.environ,
+) -> LoadedSettings[S]:
+    """Read and check the settings of one process.
+
+    Args:
+        model: the settings model.
+        toml_path: a file that must exist, or None for no file.
+        env_prefix: "KVD" for variables such as KVD_DRAM__BYTES.
+        flags: dotted key → value from the command line; None values were not given.
+        environ: for tests.
+
+    Raises:
+        InvalidSettingsError: naming every problem, separated by "; ".
+    """
+    known = tuple(_leaf_keys(model))
+    given: dict[str, tuple[str, object]] = {}
+    problems: list[str] = []
+    for source, values in (
+        ("file", _flatten(_read_toml(toml_path), known)),
+        ("env", _from_environ(env_prefix, known, environ, problems)),
+        ("flag", {key: value for key, value in flags.items() if value is not None}),
+    ):
+        given.update({key: (source, value) for key, value in values.items()})
+    problems += [
+        f"{key} ({source}): {_unknown(key, known)}"
+        for key, (source, _) in given.items()
+        if key not in known
+    ]
+    settings, invalid = _validate(model, {key: v for key, v in given.items() if key in known})
+    problems += invalid
+    if problems or settings is None:
+        raise InvalidSettingsError("; ".join(problems), "correct the settings and start again")
+    provenance = {key: given[key][0] if key in given else "default" for key in known}
+    return LoadedSettings(settings, provenance)
+
+
+def _validate(
+    model: type[S], given: Mapping[str, tuple[str, object]]
+) -> tuple[S | None, list[str]]:
+    """Build the model from flat keys; on failure return what is wrong with each key."""
+    nested: dict[str, Any] = {}
+    for key, (_, value) in given.items():
+        *sections, name = key.split(".")
+        section = nested
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[name] = value
+    try:
+        return model.model_validate(nested), []
+    except ValidationError as error:
+        found = {}
+        for problem in error.errors(include_url=False):
+            key = next(
+                (k for k in _prefixes(problem["loc"]) if k in given), _dotted(problem["loc"])
+            )
+            source, value = given.get(key, ("default", None))
+            what = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+            found[key] = (
+                f"{key} = {str(value)[:60]!r} ({source}): {what}"
+                if key in given
+                else f"{key}: {what}"
+            )
+        return None, list(found.values())
+
+
+def _prefixes(location: tuple[int | str, ...]) -> Iterator[str]:
+    """Dotted prefixes of a pydantic location, longest first (an item's problem is its list's)."""
+    for length in range(len(location), 0, -1):
+        yield _dotted(location[:length])
+
+
+def _dotted(location: tuple[int | str, ...]) -> str:
+    return ".".join(str(part) for part in location)
+
+
+def _leaf_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _leaf_keys(kind, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _read_toml(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidSettingsError(
+            f"cannot read the settings file {path} ({error.strerror})",
+            "name an existing file with --config",
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidSettingsError(f"{path} is not TOML ({error})", "correct the file") from error
+
+
+def _flatten(
+    table: Mapping[str, Any], known: tuple[str, ...], prefix: str = ""
+) -> dict[str, object]:
+    """Flat dotted keys; a table is descended into unless it is itself the value of a known key."""
+    flat: dict[str, object] = {}
+    for name, value in table.items():
+        key = prefix + name
+        if isinstance(value, Mapping) and key not in known:
+            flat.update(_flatten(value, known, key + "."))
+        else:
+            flat[key] = value
+    return flat
+
+
+def _from_environ(
+    prefix: str, known: tuple[str, ...], environ: Mapping[str, str], problems: list[str]
+) -> dict[str, object]:
+    """Variables that are ours; a near miss (one underscore where two belong) is a problem.
+
+    A stranger's is not: orchestrators put names such as KVD_SERVICE_HOST into every environment.
+    """
+    written_once = {key.replace(".", "_"): key for key in known if "." in key}
+    found: dict[str, object] = {}
+    for variable, value in environ.items():
+        if not variable.startswith(prefix + "_"):
+            continue
+        name = variable.removeprefix(prefix + "_").lower()
+        if "__" in name or name in known:
+            found[name.replace("__", ".")] = value
+        elif name in written_once:
+            right = f"{prefix}_{written_once[name].replace('.', '__').upper()}"
+            problems.append(f"{variable} (env): write it as {right}")
+    return found
+
+
+def _unknown(key: str, known: tuple[str, ...]) -> str:
+    inside = [name for name in known if name.startswith(key + ".")]
+    if inside:
+        return f"this is a section, give one of its keys, such as {inside[0]}"
+    same_section = [name for name in known if name.split(".")[0] == key.split(".", maxsplit=1)[0]]
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.4) or same_section[:1]
+    if close:
+        return f"no such setting, did you mean {close[0]}?"
+    return f"no such setting, sections are {', '.join(_sections(known))}"
+
+
+def _sections(known: tuple[str, ...]) -> list[str]:
+    return sorted({key.split(".", maxsplit=1)[0] for key in known})
+
+
+def _show(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(str(item) for item in value) or "(none)"
+    return "(none)" if value is None else str(value)

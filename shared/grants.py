@@ -1,0 +1,210 @@
+"""What kvd grants an engine, decoded and checked: an answer that makes no sense is never acted on.
+
+Pure. The memory behind slot numbers is added by shared/kvd_client.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from shared.arena_map import ArenaMap
+from shared.block_key import TOKEN_BYTES
+from shared.errors import UnavailableError
+from shared.pb.kvd.v1 import kvd_pb2
+from shared.session_key import SessionKey
+
+
+class KvdProtocolError(UnavailableError):
+    """kvd's answer contradicts itself or the layout."""
+
+    reason = "kvd_protocol"
+
+
+class Lookup(Enum):
+    """Answer of prepare_load."""
+
+    HIT = "hit"
+    MISS = "miss"
+
+
+@dataclass(frozen=True)
+class LoadSpan:
+    """Rows [start, start + num_tokens) of a slot hold the request's tokens from token_offset on.
+
+    Attributes:
+        tier: where the block was found, "dram" or "ssd"; it is in the slot now either way.
+        generation: of the slot.
+    """
+
+    slot_id: int
+    start: int
+    num_tokens: int
+    token_offset: int
+    tier: str
+    generation: int
+
+
+@dataclass(frozen=True)
+class StoreBlock:
+    """Tokens [token_offset, token_offset + num_tokens) go to rows [0, num_tokens) of the slot."""
+
+    slot_id: int
+    token_offset: int
+    num_tokens: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class LoadGrant:
+    """Slots that may be read until complete_load.
+
+    Attributes:
+        lookup: HIT or MISS; on a miss there is no lease and nothing to complete.
+        spans: contiguous, covering [from_token, end_token).
+        more: more is stored beyond end_token; ask again after complete_load.
+        miss_reason: slug, "" on a hit.
+        arena: stays mapped for as long as this grant is referred to.
+    """
+
+    lookup: Lookup
+    lease_id: int
+    spans: tuple[LoadSpan, ...]
+    end_token: int
+    more: bool
+    miss_reason: str
+    arena: ArenaMap
+
+
+@dataclass(frozen=True)
+class StoreGrant:
+    """Slots that must be written before complete_store.
+
+    Attributes:
+        lease_id: 0 when there is nothing to write and nothing to complete.
+        blocks: in token order, not overlapping; what is stored already is not among them.
+        end_token: after completion [0, end_token) is stored.
+        more: ask again after complete_store, with from_token = end_token.
+        refused_reason: "no_space", "gap", or "".
+        arena: as in LoadGrant.
+    """
+
+    lease_id: int
+    blocks: tuple[StoreBlock, ...]
+    end_token: int
+    more: bool
+    refused_reason: str
+    arena: ArenaMap
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """One waiting turn of the scheduler's queue.
+
+    Attributes:
+        starts_in_s: estimated time until it runs, from now.
+    """
+
+    key: SessionKey
+    history_tokens: int
+    starts_in_s: float
+
+
+_TIERS = {kvd_pb2.TIER_DRAM: "dram", kvd_pb2.TIER_SSD: "ssd"}
+
+
+def load_grant(
+    response: kvd_pb2.PrepareLoadResponse,
+    request: kvd_pb2.PrepareLoadRequest,
+    arena: ArenaMap,
+    block_tokens: int,
+) -> LoadGrant:
+    """Decode the answer to `request`.
+
+    Raises:
+        KvdProtocolError: if it is not a miss or a non-empty contiguous hit inside the arena.
+    """
+    if response.lookup not in (kvd_pb2.LOOKUP_HIT, kvd_pb2.LOOKUP_MISS):
+        raise _nonsense(f"lookup {response.lookup}")
+    hit = response.lookup == kvd_pb2.LOOKUP_HIT
+    spans = tuple(
+        LoadSpan(
+            span.slot_id,
+            span.start,
+            span.num_tokens,
+            span.token_offset,
+            _TIERS.get(span.tier, "unknown"),
+            span.generation,
+        )
+        for span in response.spans
+    )
+    if hit != bool(spans) or hit != bool(response.lease_id):
+        raise _nonsense(f"a {'hit' if hit else 'miss'} with {len(spans)} spans")
+    end = request.from_token
+    for span in spans:
+        _check_rows(span.slot_id, span.start, span.num_tokens, arena, block_tokens)
+        if span.token_offset != end:
+            raise _nonsense(f"a span at token {span.token_offset}, {end} comes next")
+        end += span.num_tokens
+    if hit and (end != response.end_token or end > len(request.token_ids) // TOKEN_BYTES):
+        raise _nonsense(f"spans up to token {end}, {response.end_token} announced")
+    return LoadGrant(
+        lookup=Lookup.HIT if hit else Lookup.MISS,
+        lease_id=response.lease_id,
+        spans=spans,
+        end_token=end,
+        more=hit and response.more,
+        miss_reason="" if hit else response.miss_reason or "miss",
+        arena=arena,
+    )
+
+
+def store_grant(
+    response: kvd_pb2.PrepareStoreResponse,
+    request: kvd_pb2.PrepareStoreRequest,
+    arena: ArenaMap,
+    block_tokens: int,
+) -> StoreGrant:
+    """Decode the answer to `request`.
+
+    Raises:
+        KvdProtocolError: if a block lies outside the arena or the tokens, or two overlap.
+    """
+    blocks = tuple(
+        StoreBlock(block.slot_id, block.token_offset, block.num_tokens, block.generation)
+        for block in response.blocks
+    )
+    if bool(blocks) != bool(response.lease_id):
+        raise _nonsense(f"lease {response.lease_id} with {len(blocks)} blocks")
+    end = request.from_token
+    for block in blocks:
+        _check_rows(block.slot_id, 0, block.num_tokens, arena, block_tokens)
+        if block.token_offset < end:
+            raise _nonsense(f"a block at token {block.token_offset}, before {end}")
+        end = block.token_offset + block.num_tokens
+    if blocks and end > response.end_token:
+        raise _nonsense(f"blocks up to token {end}, {response.end_token} announced")
+    if response.end_token > len(request.token_ids) // TOKEN_BYTES or _repeats(blocks):
+        raise _nonsense("blocks that share a slot or lie beyond the tokens")
+    return StoreGrant(
+        lease_id=response.lease_id,
+        blocks=blocks,
+        end_token=response.end_token,
+        more=response.more,
+        refused_reason=response.refused_reason,
+        arena=arena,
+    )
+
+
+def _check_rows(
+    slot_id: int, start: int, num_tokens: int, arena: ArenaMap, block_tokens: int
+) -> None:
+    if slot_id >= arena.num_slots or num_tokens < 1 or start + num_tokens > block_tokens:
+        raise _nonsense(f"rows {start}..{start + num_tokens} of slot {slot_id}")
+
+
+def _repeats(blocks: Sequence[StoreBlock]) -> bool:
+    return len({block.slot_id for block in blocks}) != len(blocks)
+
+
+def _nonsense(what: str) -> KvdProtocolError:
+    return KvdProtocolError(f"kvd answered {what}", "check that both run the same release")

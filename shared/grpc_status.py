@@ -1,0 +1,196 @@
+"""The one place that turns our errors into gRPC statuses and back.
+
+A status carries google.rpc.ErrorInfo: `reason` (slug), `domain` ("kvd", "inference"), metadata
+"retryable" and "remedy". Servers install ReportedErrorInterceptor, so that servicers simply raise;
+clients pass what they caught to error_from_rpc.
+
+*Source:* https://google.aip.dev/193 (errors).
+"""
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, NoReturn, TypeAlias
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+
+from shared.errors import (
+    ConflictError,
+    DeniedError,
+    ExhaustedError,
+    InvalidInputError,
+    NotFoundError,
+    ReportedError,
+    StateError,
+    UnavailableError,
+)
+from shared.log import get_logger
+
+DETAILS_KEY = "grpc-status-details-bin"  # where gRPC carries google.rpc.Status
+MAX_TEXT = 1000  # of a message or remedy: trailing metadata is bounded (8 KB by default)
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+log = get_logger(__name__)
+
+
+class InternalError(ReportedError):
+    """The peer failed in a way it did not expect itself."""
+
+    reason = "internal"
+    grpc_code = "INTERNAL"
+    exit_code = 70
+
+
+_BY_CODE: Mapping[str, type[ReportedError]] = {
+    base.grpc_code: base
+    for base in (
+        InvalidInputError,
+        NotFoundError,
+        ConflictError,
+        StateError,
+        ExhaustedError,
+        DeniedError,
+        UnavailableError,
+    )
+} | {"DEADLINE_EXCEEDED": UnavailableError, "CANCELLED": UnavailableError}
+
+
+def details_of(error: ReportedError, domain: str) -> bytes:
+    """Serialised google.rpc.Status for `error`, the value of the trailing metadata DETAILS_KEY."""
+    status = status_pb2.Status(code=_code(error).value[0], message=str(error)[:MAX_TEXT])
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=domain)
+    info.metadata["retryable"] = "true" if error.retryable else "false"
+    info.metadata["remedy"] = error.remedy[:MAX_TEXT]
+    info.metadata["message"] = error.message[:MAX_TEXT]
+    status.details.add().Pack(info)
+    serialised: bytes = status.SerializeToString()
+    return serialised
+
+
+async def abort_with(
+    context: "grpc.aio.ServicerContext[Any, Any]", error: ReportedError, domain: str
+) -> NoReturn:
+    """End the running RPC with the status of `error`."""
+    await context.abort(
+        _code(error), str(error)[:MAX_TEXT], ((DETAILS_KEY, details_of(error, domain)),)
+    )
+    raise AssertionError("abort returned")
+
+
+def error_from_rpc(rpc_error: grpc.RpcError) -> ReportedError:
+    """Rebuild the error a server raised; statuses without our details become the nearest class.
+
+    The result is an instance of the base class for its code (StateError for every
+    FAILED_PRECONDITION), with the original reason, message, remedy and retryable.
+    """
+    # grpc.RpcError is an empty base: what is raised is always a call, with these methods.
+    call: Any = rpc_error
+    code = call.code().name
+    base = _BY_CODE.get(code, InternalError)
+    info = _error_info(call.trailing_metadata())
+    if info is None:
+        return base(f"{code}: {call.details() or 'no details'}"[:MAX_TEXT], "")
+    kind = type(
+        base.__name__,
+        (base,),
+        {
+            "reason": info.reason,
+            "retryable": info.metadata.get("retryable") == "true",
+            "__doc__": base.__doc__,
+        },
+    )
+    error: ReportedError = kind(
+        info.metadata.get("message", call.details()), info.metadata.get("remedy", "")
+    )
+    return error
+
+
+class ReportedErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Turns a ReportedError raised by a servicer into its status, and anything else into INTERNAL.
+
+    Attributes:
+        domain: of ErrorInfo.
+    """
+
+    def __init__(
+        self, domain: str, on_unexpected: Callable[[Exception], None] = lambda _: None
+    ) -> None:
+        self.domain = domain
+        self.on_unexpected = on_unexpected
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        """Wrap the method's handler; called by grpc for each RPC."""
+        found = await continuation(handler_call_details)
+        if found is None:  # unknown method: grpc answers UNIMPLEMENTED
+            return found
+        handler: Any = found
+        method = handler_call_details.method
+        maker: Any = {
+            (False, False): grpc.unary_unary_rpc_method_handler,
+            (False, True): grpc.unary_stream_rpc_method_handler,
+            (True, False): grpc.stream_unary_rpc_method_handler,
+            (True, True): grpc.stream_stream_rpc_method_handler,
+        }[handler.request_streaming, handler.response_streaming]
+        behaviour = (
+            handler.stream_stream
+            or handler.stream_unary
+            or handler.unary_stream
+            or handler.unary_unary
+        )
+        wrapped = (self._streaming if handler.response_streaming else self._single)(
+            method, behaviour
+        )
+        made: Handler = maker(wrapped, handler.request_deserializer, handler.response_serializer)
+        return made
+
+    def _single(self, method: str, behaviour: Any) -> Any:
+        async def answer(request: Any, context: Any) -> Any:
+            try:
+                return await behaviour(request, context)
+            except Exception as error:  # noqa: BLE001  # the edge: nothing above would report it
+                await self._abort(method, context, error)
+
+        return answer
+
+    def _streaming(self, method: str, behaviour: Any) -> Any:
+        async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
+            try:
+                responses = behaviour(request, context)
+                if inspect.isawaitable(responses):  # health's Watch writes to the context itself
+                    await responses
+                    return
+                async for response in responses:
+                    yield response
+            except Exception as error:  # noqa: BLE001  # the edge: nothing above would report it
+                await self._abort(method, context, error)
+
+        return answer
+
+    async def _abort(self, method: str, context: Any, error: Exception) -> NoReturn:
+        if isinstance(error, grpc.aio.AbortError):  # the servicer has ended the RPC itself
+            raise error
+        if not isinstance(error, ReportedError):
+            log.error("rpc_failed", method=method, exc_info=error)
+            self.on_unexpected(error)
+            error = InternalError("internal error", "see the log of the service")
+        await abort_with(context, error, self.domain)
+
+
+def _code(error: ReportedError) -> grpc.StatusCode:
+    code: grpc.StatusCode = getattr(grpc.StatusCode, error.grpc_code)
+    return code
+
+
+def _error_info(trailing_metadata: Any) -> error_details_pb2.ErrorInfo | None:
+    for key, value in trailing_metadata or ():
+        if key == DETAILS_KEY:
+            for detail in status_pb2.Status.FromString(value).details:
+                info = error_details_pb2.ErrorInfo()
+                if detail.Unpack(info):
+                    return info
+    return None

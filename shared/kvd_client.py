@@ -1,0 +1,230 @@
+"""Async client of kvd for engines: the control plane, and the mapped arena for the bytes.
+
+One task runs run(), which attaches, holds the attachment and attaches again, for ever. The verbs
+may be called from any task of the same loop at any time. Each one ends: with an answer, or with a
+ReportedError (KvdUnavailableError while detached or past its deadline; KvdProtocolError for an
+answer that makes no sense). None of them retries: the caller recomputes.
+
+What the caller owes, on every path:
+    prepare_load HIT       -> read the slots, then complete_load; if that raises, what was read
+                              may not be trusted
+    prepare_store, lease   -> write the slots, then complete_store; if that raises, nothing was
+                              stored
+When complete_… is called, no thread may touch the grant's slots any more: they are given to others.
+"""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+
+from shared.grants import (
+    KvdProtocolError,
+    LoadGrant,
+    QueuedJob,
+    StoreGrant,
+    load_grant,
+    store_grant,
+)
+from shared.grpc_status import error_from_rpc
+from shared.kv_layout import KVLayout
+from shared.kvd_attachment import Attachment
+from shared.kvd_connection import KvdConnection
+from shared.log import get_logger
+from shared.pb.kvd.v1 import kvd_pb2
+from shared.session_key import SessionKey
+
+CALL_S = 5.0  # deadline of a call that only touches kvd's memory
+GRACE_S = 2.0  # beyond the deadline we hand to kvd, for the way there and back
+
+log = get_logger(__name__)
+
+
+class KvdClient(KvdConnection):
+    """What an engine asks of kvd; see KvdConnection for run, attached and on_change."""
+
+    def __init__(
+        self,
+        runtime_dir: Path,
+        layout: KVLayout,
+        engine_name: str,
+        *,
+        reconnect_delay_s: float = 0.1,
+        max_reconnect_delay_s: float = 0.5,
+    ) -> None:
+        super().__init__(
+            runtime_dir,
+            layout,
+            engine_name,
+            reconnect_delay_s=reconnect_delay_s,
+            max_reconnect_delay_s=max_reconnect_delay_s,
+        )
+        self._jobs: tuple[QueuedJob, ...] = ()
+        self._jobs_changed = asyncio.Event()
+
+    async def prepare_load(
+        self, key: SessionKey, token_ids: bytes, from_token: int, deadline_s: float
+    ) -> LoadGrant:
+        """Lease the stored KV of token_ids[from_token:], in DRAM when this returns.
+
+        `token_ids` is little-endian uint32, the session from its first token on; `deadline_s` is
+        how long kvd may read from SSD.
+        """
+        attachment = self._ready()
+        request = kvd_pb2.PrepareLoadRequest(
+            engine_id=attachment.engine_id,
+            session=_message(key),
+            token_ids=token_ids,
+            from_token=from_token,
+            deadline_s=deadline_s,
+        )
+        call = self._call(attachment.stub.PrepareLoad, request, deadline_s + GRACE_S)
+        response = await self._granted(call, self._give_back_load, attachment)
+        with self._ending_on_nonsense(attachment, response.lease_id):
+            return load_grant(response, request, attachment.arena, self._layout.block_tokens)
+
+    async def complete_load(self, grant: LoadGrant) -> None:
+        """Give the slots back. If this raises, they may have changed while they were read."""
+        if grant.lease_id:
+            await self._give_back_load(self._owner_of(grant), grant.lease_id)
+
+    async def prepare_store(
+        self, key: SessionKey, token_ids: bytes, from_token: int, deadline_s: float
+    ) -> StoreGrant:
+        """Lease slots for the KV of token_ids[from_token:] that is not stored yet.
+
+        `token_ids` is little-endian uint32, the whole sequence whose KV is computed; the caller has
+        position-free KV from `from_token` on; `deadline_s` is how long kvd may wait for free slots.
+        """
+        attachment = self._ready()
+        request = kvd_pb2.PrepareStoreRequest(
+            engine_id=attachment.engine_id,
+            session=_message(key),
+            token_ids=token_ids,
+            from_token=from_token,
+            deadline_s=deadline_s,
+        )
+        call = self._call(attachment.stub.PrepareStore, request, deadline_s + GRACE_S)
+        response = await self._granted(call, self._give_back_store, attachment)
+        with self._ending_on_nonsense(attachment, response.lease_id):
+            return store_grant(response, request, attachment.arena, self._layout.block_tokens)
+
+    async def complete_store(self, grant: StoreGrant, success: bool) -> int:
+        """Publish what was written, or forget it.
+
+        Returns:
+            How many tokens of the session are stored now.
+        """
+        if not grant.lease_id:
+            return grant.end_token
+        return await self._give_back_store(self._owner_of(grant), grant.lease_id, success=success)
+
+    async def discard(
+        self, key: SessionKey, token_ids: bytes, ranges: Sequence[tuple[int, int]]
+    ) -> int:
+        """Drop half-open token ranges of a stored session; return how many stored tokens remain."""
+        attachment = self._ready()
+        request = kvd_pb2.DiscardRequest(
+            engine_id=attachment.engine_id,
+            session=_message(key),
+            token_ids=token_ids,
+            ranges=[kvd_pb2.TokenRange(start=start, end=end) for start, end in ranges],
+        )
+        response = await self._call(attachment.stub.Discard, request, CALL_S)
+        return int(response.kept_tokens)
+
+    async def end_session(self, key: SessionKey) -> None:
+        """Tell kvd that the session will not come back."""
+        attachment = self._ready()
+        request = kvd_pb2.EndSessionRequest(engine_id=attachment.engine_id, session=_message(key))
+        await self._call(attachment.stub.EndSession, request, CALL_S)
+
+    async def get_session(self, key: SessionKey) -> kvd_pb2.SessionInfo:
+        """Return what kvd knows of a session.
+
+        Raises:
+            NotFoundError: nothing is stored.
+        """
+        request = kvd_pb2.GetSessionRequest(session=_message(key))
+        return await self._call(self._ready().stub.GetSession, request, CALL_S)
+
+    def push_queue(self, jobs: Sequence[QueuedJob]) -> None:
+        """Let kvd know the waiting queue, in order.
+
+        Never waits: the newest snapshot wins, and one is in flight at most.
+        """
+        self._jobs = tuple(jobs)
+        self._jobs_changed.set()
+
+    # ---------------------------------------------------------------------------------- inside
+
+    async def _while_attached(self, attachment: Attachment) -> None:
+        """Send the queue: full snapshots, each after the previous one's acknowledgement."""
+        stream = attachment.stub.PushQueue()
+        sequence = 0
+        self._jobs_changed.set()  # a new kvd knows nothing yet
+        try:
+            while True:
+                await self._jobs_changed.wait()
+                self._jobs_changed.clear()
+                sequence += 1
+                await stream.write(_snapshot(attachment.engine_id, sequence, self._jobs))
+                await stream.read()
+        except grpc.aio.AioRpcError as error:
+            log.warning("kvd_queue_not_pushed", error=str(error_from_rpc(error)))
+
+    async def _give_back_load(self, owner: Attachment, lease_id: int) -> None:
+        self._release(lease_id)
+        request = kvd_pb2.CompleteLoadRequest(engine_id=owner.engine_id, lease_id=lease_id)
+        await self._call(owner.stub.CompleteLoad, request, CALL_S)
+
+    async def _give_back_store(
+        self, owner: Attachment, lease_id: int, *, success: bool = False
+    ) -> int:
+        self._release(lease_id)
+        request = kvd_pb2.CompleteStoreRequest(
+            engine_id=owner.engine_id, lease_id=lease_id, success=success
+        )
+        response = await self._call(owner.stub.CompleteStore, request, CALL_S)
+        return int(response.stored_tokens)
+
+    def _owner_of(self, grant: LoadGrant | StoreGrant) -> Attachment:
+        """The attachment a grant belongs to; leases end with it."""
+        # Each attachment has its own map; ids of another kvd's leases may repeat.
+        if self._attachment is None or self._attachment.arena is not grant.arena:
+            self._release(grant.lease_id)
+            raise self._unavailable()
+        return self._attachment
+
+    @contextmanager
+    def _ending_on_nonsense(self, attachment: Attachment, lease_id: int) -> Iterator[None]:
+        """End the attachment to a kvd that answers nonsense; kvd then ends the lease."""
+        try:
+            yield
+        except KvdProtocolError:
+            self._release(lease_id)
+            attachment.events.cancel()
+            raise
+
+
+def _message(key: SessionKey) -> kvd_pb2.SessionKey:
+    return kvd_pb2.SessionKey(tenant=key.tenant, model=key.model, session_id=key.session_id)
+
+
+def _snapshot(engine_id: int, sequence: int, jobs: Sequence[QueuedJob]) -> kvd_pb2.QueueSnapshot:
+    return kvd_pb2.QueueSnapshot(
+        engine_id=engine_id,
+        sequence=sequence,
+        full=True,
+        jobs=[
+            kvd_pb2.QueueJob(
+                tenant=job.key.tenant,
+                session_id=job.key.session_id,
+                history_tokens=job.history_tokens,
+                starts_in_s=job.starts_in_s,
+            )
+            for job in jobs
+        ],
+    )

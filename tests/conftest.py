@@ -1,0 +1,45 @@
+"""Fixtures of more than one test folder."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """The directory of the tiny model, built once."""
+    import torch  # the tests of kvd do without it
+
+    from tests.models import build_model
+
+    torch.set_num_threads(1)
+    return build_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def short_dir():
+    """A directory whose path leaves room for socket names (107 bytes)."""
+    directory = Path(tempfile.mkdtemp(prefix="ca-"))
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def oracle(tiny_model):
+    """The judge of token identity for the tiny model."""
+    from tests.oracle import Oracle
+
+    return Oracle(tiny_model)
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def pair(tiny_model, tmp_path_factory):
+    """The service of all identity tests; each test gives it a kvd of its own."""
+    from tests.pair import Pair
+
+    pair = Pair(tiny_model, tmp_path_factory.mktemp("pair"))
+    async with pair.service:
+        yield pair

@@ -1,0 +1,213 @@
+"""Tiny random models, calibrated once per session, each with an untouched twin to compare with."""
+
+import copy
+import mmap
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from inference_svc.runtime.calibration import calibrate
+from inference_svc.runtime.model_loader import LoadedModel, describe_model
+from inference_svc.runtime.model_runner import ModelRunner
+from inference_svc.runtime.recipes import Calibration
+
+VOCAB = 97
+WINDOW = 192
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": WINDOW,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 48,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 48,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": 48,
+    "factor": 4.0,
+}
+# name -> (config class, arguments on top of SIZES; ... : without this one)
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama3": ("LlamaConfig", {"rope_parameters": LLAMA3}),
+    "llama-yarn": ("LlamaConfig", {"rope_parameters": YARN}),
+    "llama-longrope": ("LlamaConfig", {"rope_parameters": LONGROPE}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {}),
+    "mistral": ("MistralConfig", {"sliding_window": 7}),
+    "gemma2": ("Gemma2Config", {"sliding_window": 7, "query_pre_attn_scalar": 8}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "gpt-neox": ("GPTNeoXConfig", {"rotary_pct": 0.5}),
+    "phi": ("PhiConfig", {}),
+    "phi3": ("Phi3Config", {}),
+    "phimoe": ("PhimoeConfig", {"sliding_window": 7, "num_local_experts": 4}),
+    "stablelm": ("StableLmConfig", {}),
+    "glm": ("GlmConfig", {}),
+    "cohere": ("CohereConfig", {}),
+    "cohere2": (
+        "Cohere2Config",
+        {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0]}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
+    "gpt-oss": (
+        "GptOssConfig",
+        {
+            "num_local_experts": 4,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": YARN,
+        },
+    ),
+    "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": WINDOW}),
+    "opt": ("OPTConfig", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4, "seq_length": WINDOW}),
+    "mamba": ("MambaConfig", {}),
+    "falcon": ("FalconConfig", {"new_decoder_architecture": True, "head_dim": ...}),
+    "gptj": (
+        "GPTJConfig",
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": WINDOW, "rotary_dim": 4},
+    ),
+    "deepseek-v3": (
+        "DeepseekV3Config",
+        {
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "kv_lora_rank": 8,
+            "q_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "first_k_dense_replace": 1,
+        },
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A calibrated model, and its twin that still runs stock attention."""
+
+    loaded: LoadedModel
+    calibration: Calibration
+    runner: ModelRunner
+    stock: Any
+
+    def stock_logits(self, token_ids):
+        """Run the twin over a whole sequence; returns [tokens, vocab]."""
+        with torch.no_grad():
+            return self.stock(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Compute on one thread: the machine is shared, and results do not depend on its load."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def build(one_thread):
+    """Return a function that builds a random model by name, not calibrated."""
+
+    def build_by_name(name, **overrides):
+        class_name, arguments = CONFIGS[name]
+        merged = {**SIZES, **arguments, **overrides}
+        merged = {key: value for key, value in merged.items() if value is not ...}
+        config = getattr(transformers, class_name)(**merged)
+        torch.manual_seed(7)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                # Weights larger than usual: else tiny models hardly see their context.
+                parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)
+        return model
+
+    return build_by_name
+
+
+@pytest.fixture(scope="session")
+def tiny(build):
+    """Return a function that gives a calibrated model by name, the same object each time."""
+    made: dict[str, Tiny] = {}
+
+    def tiny_by_name(name):
+        if name not in made:
+            model = build(name)
+            stock = copy.deepcopy(model).eval()
+            loaded = describe_model(model, tokenizer=None, name=name, fingerprint="0" * 32)
+            calibration = calibrate(loaded)
+            made[name] = Tiny(loaded, calibration, ModelRunner(loaded, calibration), stock)
+        return made[name]
+
+    return tiny_by_name
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A block and a span at once."""
+
+    slot_id: int
+    token_offset: int
+    num_tokens: int
+    start: int = 0
+
+
+class PlainArena:
+    """Slots in anonymous memory, full of rubbish at first."""
+
+    def __init__(self, slot_bytes, num_slots):
+        self._slot_bytes = slot_bytes
+        self._memory = mmap.mmap(-1, slot_bytes * num_slots)
+        self._memory.write(b"\xab" * (slot_bytes * num_slots))
+
+    def slot(self, slot_id):
+        begin = slot_id * self._slot_bytes
+        return memoryview(self._memory)[begin : begin + self._slot_bytes]
+
+
+@pytest.fixture
+def rows():
+    """Return the class of test spans and blocks."""
+    return Rows
+
+
+@pytest.fixture
+def make_arena():
+    """Return a function that makes an arena for a layout."""
+    return lambda layout, num_slots=4: PlainArena(layout.block_bytes, num_slots)

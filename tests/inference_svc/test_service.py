@@ -1,0 +1,95 @@
+"""Decoding and encoding of the service's messages."""
+
+import pytest
+
+from inference_svc.core.errors import EmptyTurnError, InvalidSamplingError
+from inference_svc.core.stopping import AnswerToken
+from inference_svc.core.submission import ChatInput, TextInput, TokenInput
+from inference_svc.core.turn_events import Accepted, Finished, Started, Tokens
+from inference_svc.core.turn_record import Usage
+from inference_svc.service import decode_sampling, decode_submission, encode_event
+from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.session_key import SessionKey
+
+KEY = SessionKey("default", "m", "s")
+HELLO = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="Hello")])
+
+
+def decode(**fields):
+    return decode_submission(pb.SubmitTurnRequest(**fields), KEY, default_max_tokens=64)
+
+
+def test_unset_sampling_is_greedy_with_the_services_bound():
+    """Only what the client set differs from the defaults."""
+    sampling = decode_sampling(pb.Sampling(), 64)
+    assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.0, 1.0, 64)
+    assert decode_sampling(pb.Sampling(seed=0), 64).seed == 0
+
+
+def test_an_unset_seed_is_drawn():
+    """Two turns without a seed do not draw the same tokens."""
+    assert decode_sampling(pb.Sampling(), 64).seed != decode_sampling(pb.Sampling(), 64).seed
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"text": "Hi"}, TextInput("Hi")),
+        ({"chat": HELLO}, ChatInput((("user", "Hello"),))),
+        ({"tokens": pb.TokenIds(ids=[1, 2])}, TokenInput((1, 2))),
+    ],
+)
+def test_each_kind_of_input(fields, expected):
+    """Text, chat messages or token ids."""
+    assert decode(**fields).input == expected
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"text": ""},
+        {"chat": pb.ChatMessages()},
+        {"chat": pb.ChatMessages(messages=[pb.ChatMessage(role="user")])},
+        {"tokens": pb.TokenIds()},
+    ],
+)
+def test_an_empty_turn_is_refused(fields):
+    """Whatever way it is empty."""
+    with pytest.raises(EmptyTurnError):
+        decode(**fields)
+
+
+def test_bad_sampling_is_refused_before_anything_runs():
+    """With all problems in one error."""
+    with pytest.raises(InvalidSamplingError, match=r"top_p 3.*max_tokens 0"):
+        decode(text="Hi", sampling=pb.Sampling(top_p=3, max_tokens=0))
+
+
+def test_the_digest_covers_input_and_sampling_only():
+    """A repeat may wait, or expect another turn; it may not ask for something else."""
+    first = decode(text="Hi", request_id="r").digest
+    assert first == decode(text="Hi", request_id="q", wait=True, expected_turn=2).digest
+    assert first != decode(text="Ho").digest
+    assert first != decode(text="Hi", sampling=pb.Sampling(seed=1)).digest
+    assert first != decode(text="Hi", final=True).digest
+
+
+def test_events_are_encoded_field_by_field():
+    """What the runtime publishes is what the client reads."""
+    accepted = encode_event(Accepted("s", 3, "r", 2, is_replayed=True)).accepted
+    assert (accepted.turn, accepted.queue_length, accepted.replayed) == (3, 2, True)
+    assert encode_event(Started(10, 8, 0.5)).started.reused_tokens == 8
+    token = AnswerToken(7, "é", -0.5, ((7, -0.5), (9, -1.5)))
+    (encoded,) = encode_event(Tokens((token,))).tokens.tokens
+    assert (encoded.text, encoded.logprob, encoded.top[1].token_id) == ("é", -0.5, 9)
+    usage = Usage(history_tokens=10, tier_tokens={"ssd": 8}, recompute_reason="partial")
+    finished = encode_event(Finished("stop", "é", usage, 4)).finished
+    assert dict(finished.usage.tier_tokens) == {"ssd": 8}
+    assert (finished.turns, finished.usage.recompute_reason) == (4, "partial")
+
+
+def test_a_token_without_logprob_says_so():
+    """Absent is not zero."""
+    (encoded,) = encode_event(Tokens((AnswerToken(7, "a"),))).tokens.tokens
+    assert not encoded.HasField("logprob")

@@ -1,0 +1,194 @@
+"""Bad input: one line that names the remedy, the right status or exit code, and nothing is lost.
+
+The two tables below are the list of what a caller, or an operator at the start, may get wrong.
+"""
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from inference_svc.client import InferenceClient, turn_request
+from shared.errors import InvalidInputError, NotFoundError, ReportedError, StateError
+from shared.pb.inference.v1 import inference_pb2 as pb
+from tests.models import WINDOW_TOKENS, build_absolute_model
+from tests.pair import Pair
+from tests.processes import EXIT_S
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+SESSION = "bad-input"
+Call = Callable[[InferenceClient], Awaitable[object]]
+
+
+@dataclass(frozen=True)
+class BadCall:
+    """A call that is refused, by class (hence status), slug, and a word of the message."""
+
+    name: str
+    call: Call
+    kind: type[ReportedError]
+    reason: str
+    word: str
+
+
+def turn(*args, **fields):
+    """A turn of the session that is open already, unless another is named."""
+    given, *rest = args
+    return lambda client: client.submit(turn_request(given, *(rest or [SESSION]), **fields))
+
+
+def sampled(**values):
+    return turn("Hi", sampling=pb.Sampling(**values))
+
+
+def message(role, content):
+    return [pb.ChatMessage(role=role, content=content)]
+
+
+BAD_CALLS = (
+    BadCall("get", lambda c: c.get_session("nobody"), NotFoundError, "unknown_session", "nobody"),
+    BadCall(
+        "delete", lambda c: c.delete_session("nobody"), NotFoundError, "unknown_session", "nobody"
+    ),
+    BadCall("fork", lambda c: c.fork_session("nobody"), NotFoundError, "unknown_session", "nobody"),
+    BadCall(
+        "fork turn", lambda c: c.fork_session(SESSION, 9), NotFoundError, "unknown_turn", "turn"
+    ),
+    BadCall("cancel", lambda c: c.cancel(SESSION), NotFoundError, "unknown_turn", "turn"),
+    BadCall("session id", turn("Hi", "no/slash"), InvalidInputError, "invalid_name", "no/slash"),
+    BadCall("tenant", turn("Hi", tenant="a b"), InvalidInputError, "invalid_name", "a b"),
+    BadCall("no input", turn([]), InvalidInputError, "empty_turn", "empty"),
+    BadCall("no text", turn(""), InvalidInputError, "empty_turn", "empty"),
+    BadCall("token id", turn([10**6]), InvalidInputError, "invalid_input", "1000000"),
+    BadCall(
+        "too long",
+        turn([5] * WINDOW_TOKENS),
+        InvalidInputError,
+        "input_too_long",
+        str(WINDOW_TOKENS),
+    ),
+    BadCall(
+        "answer too long",
+        sampled(max_tokens=WINDOW_TOKENS),
+        InvalidInputError,
+        "input_too_long",
+        str(WINDOW_TOKENS),
+    ),
+    BadCall(
+        "temperature", sampled(temperature=-1), InvalidInputError, "invalid_sampling", "temperature"
+    ),
+    BadCall(
+        "several values at once",
+        sampled(top_p=0, min_p=1, repetition_penalty=-2, max_tokens=0, stop=[""]),
+        InvalidInputError,
+        "invalid_sampling",
+        "min_p",
+    ),
+    BadCall("turn", turn("Hi", expected_turn=7), StateError, "turn_mismatch", "1"),
+)
+
+
+@pytest.mark.parametrize("bad", BAD_CALLS, ids=lambda bad: bad.name)
+async def test_a_bad_call_is_refused_in_one_line(pair: Pair, bad: BadCall):
+    """Status, slug and remedy are right, and the session goes on as if nothing had been said."""
+    async with pair.service.client() as client:
+        try:
+            before = await client.get_session(SESSION, with_turns=True)
+        except NotFoundError:
+            await client.submit(turn_request("Hi", SESSION, sampling=pb.Sampling(max_tokens=2)))
+            before = await client.get_session(SESSION, with_turns=True)
+        with pytest.raises(bad.kind) as caught:
+            await bad.call(client)
+        after = await client.get_session(SESSION, with_turns=True)
+    error = caught.value
+    assert error.reason == bad.reason
+    assert bad.word in error.message
+    assert error.remedy
+    assert "\n" not in str(error)
+    assert after == before
+
+
+@dataclass(frozen=True)
+class BadStart:
+    """A start that is refused; {name} in arguments stands for a path of `Places`."""
+
+    name: str
+    arguments: tuple[str, ...]
+    exit_code: int
+    words: tuple[str, ...]
+    environ: dict[str, str] = field(default_factory=dict)
+
+
+SERVE = ("inference_svc.cli", "serve", "--state-dir", "{tmp}/state", "--mode", "recompute")
+LISTEN = ("--listen", "unix:{tmp}/own.sock")
+KVD = ("kvd", "serve", "--runtime-dir", "{tmp}/run", "--state-dir", "{tmp}/state")
+BAD_STARTS = (
+    BadStart("no model", (*SERVE, *LISTEN), 78, ("--model",)),
+    BadStart("unknown model", (*SERVE, *LISTEN, "--model", "{tmp}/none"), 78, ("does not exist",)),
+    BadStart("not a model", (*SERVE, *LISTEN, "--model", "{tmp}"), 78, ("config.json",)),
+    BadStart(
+        "no rotary positions", (*SERVE, *LISTEN, "--model", "{absolute}"), 78, ("rotary", "GPT2")
+    ),
+    BadStart("socket in use", (*SERVE, "--listen", "{live}", "--model", "{tmp}"), 78, ("in use",)),
+    BadStart(
+        "no place for the socket",
+        (*SERVE, "--listen", "unix:{file}/x.sock", "--model", "{tmp}"),
+        78,
+        ("--listen",),
+    ),
+    BadStart(
+        "unwritable state",
+        (*SERVE, *LISTEN, "--model", "{tmp}", "--state-dir", "{file}/state"),
+        78,
+        ("--state-dir",),
+    ),
+    BadStart(
+        "unknown key",
+        (*SERVE, *LISTEN),
+        78,
+        ("scheduler.max_runing", "did you mean scheduler.max_running"),
+        {"INFERENCE_SCHEDULER__MAX_RUNING": "3"},
+    ),
+    BadStart("bad value", (*SERVE, *LISTEN, "--dtype", "int3"), 78, ("model.dtype", "int3")),
+    BadStart("kvd: unwritable state", (*KVD, "--state-dir", "{file}/x"), 78, ("--state-dir",)),
+    BadStart("kvd: unwritable run", (*KVD, "--runtime-dir", "{file}/x"), 78, ("--runtime-dir",)),
+    BadStart("kvd: bad size", (*KVD, "--dram", "much"), 78, ("dram.bytes", "much")),
+    BadStart("kvd: unknown key", KVD, 78, ("dram.bites", "dram.bytes"), {"KVD_DRAM__BITES": "1GB"}),
+    BadStart("kvd: nobody there", ("kvd", "ls", "--runtime-dir", "{tmp}/none"), 69, ("kvd serve",)),
+)
+
+
+@pytest.fixture(scope="session")
+def places(pair: Pair, tmp_path_factory) -> dict[str, str]:
+    """Paths for BAD_STARTS: a directory, a plain file, a live socket, a model without rotary."""
+    directory = tmp_path_factory.mktemp("bad")
+    (directory / "file").write_text("not a directory")
+    return {
+        "tmp": str(directory),
+        "file": str(directory / "file"),
+        "live": pair.service.address,
+        "absolute": str(build_absolute_model(directory / "gpt2")),
+    }
+
+
+@pytest.mark.parametrize("bad", BAD_STARTS, ids=lambda bad: bad.name)
+async def test_a_bad_start_is_refused_in_one_line(places: dict[str, str], bad: BadStart):
+    """stderr is one line that says what to change, and the exit code is the error's."""
+    arguments = [argument.format(**places) for argument in bad.arguments]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={"PATH": "/usr/bin:/bin", "HOME": places["tmp"], **bad.environ},
+    )
+    async with asyncio.timeout(EXIT_S):
+        stdout, stderr = await process.communicate()
+    text = stderr.decode()
+    assert process.returncode == bad.exit_code, text
+    assert text.count("\n") == 1, text
+    assert not stdout
+    for word in bad.words:
+        assert word in text

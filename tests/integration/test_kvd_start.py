@@ -1,0 +1,123 @@
+"""Starts that must be refused: one line with the remedy, exit code 78, nothing left behind."""
+
+import os
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from tests.processes import KvdProcess, running_kvd
+
+
+async def _refused(kvd: KvdProcess) -> str:
+    """Start, expect exit code 78, and return the last line of the log."""
+    await kvd.spawn()
+    assert await kvd.exit_code() == 78, kvd.log()
+    return kvd.log().strip().splitlines()[-1]
+
+
+async def test_runtime_directory_in_use(tmp_path: Path) -> None:
+    """A second kvd on the same sockets is refused, and the first one goes on."""
+    async with running_kvd(tmp_path / "a", "--dram", "1MB") as first:
+        second = KvdProcess(tmp_path / "b")
+        second.runtime_dir = first.runtime_dir
+        line = await _refused(second)
+        assert "another kvd uses runtime directory" in line
+        assert "--runtime-dir" in line
+        assert await first.stop() == 0
+
+
+async def test_state_directory_in_use(tmp_path: Path) -> None:
+    """A second kvd on the same state is refused."""
+    async with running_kvd(tmp_path / "a", "--dram", "1MB") as first:
+        second = KvdProcess(tmp_path / "b")
+        second.state_dir = first.state_dir
+        line = await _refused(second)
+    assert "another kvd uses state directory" in line
+    assert "--state-dir" in line
+
+
+async def test_stale_sockets_are_replaced(tmp_path: Path) -> None:
+    """Sockets that a killed kvd has left behind do not hinder the next one."""
+    kvd = KvdProcess(tmp_path, ("--dram", "1MB"))
+    await kvd.start()
+    await kvd.kill()
+    assert (kvd.runtime_dir / "engine.sock").exists()
+    await kvd.start()
+    assert await kvd.stop() == 0
+
+
+@pytest.mark.parametrize("which", ["runtime_dir", "state_dir"])
+async def test_directory_that_cannot_be_made(tmp_path: Path, which: str) -> None:
+    """A directory below a file cannot be made, and the line says which option names another."""
+    (tmp_path / "file").write_text("")
+    kvd = KvdProcess(tmp_path)
+    setattr(kvd, which, tmp_path / "file" / "below")
+    line = await _refused(kvd)
+    assert f"--{which.replace('_', '-')}" in line
+
+
+async def test_directory_others_may_write_to(tmp_path: Path) -> None:
+    """A world-writable directory is no place for sockets: anybody could put theirs there."""
+    kvd = KvdProcess(tmp_path)
+    kvd.runtime_dir.mkdir()
+    kvd.runtime_dir.chmod(0o777)
+    assert "others may write" in await _refused(kvd)
+
+
+async def test_path_too_long_for_a_socket(tmp_path: Path) -> None:
+    """The kernel's limit on socket paths is named before anything is made."""
+    kvd = KvdProcess(tmp_path)
+    kvd.runtime_dir = tmp_path / ("x" * 120)
+    assert "107 is the limit" in await _refused(kvd)
+    assert not kvd.runtime_dir.exists()
+
+
+async def test_every_bad_setting_is_named(tmp_path: Path) -> None:
+    """All problems are listed at once, with key, value and what is accepted."""
+    config = tmp_path / "kvd.toml"
+    config.write_text(
+        '[dram]\nbytes = "lots"\n[evictoin]\npolicy = "lru"\n[ssd]\nread_threads = 0\n'
+    )
+    line = await _refused(KvdProcess(tmp_path, ("--config", str(config))))
+    for part in ("dram.bytes", "lots", "evictoin.policy", "eviction.policy?", "ssd.read_threads"):
+        assert part in line
+
+
+async def test_missing_and_malformed_config(tmp_path: Path) -> None:
+    """A settings file that is not there, or not TOML, is named."""
+    missing = tmp_path / "no.toml"
+    assert str(missing) in await _refused(KvdProcess(tmp_path, ("--config", str(missing))))
+    malformed = tmp_path / "bad.toml"
+    malformed.write_text("[dram\n")
+    assert "not TOML" in await _refused(KvdProcess(tmp_path, ("--config", str(malformed))))
+
+
+async def test_state_of_a_newer_release(tmp_path: Path) -> None:
+    """An index with a newer schema is left alone."""
+    kvd = KvdProcess(tmp_path)
+    kvd.state_dir.mkdir(mode=0o700)
+    with sqlite3.connect(kvd.state_dir / "manifest.db") as db:
+        db.execute("PRAGMA user_version = 99")
+    assert "schema 99" in await _refused(kvd)
+
+
+async def test_port_in_use(tmp_path: Path) -> None:
+    """A TCP port that somebody has is named."""
+    async with running_kvd(tmp_path / "a", "--dram", "1MB", "--tcp", "127.0.0.1:47391"):
+        line = await _refused(KvdProcess(tmp_path / "b", ("--tcp", "127.0.0.1:47391")))
+    assert "cannot listen on 127.0.0.1:47391" in line
+
+
+async def test_only_loopback_is_served_over_tcp(tmp_path: Path) -> None:
+    """An address that others can reach is refused: nothing guards it."""
+    assert "access.tcp" in await _refused(KvdProcess(tmp_path, ("--tcp", "0.0.0.0:47392")))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+async def test_unwritable_directory(tmp_path: Path) -> None:
+    """A directory without write permission is refused."""
+    (tmp_path / "closed").mkdir(mode=0o500)
+    kvd = KvdProcess(tmp_path)
+    kvd.state_dir = tmp_path / "closed"
+    assert "--state-dir" in await _refused(kvd)

@@ -1,0 +1,196 @@
+"""Turns against the real service and a real kvd: what is reused, from where, and when it is not."""
+
+import asyncio
+import shutil
+import tempfile
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from inference_svc.client import turn_request
+from shared.pb.inference.v1 import inference_pb2 as pb
+from tests.inference_processes import InferenceProcess, wait_kvd_state
+from tests.oracle import Oracle
+from tests.processes import KvdProcess, running_kvd
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+GREEDY = pb.Sampling(max_tokens=24, ignore_eos=True)
+TIERS = ("--dram", "64MB", "--ssd", "64MB")
+DOCUMENT = [5 + number * 7 % 400 for number in range(300)]  # more than two blocks of tokens
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def service(tiny_model):
+    """One kvd and one service for the tests that stop neither."""
+    directory = Path(tempfile.mkdtemp(prefix="ca-"))
+    async with (
+        running_kvd(directory / "kvd", *TIERS) as kvd,
+        InferenceProcess(tiny_model, directory, kvd.runtime_dir) as process,
+    ):
+        async with process.client() as client:
+            await wait_kvd_state(client, "attached")
+        yield process
+    shutil.rmtree(directory)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(service):
+    async with service.client() as connected:
+        yield connected
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_model):
+    return Oracle(tiny_model)
+
+
+async def talk(client, session_id, num_turns, first=DOCUMENT):
+    """A session whose first turn brings a document; returns its turns' results."""
+    results = []
+    for turn in range(num_turns):
+        given = [*first, *map(ord, session_id)] if turn == 0 else f"And turn {turn}? "
+        results.append(await client.submit(turn_request(given, session_id, sampling=GREEDY)))
+    return results
+
+
+async def judge(client, oracle, session_id):
+    """Whether every answer of the session is what the stock model says."""
+    session = await client.get_session(session_id, with_turns=True)
+    verdict = oracle.judge(
+        (list(record.input_ids), list(record.output_ids)) for record in session.turn_records
+    )
+    return verdict.is_identical
+
+
+async def test_history_is_loaded_not_recomputed(client, oracle):
+    """From the second turn on all history is reused, and the answers are the stock model's."""
+    results = await talk(client, "loaded", 4)
+    assert results[0].usage.new_tokens == len(DOCUMENT) + 6
+    for result in results[1:]:
+        usage = result.usage
+        assert usage.reused_tokens == usage.history_tokens > len(DOCUMENT)
+        assert (usage.recomputed_tokens, usage.recompute_reason) == (0, "")
+        assert dict(usage.tier_tokens) == {"dram": usage.reused_tokens}
+        assert usage.load_s > 0
+    assert await judge(client, oracle, "loaded")
+
+
+async def test_interleaved_sessions_each_reuse_their_own(client, oracle):
+    """Six sessions at once, three turns each."""
+    names = [f"many-{number}" for number in range(6)]
+    for results in await asyncio.gather(*(talk(client, name, 3) for name in names)):
+        for result in results[1:]:
+            assert result.usage.recomputed_tokens == 0
+    for name in names:
+        assert await judge(client, oracle, name)
+
+
+async def test_a_new_session_reuses_an_equal_prefix(client, oracle):
+    """Full blocks that another session has computed are history for this one too."""
+    await talk(client, "prefix-a", 1, first=[3, *DOCUMENT])
+    (result,) = await talk(client, "prefix-b", 1, first=[3, *DOCUMENT])
+    assert result.usage.reused_tokens == result.usage.history_tokens == 256
+    assert await judge(client, oracle, "prefix-b")
+
+
+async def test_a_fork_reuses_what_it_was_forked_from(client, oracle):
+    """The fork's first own turn loads the common history."""
+    await talk(client, "origin", 3)
+    fork = await client.fork_session("origin", at_turn=2, new_session_id="forked")
+    result = await client.submit(turn_request("Else? ", "forked", sampling=GREEDY))
+    assert fork.turns == result.accepted.turn == 2
+    assert result.usage.reused_tokens >= 256
+    assert await judge(client, oracle, "forked")
+
+
+async def test_a_cancelled_turn_costs_no_history(client, oracle):
+    """The next turn loads what was there before the cancelled one."""
+    await talk(client, "cancelled", 2)
+    request = turn_request("Long ", "cancelled", sampling=pb.Sampling(max_tokens=1000))
+    async with aclosing(client.stream_turn(request)) as events:
+        async for event in events:
+            if event.WhichOneof("event") == "tokens":
+                break
+    request = turn_request("Next ", "cancelled", sampling=GREEDY, wait=True)
+    result = await client.submit(request)
+    assert result.accepted.turn == 2
+    assert result.usage.recomputed_tokens == 0
+    assert await judge(client, oracle, "cancelled")
+
+
+async def test_a_stop_string_leaves_a_history_that_is_reused(client, oracle):
+    """Tokens after the cut are not stored; the ones before it are not recomputed."""
+    (plain,) = await talk(client, "uncut", 1, first=[4, *DOCUMENT])
+    stop = plain.text[10:13]
+    sampling = pb.Sampling(max_tokens=24, ignore_eos=True, stop=[stop])
+    given = [4, *DOCUMENT, *map(ord, "uncut")]
+    await client.submit(turn_request(given, "cut", sampling=sampling))
+    result = await client.submit(turn_request("More? ", "cut", sampling=GREEDY))
+    assert result.usage.recomputed_tokens == 0
+    assert result.usage.reused_tokens > len(DOCUMENT)
+
+
+async def test_a_final_turn_is_told_to_kvd_and_a_repeat_is_replayed(client):
+    """A replay computes nothing, whatever kvd holds."""
+    request = turn_request("Bye ", "final", sampling=GREEDY, request_id="bye", final=True)
+    first, again = await client.submit(request), await client.submit(request)
+    assert again.accepted.replayed
+    assert again.finished == first.finished
+
+
+async def test_a_restarted_service_reuses_what_kvd_kept(tiny_model, short_dir, oracle):
+    """After SIGKILL of the service the next turn's history still comes from kvd."""
+    async with running_kvd(short_dir / "kvd", *TIERS) as kvd:
+        service = InferenceProcess(tiny_model, short_dir, kvd.runtime_dir)
+        await service.start()
+        try:
+            async with service.client() as client:
+                await wait_kvd_state(client, "attached")
+                await talk(client, "kept", 2)
+                # The answer does not wait for its save: a turn that loads proves that it is over.
+                await client.submit(turn_request("Third ", "kept", sampling=GREEDY))
+            await service.kill()
+            await service.start()
+            async with service.client() as client:
+                await wait_kvd_state(client, "attached")
+                result = await client.submit(turn_request("Fourth ", "kept", sampling=GREEDY))
+                assert result.usage.reused_tokens >= 256
+                assert await judge(client, oracle, "kept")
+        finally:
+            await service.stop()
+
+
+async def test_kvd_may_come_late_go_and_come_back(tiny_model, short_dir, oracle):
+    """Without kvd turns are recomputed and say so; the service attaches by itself when it can."""
+    kvd = KvdProcess(short_dir / "kvd", TIERS)
+    async with (
+        InferenceProcess(tiny_model, short_dir, kvd.runtime_dir) as service,
+        service.client() as client,
+    ):
+        try:
+            results = await talk(client, "alone", 2)
+            assert results[1].usage.recompute_reason == "kvd_unavailable"
+            assert results[1].usage.recomputed_tokens == results[1].usage.history_tokens
+            await kvd.start()
+            await wait_kvd_state(client, "attached")
+            results = await talk(client, "together", 3)
+            assert results[2].usage.recomputed_tokens == 0
+            await kvd.kill()
+            await wait_kvd_state(client, "detached")
+            gone = await client.submit(turn_request("Gone? ", "together", sampling=GREEDY))
+            assert gone.usage.recompute_reason == "kvd_unavailable"
+            await kvd.start()
+            await wait_kvd_state(client, "attached")
+            back = await client.submit(turn_request("Back? ", "together", sampling=GREEDY))
+            again = await client.submit(turn_request("Again? ", "together", sampling=GREEDY))
+            assert back.finished.turns == 5
+            assert again.usage.recomputed_tokens == 0
+            for name in ("alone", "together"):
+                assert await judge(client, oracle, name)
+            counters = (await client.get_model()).counters
+            assert counters["load_errors"] > 0
+        finally:
+            await kvd.stop()

@@ -1,0 +1,170 @@
+"""Eviction: who gives up which blocks, in which order, and what stays."""
+
+import pytest
+
+from kvd.core.eviction import POLICIES, LruPolicy, make_policy
+from kvd.core.records import QueuedJob, Tier
+from tests.kvd.core.turns import (
+    ONES,
+    OWNER,
+    THREES,
+    TWOS,
+    A,
+    B,
+    C,
+    counter,
+    load,
+    new_world,
+    prepare_load,
+    store,
+    tiers_of,
+)
+
+
+def test_the_coldest_session_leaves_dram_tail_first():
+    """Clean blocks of the least recently used session go, its last block first."""
+    world = new_world(num_slots=4)
+    store(world, A, ONES + TWOS)
+    store(world, B, TWOS + THREES)
+    load(world, A, ONES + TWOS)
+    store(world, C, THREES)
+    assert tiers_of(world, A) == ["DS", "DS"]
+    assert tiers_of(world, B) == ["DS", "S"]
+    assert counter(world, "evictions_dram") == 1
+
+
+def test_a_shared_block_stays_with_the_warmer_session():
+    """Evicting the colder session skips what the warmer one uses."""
+    world = new_world(num_slots=3)
+    store(world, A, ONES + TWOS)
+    store(world, B, ONES + THREES)
+    store(world, C, THREES)
+    assert tiers_of(world, A) == ["DS", "S"]
+    assert tiers_of(world, B) == ["DS", "DS"]
+
+
+def test_a_shared_block_goes_when_all_its_sessions_are_passed():
+    """Nothing is kept for ever because it is shared."""
+    world = new_world(num_slots=2)
+    store(world, A, ONES)
+    store(world, B, ONES)
+    store(world, C, TWOS + THREES)
+    assert tiers_of(world, A) == tiers_of(world, B) == ["S"]
+
+
+def test_a_pinned_session_stays_in_dram():
+    """Pins protect from eviction; unpinning ends that."""
+    world = new_world(num_slots=2)
+    store(world, A, ONES)
+    world.engine.pin(A, world.now_ns)
+    store(world, B, TWOS)
+    store(world, C, THREES)
+    assert tiers_of(world, A) == ["DS"]
+    assert tiers_of(world, B) == ["S"]
+    world.engine.unpin(A, world.now_ns)
+    load(world, C, THREES)
+    store(world, B, TWOS + ONES)
+    assert tiers_of(world, A) == ["S"]
+
+
+def test_a_leased_block_stays_in_dram():
+    """What an engine reads is not evicted under it."""
+    world = new_world(num_slots=2)
+    store(world, A, ONES)
+    lease = prepare_load(world, A, ONES)
+    store(world, B, TWOS)
+    store(world, C, THREES)
+    assert tiers_of(world, A) == ["DS"]
+    world.engine.complete_load(lease.lease_id, OWNER, world.now_ns)
+
+
+def test_an_ended_session_goes_first_until_it_is_used_again():
+    """EndSession is the strongest hint there is."""
+    world = new_world(num_slots=2)
+    store(world, A, ONES)
+    store(world, B, TWOS)
+    assert world.engine.end_session(B, world.now_ns)
+    store(world, C, THREES)
+    assert (tiers_of(world, A), tiers_of(world, B)) == (["DS"], ["S"])
+    load(world, B, TWOS)
+    assert not world.engine.session_info(B).ended
+
+
+def test_a_queued_session_goes_only_when_nothing_else_does():
+    """A session whose turn waits keeps its blocks as long as others have some."""
+    world = new_world(num_slots=2)
+    store(world, A, ONES)
+    store(world, B, TWOS)
+    world.engine.push_queue(OWNER, [QueuedJob(A)], world.now_ns)
+    assert world.engine.num_queued(OWNER) == 1
+    store(world, C, THREES)
+    assert (tiers_of(world, A), tiers_of(world, B)) == (["DS"], ["S"])
+    world.engine.push_queue(OWNER, [QueuedJob(A), QueuedJob(C)], world.now_ns)
+    store(world, B, TWOS + ONES)
+    assert tiers_of(world, A) == ["S"]
+
+
+def test_without_ssd_the_coldest_sessions_are_cut():
+    """Dirty blocks go tail first; a session that loses all is dropped, others keep a prefix."""
+    world = new_world(num_slots=4, num_extents=0)
+    store(world, A, ONES + TWOS)
+    store(world, B, TWOS + THREES)
+    store(world, C, THREES)
+    assert world.engine.session_info(A).num_tokens == 4
+    assert load(world, A, ONES + TWOS, from_token=4).miss_reason == "evicted"
+    store(world, C, THREES + ONES + TWOS + ONES)
+    assert world.engine.session_info(B) is None
+    assert counter(world, "sessions_dropped") == 2
+
+
+def test_a_small_ssd_keeps_the_warmest_sessions():
+    """Rows of the coldest session make room; what is then in no tier is cut."""
+    world = new_world(num_slots=2, num_extents=2)
+    store(world, A, ONES + TWOS)
+    store(world, B, THREES)
+    assert tiers_of(world, A) == ["S"] or tiers_of(world, A) == ["DS"]
+    assert tiers_of(world, B) == ["DS"]
+    assert counter(world, "evictions_ssd") == 1
+
+
+def test_a_block_evicted_from_ssd_but_in_dram_is_dirty_again():
+    """Leaving SSD loses nothing that DRAM still has; it is written again with its session."""
+    world = new_world(num_slots=4, num_extents=2)
+    store(world, A, ONES + TWOS)
+    store(world, B, THREES)
+    assert tiers_of(world, A) == ["DS", "D"]
+    assert world.engine.session_info(A).dirty_bytes == world.engine.layout.block_bytes
+    store(world, A, ONES + TWOS)
+    assert tiers_of(world, A) == ["DS", "DS"]
+    assert tiers_of(world, B) == ["D"]
+
+
+def test_a_session_larger_than_ssd_keeps_its_tail_in_dram_only():
+    """A session never evicts its own prefix for its tail; the rest is refused, and counted."""
+    world = new_world(num_slots=4, num_extents=1)
+    store(world, A, ONES + TWOS)
+    assert tiers_of(world, A) == ["DS", "D"]
+    assert counter(world, "ssd_refused") == 1
+
+
+def test_policies_are_made_by_name():
+    """The factory knows every configured name."""
+    assert {make_policy(name).name for name in POLICIES} == set(POLICIES)
+    with pytest.raises(KeyError):
+        make_policy("no such policy")
+
+
+def test_lru_ranks_by_last_use():
+    """Touching moves to the warm end, ending to the cold end, entering happens at the warm end."""
+    policy = LruPolicy()
+    for key in (A, B, C):
+        policy.touched(key, 0)
+    policy.touched(A, 1)
+    policy.ended(C)
+    assert list(policy.victims(Tier.SSD)) == list(policy.victims(None)) == [C, B, A]
+    policy.left(B, Tier.SSD)
+    assert not policy.ranks(B, Tier.SSD)
+    policy.entered(B, Tier.SSD)
+    policy.removed(A)
+    policy.ended(A)
+    assert list(policy.victims(Tier.SSD)) == [C, B]

@@ -1,0 +1,131 @@
+"""TTLs, pins, flushes."""
+
+import pytest
+
+from kvd.core.errors import InvalidRequestError, UnknownSessionError
+from kvd.core.records import TTL_NEVER_NS, QueuedJob
+from kvd.core.retention import EXPIRE_BATCH, RECHECK_NS
+from tests.kvd.core.turns import (
+    ONES,
+    OWNER,
+    TWOS,
+    A,
+    B,
+    load,
+    new_world,
+    prepare_load,
+    store,
+)
+
+
+def expire(world, elapsed_ns: int) -> None:
+    world.now_ns += elapsed_ns
+    world.engine.expire(world.now_ns)
+    world.pump()
+
+
+def test_a_session_expires_after_its_last_use():
+    """A use moves the deadline on; without one the session goes."""
+    world = new_world(default_ttl_ns=100)
+    store(world, A, ONES)
+    assert world.engine.next_deadline_ns() == world.now_ns + 100
+    expire(world, 60)
+    load(world, A, ONES)
+    expire(world, 60)
+    assert world.engine.session_info(A).expires_at_ns == world.now_ns + 40
+    expire(world, 40)
+    assert world.engine.session_info(A) is None
+    assert world.engine.next_deadline_ns() is None
+
+
+def test_a_session_has_its_own_ttl():
+    """Shorter, never, and back to the default."""
+    world = new_world(default_ttl_ns=1000)
+    store(world, A, ONES)
+    assert world.engine.set_ttl(A, 10, world.now_ns).expires_at_ns == world.now_ns + 10
+    assert world.engine.set_ttl(A, TTL_NEVER_NS, world.now_ns).expires_at_ns is None
+    expire(world, 500)
+    assert world.engine.set_ttl(A, None, world.now_ns).expires_at_ns == world.now_ns + 500
+    with pytest.raises(InvalidRequestError):
+        world.engine.set_ttl(A, 0, world.now_ns)
+
+
+def test_sessions_in_use_do_not_expire():
+    """Leased, queued and pinned sessions are looked at again later."""
+    world = new_world(default_ttl_ns=100)
+    store(world, A, ONES)
+    lease = prepare_load(world, A, ONES)
+    expire(world, 200)
+    assert world.engine.next_deadline_ns() == world.now_ns + RECHECK_NS
+    world.engine.complete_load(lease.lease_id, OWNER, world.now_ns)
+    world.engine.push_queue(OWNER, [QueuedJob(A)], world.now_ns)
+    expire(world, RECHECK_NS)
+    world.engine.push_queue(OWNER, [], world.now_ns)
+    world.engine.pin(A, world.now_ns)
+    expire(world, RECHECK_NS)
+    assert world.engine.session_info(A).expires_at_ns is None
+    world.engine.unpin(A, world.now_ns)
+    expire(world, 100)
+    assert world.engine.session_info(A) is None
+
+
+def test_many_sessions_expire_in_batches():
+    """One call drops a bounded number; the next deadline is then already due."""
+    world = new_world(num_slots=2, default_ttl_ns=100)
+    for number in range(EXPIRE_BATCH + 1):
+        store(world, A._replace(session_id=str(number)), ONES)
+    expire(world, 200)
+    assert world.engine.stats().num_sessions == 1
+    assert world.engine.next_deadline_ns() <= world.now_ns
+    expire(world, 0)
+    assert world.engine.stats().num_sessions == 0
+
+
+def test_a_deadline_of_a_session_that_is_gone_means_nothing():
+    """The TTL clock may remember flushed sessions; it does no harm."""
+    world = new_world(default_ttl_ns=100)
+    store(world, A, ONES)
+    world.engine.flush(A, False, world.now_ns)
+    expire(world, 100)
+    assert world.engine.next_deadline_ns() is None
+
+
+def test_a_flush_frees_what_nobody_else_uses():
+    """The dry run says what the flush then does; shared blocks are not counted."""
+    world = new_world()
+    store(world, A, ONES + TWOS)
+    store(world, B, ONES)
+    block_bytes = world.engine.layout.block_bytes
+    dry = world.engine.flush(A, True, world.now_ns)
+    assert world.engine.session_info(A) is not None
+    wet = world.engine.flush(A, False, world.now_ns)
+    assert dry == wet
+    assert (wet.num_sessions, wet.freed_bytes) == (1, 2 * block_bytes)
+    assert world.engine.session_info(B).num_tokens == 4
+
+
+def test_a_flush_of_all_skips_leased_sessions():
+    """What is in use stays, and is named."""
+    world = new_world()
+    store(world, A, ONES)
+    store(world, B, TWOS)
+    prepare_load(world, A, ONES)
+    answer = world.engine.flush(None, False, world.now_ns)
+    assert (answer.num_sessions, answer.skipped_leased) == (1, (A,))
+    assert world.engine.session_info(B) is None
+
+
+def test_operators_hear_about_unknown_sessions():
+    """Naming a session that is not stored is an error with a remedy, except for engines."""
+    world = new_world()
+    for call in (
+        lambda: world.engine.pin(A, 0),
+        lambda: world.engine.unpin(A, 0),
+        lambda: world.engine.set_ttl(A, None, 0),
+        lambda: world.engine.flush(A, True, 0),
+        lambda: world.engine.describe(A),
+    ):
+        with pytest.raises(UnknownSessionError, match="kvd ls"):
+            call()
+    assert not world.engine.end_session(A, 0)
+    assert world.engine.discard(A, b"", [], 0) == 0

@@ -1,0 +1,50 @@
+"""Asking a running kvd until it says what a test waits for, with a deadline."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import grpc
+
+from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
+from tests.processes import KvdProcess
+
+DEADLINE_S = 30.0
+POLL_S = 0.01
+
+T = TypeVar("T")
+
+
+async def eventually(ask: Callable[[], Awaitable[T]], wanted: T) -> None:
+    """Ask until the answer is `wanted`."""
+    answer: T | None = None
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            while (answer := await ask()) != wanted:  # noqa: ASYNC110  # another process: no event
+                await asyncio.sleep(POLL_S)
+    except TimeoutError:
+        raise AssertionError(f"still {answer!r}, not {wanted!r}") from None
+
+
+async def reader_stats(kvd: KvdProcess) -> kvd_pb2.GetStatsResponse:
+    """GetStats."""
+    async with grpc.aio.insecure_channel(f"unix:{kvd.runtime_dir}/reader.sock") as channel:
+        stub = kvd_pb2_grpc.ReaderStub(channel)
+        return await stub.GetStats(kvd_pb2.GetStatsRequest(), timeout=DEADLINE_S)
+
+
+async def sessions_of(kvd: KvdProcess) -> list[kvd_pb2.SessionInfo]:
+    """ListSessions, its first page."""
+    async with grpc.aio.insecure_channel(f"unix:{kvd.runtime_dir}/reader.sock") as channel:
+        stub = kvd_pb2_grpc.ReaderStub(channel)
+        request = kvd_pb2.ListSessionsRequest()
+        return list((await stub.ListSessions(request, timeout=DEADLINE_S)).sessions)
+
+
+async def all_clean(kvd: KvdProcess) -> None:
+    """Return when no block is dirty: everything stored is on SSD."""
+
+    async def dirty_bytes() -> int:
+        return sum(layout.dirty_bytes for layout in (await reader_stats(kvd)).layouts)
+
+    await eventually(dirty_bytes, 0)

@@ -1,0 +1,130 @@
+"""The real pair, kvd and the service, with what identity tests ask of it."""
+
+import asyncio
+import random
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from inference_svc.client import TurnResult, turn_request
+from shared.pb.inference.v1 import inference_pb2
+from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
+from shared.runtime_dir import READER_SOCKET, channel_options
+from tests.inference_processes import InferenceProcess
+from tests.oracle import Oracle, Verdict
+from tests.processes import KvdProcess
+
+SETTLE_S = 60.0
+VOCAB_SIZE = 256  # every tiny model has at least so many ordinary tokens
+BLOCK_TOKENS = 128
+SLOT_BYTES = 3 * 64 * 1024  # of the tiny model: 3 layers
+
+
+class Pair:
+    """One service, and one kvd after another beside it.
+
+    Every `with_kvd` begins with an empty kvd and with session names nobody has used.
+    """
+
+    def __init__(self, model_dir: Path, directory: Path) -> None:
+        self._kvd_dir = directory / "kvd"
+        self._scene = 0
+        self._stored: dict[str, int] = {}  # tokens kvd is to have of each session
+        self._random = random.Random(11)  # noqa: S311  # test data
+        self.kvd = KvdProcess(self._kvd_dir)
+        (directory / "svc").mkdir()
+        self.service = InferenceProcess(model_dir, directory / "svc", self.kvd.runtime_dir)
+
+    @asynccontextmanager
+    async def with_kvd(self, *flags: str) -> AsyncIterator[None]:
+        """Run a fresh kvd with these flags, attached; it is stopped at the end."""
+        self._scene += 1
+        self._stored.clear()
+        self.kvd = KvdProcess(self._kvd_dir, flags)
+        shutil.rmtree(self.kvd.state_dir, ignore_errors=True)
+        try:
+            await self.kvd.start()
+            await self.until_kvd_is("attached")
+            yield
+        finally:
+            await self.kvd.stop()
+
+    def name(self, session_id: str) -> str:
+        """The session's name in this scene."""
+        return f"{session_id}-{self._scene}"
+
+    def some_tokens(self, num_tokens: int) -> list[int]:
+        """Random ordinary token ids, the same in every run."""
+        return [self._random.randrange(4, VOCAB_SIZE) for _ in range(num_tokens)]
+
+    async def say(
+        self, session_id: str, num_tokens: int = 150, max_tokens: int = 16, **fields: Any
+    ) -> TurnResult:
+        """Submit a turn of random tokens, greedy, to its full length."""
+        sampling = inference_pb2.Sampling(max_tokens=max_tokens, ignore_eos=True)
+        request = turn_request(
+            self.some_tokens(num_tokens), self.name(session_id), sampling=sampling, **fields
+        )
+        return await self.submit(request)
+
+    async def submit(self, request: inference_pb2.SubmitTurnRequest) -> TurnResult:
+        """Run a turn and note what kvd is to hold after it."""
+        async with self.service.client() as client:
+            result = await client.submit(request)
+        usage = result.usage  # the last token of an answer has no KV yet
+        stored_tokens = usage.history_tokens + usage.new_tokens + usage.output_tokens - 1
+        self._stored[request.session_id] = stored_tokens
+        return result
+
+    async def verdict(self, oracle: Oracle, session_id: str) -> Verdict:
+        """Compare a session's whole transcript with recomputation."""
+        async with self.service.client() as client:
+            session = await client.get_session(self.name(session_id), with_turns=True)
+        return await asyncio.to_thread(
+            oracle.judge, [(turn.input_ids, turn.output_ids) for turn in session.turn_records]
+        )
+
+    async def stats(self) -> kvd_pb2.LayoutStats:
+        """Of kvd's one layout."""
+        (layout,) = (await self._read("GetStats", kvd_pb2.GetStatsRequest())).layouts
+        return layout
+
+    async def counters(self) -> dict[str, int]:
+        """Of the service."""
+        async with self.service.client() as client:
+            return dict((await client.get_model()).counters)
+
+    async def until_saved(self) -> None:
+        """Return when kvd has what the scene's turns computed, and all of it on SSD."""
+
+        async def is_saved() -> bool:
+            page = await self._read("ListSessions", kvd_pb2.ListSessionsRequest())
+            stored = {info.session.session_id: info.num_tokens for info in page.sessions}
+            return self._stored.items() <= stored.items() and not (await self.stats()).dirty_bytes
+
+        await until(is_saved)
+
+    async def until_kvd_is(self, state: str) -> None:
+        """Return when the service sees kvd "attached" or "detached"."""
+        async with self.service.client() as client:
+
+            async def is_so() -> bool:
+                return (await client.get_model()).kvd_state == state
+
+            await until(is_so)
+
+    async def _read(self, method: str, request: Any) -> Any:
+        address = f"unix:{self.kvd.runtime_dir / READER_SOCKET}"
+        async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+            return await getattr(kvd_pb2_grpc.ReaderStub(channel), method)(request)
+
+
+async def until(is_so: Callable[[], Awaitable[bool]]) -> None:
+    """Ask again until it is so; every question goes to another process, so this does not spin."""
+    async with asyncio.timeout(SETTLE_S):
+        while not await is_so():
+            pass

@@ -1,0 +1,136 @@
+"""Real daemons for tests: started, stopped and killed, with deadlines instead of sleeps."""
+
+import asyncio
+import io
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvd.cli import main
+from shared.runtime_dir import OPERATOR_SOCKET
+
+READY_S = 60.0  # a loaded machine imports slowly
+EXIT_S = 60.0
+_QUICK_RETRY = (
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 20),
+    ("grpc.min_reconnect_backoff_ms", 20),
+    ("grpc.max_reconnect_backoff_ms", 100),
+)
+
+
+class KvdProcess:
+    """`kvd serve` in a directory of its own; the same directory is used at every start.
+
+    Args:
+        directory: short enough for socket paths; a tmp_path is.
+        flags: more options of `kvd serve`.
+    """
+
+    def __init__(self, directory: Path, flags: Sequence[str] = ()) -> None:
+        self.runtime_dir = directory / "run"
+        self.state_dir = directory / "state"
+        self.log_path = directory / "kvd.log"
+        self._flags = list(flags)
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the running process."""
+        assert self._process is not None
+        return self._process.pid
+
+    async def start(self) -> None:
+        """Start it and return when health says that it serves."""
+        await self.spawn()
+        assert self._process is not None
+        exited = asyncio.ensure_future(self._process.wait())
+        ready = asyncio.ensure_future(wait_serving(f"unix:{self.runtime_dir / OPERATOR_SOCKET}"))
+        await asyncio.wait((exited, ready), return_when=asyncio.FIRST_COMPLETED)
+        exited.cancel()
+        if not ready.done():
+            ready.cancel()
+            raise AssertionError(f"kvd exited at its start:\n{self.log()}")
+        ready.result()
+
+    async def spawn(self) -> None:
+        """Start it and return at once."""
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", "kvd", "serve", "--log-level", "debug", "--log-format", "json"),
+                *("--runtime-dir", str(self.runtime_dir), "--state-dir", str(self.state_dir)),
+                *self._flags,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    async def exit_code(self) -> int:
+        """Wait for its end."""
+        assert self._process is not None
+        async with asyncio.timeout(EXIT_S):
+            return await self._process.wait()
+
+    async def stop(self) -> int:
+        """End it with SIGTERM, as a supervisor would, and return its exit code."""
+        return await self.signal(signal.SIGTERM)
+
+    async def kill(self) -> None:
+        """End it with SIGKILL."""
+        await self.signal(signal.SIGKILL)
+
+    async def signal(self, number: signal.Signals) -> int:
+        """Send a signal, and wait for the end it causes."""
+        if self._process is None or self._process.returncode is not None:
+            return 0
+        self._process.send_signal(number)
+        return await self.exit_code()
+
+    def log(self) -> str:
+        """What it has written to stderr, over all starts."""
+        return self.log_path.read_text(encoding="utf-8") if self.log_path.exists() else ""
+
+
+@asynccontextmanager
+async def running_kvd(directory: Path, *flags: str) -> AsyncIterator[KvdProcess]:
+    """A kvd that serves; it is stopped at the end."""
+    kvd = KvdProcess(directory, flags)
+    try:
+        await kvd.start()
+        yield kvd
+    finally:
+        await kvd.stop()
+
+
+async def run_cli(*arguments: str) -> tuple[int, str, str]:
+    """Run a `kvd` command and return its exit code, stdout and stderr.
+
+    The daemon is another process; the command is not, which saves its start-up. One at a time.
+    """
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with redirect_stdout(stdout), redirect_stderr(stderr), pytest.raises(SystemExit) as ended:
+        await asyncio.to_thread(main, list(arguments))
+    code = ended.value.code
+    return code if isinstance(code, int) else 0, stdout.getvalue(), stderr.getvalue()
+
+
+async def wait_serving(address: str) -> None:
+    """Return when the server at `address` exists and its health is SERVING."""
+    async with (
+        asyncio.timeout(READY_S),
+        grpc.aio.insecure_channel(address, options=_QUICK_RETRY) as channel,
+    ):
+        stub = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest()
+        # Watch, not Check: the answer comes when the state changes, and nobody has to ask twice.
+        async for answer in stub.Watch(request, wait_for_ready=True):
+            if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                return

@@ -1,0 +1,130 @@
+"""An engine without a model: it stores rows made from their tokens, and checks what it loads.
+
+A real client of a real kvd: control over gRPC, bytes in the mapped arena. The row of token t at
+position p in component c of layer l depends on all four, so that a row in a wrong place shows.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from shared.arena_map import ArenaMap
+from shared.grants import Lookup
+from shared.kv_layout import Component, KVLayout, Layer
+from shared.kvd_client import KvdClient
+from shared.session_key import SessionKey
+
+MODEL = "5e" * 16
+ATTACH_S = 30.0
+CALL_S = 20.0
+
+
+def small_layout(num_layers: int = 2, model: str = MODEL) -> KVLayout:
+    """Blocks of 16 tokens and 4 KiB per layer."""
+    components = (Component("k", (2, 8), "float32", "rotary"), Component("v", (2, 8), "float32"))
+    return KVLayout(model, (Layer(components),) * num_layers, 16)
+
+
+def key_of(session_id: str, tenant: str = "default", model: str = MODEL) -> SessionKey:
+    """Key of a session of the small layout's model."""
+    return SessionKey(tenant, model, session_id)
+
+
+def encode(token_ids: Sequence[int]) -> bytes:
+    """Token ids as they travel."""
+    return np.asarray(token_ids, "<u4").tobytes()
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a load brought: how many tokens, from which tiers, and why not more."""
+
+    num_tokens: int
+    tiers: frozenset[str]
+    miss_reason: str
+
+
+class SyntheticEngine:
+    """Stores and loads whole sessions."""
+
+    def __init__(self, client: KvdClient, layout: KVLayout) -> None:
+        self.client = client
+        self.layout = layout
+
+    async def store(self, key: SessionKey, token_ids: Sequence[int], from_token: int = 0) -> int:
+        """Store the rows of token_ids[from_token:]; returns how many tokens are stored then."""
+        while True:
+            grant = await self.client.prepare_store(key, encode(token_ids), from_token, CALL_S)
+            for block in grant.blocks:
+                for row in range(block.num_tokens):
+                    position = block.token_offset + row
+                    self._write(grant.arena, block.slot_id, row, position, token_ids[position])
+            stored = await self.client.complete_store(grant, success=True)
+            if not grant.more or grant.refused_reason:
+                return stored
+            from_token = grant.end_token
+
+    async def load(self, key: SessionKey, token_ids: Sequence[int], from_token: int = 0) -> Loaded:
+        """Load what is stored of token_ids[from_token:] and check every byte of it."""
+        tiers: set[str] = set()
+        end = from_token
+        while True:
+            grant = await self.client.prepare_load(key, encode(token_ids), end, CALL_S)
+            for span in grant.spans:
+                tiers.add(span.tier)
+                for index in range(span.num_tokens):
+                    position = span.token_offset + index
+                    row = span.start + index
+                    self._check(grant.arena, span.slot_id, row, position, token_ids[position])
+            if grant.lookup is Lookup.MISS:
+                return Loaded(end, frozenset(tiers), grant.miss_reason)
+            end = grant.end_token
+            await self.client.complete_load(grant)
+            if not grant.more:
+                return Loaded(end, frozenset(tiers), "")
+
+    def _write(self, arena: ArenaMap, slot_id: int, row: int, position: int, token: int) -> None:
+        for view, expected in self._rows(arena, slot_id, row, position, token):
+            view[:] = expected
+
+    def _check(self, arena: ArenaMap, slot_id: int, row: int, position: int, token: int) -> None:
+        for view, expected in self._rows(arena, slot_id, row, position, token):
+            assert np.array_equal(view, expected), f"wrong bytes at token {position}"
+
+    def _rows(
+        self, arena: ArenaMap, slot_id: int, row: int, position: int, token: int
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(memory, what belongs there) of one token's row in every component."""
+        slot = np.frombuffer(arena.slot(slot_id), np.uint8)
+        rows = []
+        for layer_index, layer in enumerate(self.layout.layers):
+            for component_index, component in enumerate(layer.components):
+                start = self.layout.component_offset(layer_index, component_index)
+                start += row * component.token_bytes
+                seed = [token, position, layer_index, component_index]
+                pattern = np.resize(np.asarray(seed, "<u4").view(np.uint8), component.token_bytes)
+                rows.append((slot[start : start + component.token_bytes], pattern))
+        return rows
+
+
+@asynccontextmanager
+async def attached_engine(
+    runtime_dir: Path,
+    layout: KVLayout | None = None,
+    name: str = "synthetic",
+    attach_s: float = ATTACH_S,
+) -> AsyncIterator[SyntheticEngine]:
+    """An engine that is attached."""
+    layout = layout or small_layout()
+    client = KvdClient(runtime_dir, layout, name, reconnect_delay_s=0.02)
+    running = asyncio.create_task(client.run())
+    try:
+        await client.wait_attached(attach_s)
+        yield SyntheticEngine(client, layout)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
