@@ -69,7 +69,7 @@ def serve(
     }
     settings = load_inference_settings(config, flags).settings
     configure_logging(settings.log.level, json=settings.log.json_lines)
-    from inference_svc import server  # torch and transformers: seconds that --help does not need
+    from inference_svc import server
 
     server.run(settings)
 

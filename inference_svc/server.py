@@ -1,30 +1,31 @@
 """`inference-svc serve`: load the model, open the socket, serve, drain, stop.
 
 The order of a start: socket and transcripts are claimed first (cheap to refuse), then model and
-calibration (both may refuse), then the service is ready. kvd may come and go at any time.
+calibration (both may refuse), then the service is ready. kvd may come and go at any time. torch is
+imported only when the start is not refused already: that takes seconds.
 """
 
 import asyncio
 import signal
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import grpc
-import torch
 import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from inference_svc.assembly import Model, ServiceParts, assemble
-from inference_svc.config import InferenceSettings
+from inference_svc.config import InferenceSettings, ModelSettings
 from inference_svc.core.errors import UnknownModelError
 from inference_svc.listening import bind, prepare_socket
-from inference_svc.runtime.calibration import calibrate
-from inference_svc.runtime.model_loader import load_model
 from inference_svc.runtime.transcript import TranscriptStore
 from shared.grpc_status import ReportedErrorInterceptor
 from shared.kvd_client import KvdClient
 from shared.log import get_logger
 from shared.pb.inference.v1 import inference_pb2, inference_pb2_grpc
+
+if TYPE_CHECKING:
+    from inference_svc.assembly import Model, ServiceParts
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 SPARE_RPCS = 64  # for calls other than SubmitTurn, while every turn that may wait does
@@ -44,18 +45,29 @@ def run(settings: InferenceSettings) -> None:
     transcripts = TranscriptStore(settings.server.state_dir / "sessions")
     transcripts.open()
     try:
-        if settings.model.threads:
-            torch.set_num_threads(settings.model.threads)
         if settings.model.path is None:
             raise UnknownModelError("no model is named", "give --model a model directory")
-        loaded = load_model(settings.model.path, settings.model.dtype, settings.model.device)
-        model = Model(loaded, calibrate(loaded))
-        uvloop.run(_serve(settings, model, transcripts))
+        uvloop.run(_serve(settings, _load(settings.model, settings.model.path), transcripts))
     finally:
         transcripts.close()
 
 
-async def _serve(settings: InferenceSettings, model: Model, transcripts: TranscriptStore) -> None:
+def _load(settings: ModelSettings, path: Path) -> "Model":
+    import torch
+
+    from inference_svc.assembly import Model
+    from inference_svc.runtime.calibration import calibrate
+    from inference_svc.runtime.model_loader import load_model
+
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    loaded = load_model(path, settings.dtype, settings.device)
+    return Model(loaded, calibrate(loaded))
+
+
+async def _serve(settings: InferenceSettings, model: "Model", transcripts: TranscriptStore) -> None:
+    from inference_svc.assembly import assemble
+
     stopped = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stopped.set)
@@ -83,7 +95,7 @@ async def _serve(settings: InferenceSettings, model: Model, transcripts: Transcr
     log.info("stopped")
 
 
-def _make_server(settings: InferenceSettings, parts: ServiceParts) -> tuple[grpc.aio.Server, Any]:
+def _make_server(settings: InferenceSettings, parts: "ServiceParts") -> tuple[grpc.aio.Server, Any]:
     server = grpc.aio.server(
         interceptors=[ReportedErrorInterceptor("inference")],
         options=[
@@ -120,7 +132,7 @@ async def _set_health(servicer: Any, status: int) -> None:
         await servicer.set(name, status)
 
 
-async def _drain(parts: ServiceParts, drain_s: float) -> None:
+async def _drain(parts: "ServiceParts", drain_s: float) -> None:
     """Let turns and then saves finish; what is left after the deadline is cancelled."""
     parts.turns.refuse_new()
     try:

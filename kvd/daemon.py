@@ -138,9 +138,7 @@ class Daemon:
         ]
         if access.tcp:
             services.append((access.tcp, {"Reader": reader}))
-        return [
-            GrpcServer(address, served, limits.max_rpcs) for address, served in services
-        ]
+        return [GrpcServer(address, served, limits.max_rpcs) for address, served in services]
 
     async def _until_stopped(self, stop: asyncio.Event, manifest: Manifest, clock: Clock) -> None:
         """Wait for the end, telling the watchdog and saving the clock meanwhile."""

@@ -113,11 +113,8 @@ class ReportedErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type
         domain: of ErrorInfo.
     """
 
-    def __init__(
-        self, domain: str, on_unexpected: Callable[[Exception], None] = lambda _: None
-    ) -> None:
+    def __init__(self, domain: str) -> None:
         self.domain = domain
-        self.on_unexpected = on_unexpected
 
     async def intercept_service(
         self,
@@ -176,7 +173,6 @@ class ReportedErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type
             raise error
         if not isinstance(error, ReportedError):
             log.error("rpc_failed", method=method, exc_info=error)
-            self.on_unexpected(error)
             error = InternalError("internal error", "see the log of the service")
         await abort_with(context, error, self.domain)
 

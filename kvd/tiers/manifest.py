@@ -111,7 +111,8 @@ class Manifest:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._db: sqlite3.Connection | None = None
+        self._db: sqlite3.Connection | None = None  # the writer thread's
+        self._reader: sqlite3.Connection | None = None  # the caller's: no transaction to share
         self._closing = threading.Event()
         self._writer: BatchWorker[Row] = BatchWorker("kvd-manifest", self._commit, MAX_BATCH)
         self.num_left_out = 0  # optional rows given up
@@ -141,6 +142,7 @@ class Manifest:
                 f"cannot open the index {self._path} ({error})",
                 "make state_dir a writable directory with free space",
             ) from error
+        self._reader = sqlite3.connect(self._path, timeout=BUSY_S)
         self._writer.start()
 
     def _connect(self) -> sqlite3.Connection:
@@ -227,8 +229,8 @@ class Manifest:
                 )
 
     def _query(self, sql: str, *values: Value) -> Iterator[tuple[Any, ...]]:
-        assert self._db is not None, "the manifest is not open"  # noqa: S101
-        return iter(self._db.execute(sql, values))
+        assert self._reader is not None, "the manifest is not open"  # noqa: S101
+        return iter(self._reader.execute(sql, values))
 
     # --------------------------------------------------------------------------------- writing
 
@@ -292,9 +294,10 @@ class Manifest:
         """Commit what is waiting, if the disk takes it, and close."""
         self._closing.set()
         self._writer.close()
-        if self._db is not None:
-            self._db.close()
-            self._db = None
+        for db in (self._reader, self._db):
+            if db is not None:
+                db.close()
+        self._db = self._reader = None
 
     def _commit(self, batch: list[Row]) -> None:
         """Commit one group, trying again for as long as the file system refuses (writer thread)."""

@@ -1,0 +1,142 @@
+"""Settings: precedence, provenance, and every problem in one line."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import Field
+
+from shared.config import (
+    ByteSize,
+    ByteSizeOrAuto,
+    Duration,
+    DurationOrNever,
+    IntList,
+    InvalidSettingsError,
+    Section,
+    load_settings,
+)
+
+
+class Dram(Section):
+    bytes: ByteSizeOrAuto = None
+    slot: ByteSize = 4096
+    num_pools: int = Field(default=2, ge=1)
+
+
+class Sessions(Section):
+    ttl: DurationOrNever = 60.0
+    wait: Duration = 5.0
+    uids: IntList = ()
+
+
+class Example(Section):
+    name: str = "kvd"
+    dram: Dram = Dram()
+    sessions: Sessions = Sessions()
+
+
+def _load(path, text="", flags=None, environ=None):
+    file = path / "settings.toml"
+    file.write_text(text)
+    return load_settings(Example, file, "EX", flags or {}, environ or {})
+
+
+def _problems(path, text="", flags=None, environ=None):
+    with pytest.raises(InvalidSettingsError) as error:
+        _load(path, text, flags, environ)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path):
+    """Each source overrules the weaker ones, key by key, and provenance tells which one won."""
+    loaded = _load(
+        tmp_path,
+        '[dram]\nbytes = "1GB"\nslot = "1KB"\nnum_pools = 3\n',
+        {"dram.num_pools": 5, "dram.slot": None},
+        {"EX_DRAM__SLOT": "2KB", "EX_DRAM__NUM_POOLS": "4"},
+    )
+    assert loaded.settings.dram == Dram(bytes=1 << 30, slot=2048, num_pools=5)
+    assert loaded.provenance == {
+        "name": "default",
+        "dram.bytes": "file",
+        "dram.slot": "env",
+        "dram.num_pools": "flag",
+        "sessions.ttl": "default",
+        "sessions.wait": "default",
+        "sessions.uids": "default",
+    }
+
+
+def test_units_and_words(tmp_path):
+    """Sizes, durations, lists and the words auto and never are understood from text."""
+    text = '[dram]\nbytes = "auto"\n[sessions]\nttl = "never"\nwait = "250ms"\n'
+    settings = _load(tmp_path, text, environ={"EX_SESSIONS__UIDS": "1, 20"}).settings
+    assert settings.dram.bytes is None
+    assert settings.sessions == Sessions(ttl=None, wait=0.25, uids=(1, 20))
+
+
+def test_rows_are_for_people(tmp_path):
+    """Every key is listed with its value in readable units and its source."""
+    rows = dict((key, value) for key, value, _ in _load(tmp_path, '[dram]\nslot = "1MB"').rows())
+    assert rows["dram.slot"] == "1.0 MB"
+    assert rows["dram.bytes"] == "auto"
+    assert rows["sessions.uids"] == "(none)"
+
+
+def test_every_problem_is_named_at_once(tmp_path):
+    """Unknown keys with the nearest known one, bad values with what is accepted, from all sources."""
+    line = _problems(
+        tmp_path,
+        '[dram]\nbyts = 1\nnum_pools = 0\n[sesions]\nttl = "1h"\n',
+        {"sessions.wait": "soon"},
+        {"EX_SESSIONS__UIDS": "me", "EX_DRAM_SLOT": "1"},
+    )
+    for part in (
+        "dram.byts (file): no such setting, did you mean dram.bytes?",
+        "sesions.ttl (file): no such setting, did you mean sessions.ttl?",
+        "dram.num_pools = '0' (file): Input should be greater than or equal to 1",
+        "sessions.wait = 'soon' (flag): 'soon' is not a duration: write a number with",
+        "sessions.uids = 'me' (env)",
+        "EX_DRAM_SLOT (env): write it as EX_DRAM__SLOT",
+    ):
+        assert part in line
+
+
+def test_a_section_is_not_a_value(tmp_path):
+    """A scalar where a section belongs is explained."""
+    assert "this is a section" in _problems(tmp_path, "dram = 5\n")
+
+
+def test_strangers_in_the_environment_are_ignored(tmp_path):
+    """Variables that only share the prefix are not ours."""
+    assert _load(tmp_path, environ={"EX_SERVICE_HOST": "10.0.0.1"}).settings == Example()
+
+
+def test_top_level_keys(tmp_path):
+    """A key outside any section is set like the others."""
+    assert _load(tmp_path, 'name = "a"').settings.name == "a"
+    assert _load(tmp_path, environ={"EX_NAME": "b"}).settings.name == "b"
+
+
+def test_file_that_cannot_be_read(tmp_path):
+    """A missing or malformed file is named."""
+    with pytest.raises(InvalidSettingsError, match=r"no\.toml"):
+        load_settings(Example, tmp_path / "no.toml", "EX", {}, {})
+    assert "not TOML" in _problems(tmp_path, "[dram")
+
+
+def test_settings_are_frozen():
+    """Nobody changes a setting after the start."""
+    with pytest.raises(ValueError, match="frozen"):
+        Example().name = "other"
+
+
+def test_no_file_is_fine():
+    """Without a file the defaults hold."""
+    assert load_settings(Example, None, "EX", {}, {}).settings == Example()
+
+
+def test_path_flags_are_taken_as_they_are():
+    """A flag may already have its type."""
+    assert load_settings(Example, None, "EX", {"name": str(Path("x"))}, {}).settings.name == "x"

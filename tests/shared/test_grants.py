@@ -1,0 +1,123 @@
+"""Answers of kvd that make no sense are found before any memory is touched."""
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from shared.arena_map import ArenaMap
+from shared.grants import KvdProtocolError, Lookup, load_grant, store_grant
+from shared.pb.kvd.v1 import kvd_pb2
+
+BLOCK_TOKENS = 16
+SPAN = kvd_pb2.LoadSpan(slot_id=1, start=0, num_tokens=16, token_offset=0, tier=kvd_pb2.TIER_SSD)
+TAIL = kvd_pb2.LoadSpan(slot_id=2, start=3, num_tokens=4, token_offset=16, tier=kvd_pb2.TIER_DRAM)
+BLOCK = kvd_pb2.StoreBlock(slot_id=1, token_offset=16, num_tokens=16)
+
+
+@pytest.fixture
+def arena():
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, 4 * 4096)
+    yield ArenaMap(fd, 4096, 4)
+    os.close(fd)
+
+
+def _changed(message, **fields):
+    copy = type(message)()
+    copy.CopyFrom(message)
+    for name, value in fields.items():
+        setattr(copy, name, value)
+    return copy
+
+
+def _load(arena, spans, end_token=20, lookup=kvd_pb2.LOOKUP_HIT, lease_id=9, num_tokens=40):
+    request = kvd_pb2.PrepareLoadRequest(token_ids=bytes(4 * num_tokens))
+    response = kvd_pb2.PrepareLoadResponse(
+        lookup=lookup, lease_id=lease_id, spans=spans, end_token=end_token, more=True
+    )
+    return load_grant(response, request, arena, BLOCK_TOKENS)
+
+
+def _store(arena, blocks, end_token=32, lease_id=9, **fields):
+    request = kvd_pb2.PrepareStoreRequest(token_ids=bytes(4 * 40), from_token=16)
+    response = kvd_pb2.PrepareStoreResponse(
+        lease_id=lease_id, blocks=blocks, end_token=end_token, **fields
+    )
+    return store_grant(response, request, arena, BLOCK_TOKENS)
+
+
+def test_a_hit(arena):
+    """A sound hit is taken over as it is."""
+    grant = _load(arena, [SPAN, TAIL])
+    assert (grant.lookup, grant.end_token, grant.more) == (Lookup.HIT, 20, True)
+    assert [(span.slot_id, span.tier) for span in grant.spans] == [(1, "ssd"), (2, "dram")]
+
+
+def test_a_miss(arena):
+    """A miss has nothing to complete, and always a reason."""
+    grant = _load(arena, [], lookup=kvd_pb2.LOOKUP_MISS, lease_id=0)
+    assert (grant.lookup, grant.miss_reason, grant.more) == (Lookup.MISS, "miss", False)
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [_changed(SPAN, slot_id=4), TAIL],
+        [_changed(SPAN, num_tokens=17), TAIL],
+        [_changed(SPAN, start=1), TAIL],
+        [_changed(SPAN, num_tokens=0), TAIL],
+        [SPAN, _changed(TAIL, token_offset=17)],
+        [TAIL],
+        [TAIL, SPAN],
+        [SPAN],
+        [],
+    ],
+)
+def test_nonsense_spans(arena, spans):
+    """Slots outside the arena, rows outside the block, gaps and wrong ends are refused."""
+    with pytest.raises(KvdProtocolError):
+        _load(arena, spans)
+
+
+def test_nonsense_lookups(arena):
+    """A hit without a lease, a miss with one, a pending answer, more tokens than asked for."""
+    for fields in (
+        {"lease_id": 0},
+        {"lookup": kvd_pb2.LOOKUP_MISS},
+        {"lookup": kvd_pb2.LOOKUP_PENDING},
+        {"lookup": kvd_pb2.LOOKUP_UNSPECIFIED},
+        {"num_tokens": 19},
+    ):
+        with pytest.raises(KvdProtocolError):
+            _load(arena, [SPAN, TAIL], **fields)
+
+
+def test_a_store(arena):
+    """A sound grant is taken over; one without a lease needs no completion."""
+    assert _store(arena, [BLOCK]).blocks[0].token_offset == 16
+    refused = _store(arena, [], lease_id=0, end_token=0, refused_reason="no_space")
+    assert (refused.lease_id, refused.refused_reason) == (0, "no_space")
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        [_changed(BLOCK, slot_id=9)],
+        [_changed(BLOCK, num_tokens=17)],
+        [_changed(BLOCK, token_offset=15)],
+        [_changed(BLOCK, token_offset=30)],
+        [BLOCK, _changed(BLOCK, token_offset=32, num_tokens=4)],
+        [],
+    ],
+)
+def test_nonsense_blocks(arena, blocks):
+    """Blocks outside arena or tokens, or that share a slot, are refused."""
+    with pytest.raises(KvdProtocolError):
+        _store(arena, blocks)
+
+
+def test_grants_are_values(arena):
+    """A grant is frozen and can be compared."""
+    grant = _load(arena, [SPAN, TAIL])
+    assert replace(grant) == grant

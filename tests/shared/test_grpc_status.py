@@ -1,0 +1,129 @@
+"""Errors cross a real gRPC server and come back as what they were."""
+
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+
+from shared.errors import ConflictError, ExhaustedError, NotFoundError, StateError, UnavailableError
+from shared.grpc_status import (
+    MAX_TEXT,
+    InternalError,
+    ReportedErrorInterceptor,
+    error_from_rpc,
+)
+from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
+
+
+class SessionBusyError(ConflictError):
+    """An example."""
+
+    reason = "session_busy"
+
+
+class Failing(kvd_pb2_grpc.ReaderServicer):
+    """Raises what it is given, in a plain and in a streaming call."""
+
+    def __init__(self, error):
+        self.error = error
+
+    async def GetStats(self, request, context):
+        raise self.error
+
+    async def WatchEvents(self, request, context):
+        yield kvd_pb2.Event(name="first")
+        raise self.error
+
+
+@asynccontextmanager
+async def _reader(tmp_path, error):
+    server = grpc.aio.server(interceptors=[ReportedErrorInterceptor("kvd")])
+    kvd_pb2_grpc.add_ReaderServicer_to_server(Failing(error), server)
+    server.add_insecure_port(f"unix:{tmp_path}/s")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel:
+        yield kvd_pb2_grpc.ReaderStub(channel)
+    await server.stop(None)
+
+
+async def _caught(stub, *, streaming=False):
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        if streaming:
+            async for _ in stub.WatchEvents(kvd_pb2.WatchEventsRequest()):
+                pass
+        else:
+            await stub.GetStats(kvd_pb2.GetStatsRequest())
+    return error.value
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_reported_errors_come_back(tmp_path, streaming):
+    """Class, reason, message, remedy and retryable survive the way through gRPC."""
+    sent = SessionBusyError("session a is busy", "say wait")
+    async with _reader(tmp_path, sent) as stub:
+        rpc_error = await _caught(stub, streaming=streaming)
+    error = error_from_rpc(rpc_error)
+    assert rpc_error.code() is grpc.StatusCode.ABORTED
+    assert isinstance(error, ConflictError)
+    assert (error.reason, error.retryable) == ("session_busy", True)
+    assert (error.message, error.remedy, str(error)) == (sent.message, sent.remedy, str(sent))
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (NotFoundError("x", "y"), grpc.StatusCode.NOT_FOUND),
+        (StateError("x", "y"), grpc.StatusCode.FAILED_PRECONDITION),
+        (ExhaustedError("x", "y"), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (UnavailableError("x", "y"), grpc.StatusCode.UNAVAILABLE),
+    ],
+)
+async def test_codes(tmp_path, error, code):
+    """Each class has its code, and is rebuilt from it."""
+    async with _reader(tmp_path, error) as stub:
+        rpc_error = await _caught(stub)
+    assert rpc_error.code() is code
+    assert isinstance(error_from_rpc(rpc_error), type(error))
+
+
+async def test_unexpected_errors_tell_nothing(tmp_path):
+    """Anything else is INTERNAL without its text, which may hold what is not the caller's business."""
+    async with _reader(tmp_path, ValueError("secret")) as stub:
+        rpc_error = await _caught(stub)
+    assert rpc_error.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in rpc_error.details()
+    assert isinstance(error_from_rpc(rpc_error), InternalError)
+
+
+async def test_long_messages_are_cut(tmp_path):
+    """A message beyond what trailing metadata may hold is cut, not lost."""
+    async with _reader(tmp_path, NotFoundError("x" * 50_000, "y" * 50_000)) as stub:
+        error = error_from_rpc(await _caught(stub))
+    assert isinstance(error, NotFoundError)
+    assert len(error.message) == MAX_TEXT
+
+
+async def test_nobody_there_is_unavailable(tmp_path):
+    """A status without our details becomes the nearest class: no server is UnavailableError."""
+    async with grpc.aio.insecure_channel(f"unix:{tmp_path}/nobody") as channel:
+        rpc_error = await _caught(kvd_pb2_grpc.ReaderStub(channel))
+    assert isinstance(error_from_rpc(rpc_error), UnavailableError)
+
+
+async def test_a_deadline_is_unavailable(tmp_path):
+    """A call past its deadline is UnavailableError too: the caller cannot tell the difference."""
+    async with _reader(tmp_path, NotFoundError("x", "y")) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as late:
+            await stub.GetStats(kvd_pb2.GetStatsRequest(), timeout=0)
+    assert isinstance(error_from_rpc(late.value), UnavailableError)
+
+
+async def test_unknown_methods_are_left_to_grpc(tmp_path):
+    """A service that is not there is UNIMPLEMENTED, not a crash of the interceptor."""
+    async with (
+        _reader(tmp_path, NotFoundError("x", "y")),
+        grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel,
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as unknown:
+            await kvd_pb2_grpc.OperatorStub(channel).Flush(kvd_pb2.FlushRequest())
+    assert unknown.value.code() is grpc.StatusCode.UNIMPLEMENTED
