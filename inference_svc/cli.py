@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
+from inference_svc.client import InferenceClient
 from inference_svc.config import InferenceSettings, default_listen, load_inference_settings
 from inference_svc.demo.cli import demo
 from shared.config import LoadedSettings
 from shared.errors import ReportedError
 from shared.log import configure_logging
+from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.version import __version__
 
 app = typer.Typer(
@@ -87,6 +90,33 @@ def chat(
     from inference_svc.chat import chat as talk
 
     asyncio.run(talk(address, session, max_tokens, temperature))
+
+
+@app.command()
+def status(
+    address: Annotated[
+        str, typer.Option(help="Where the service listens.", default_factory=default_listen)
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+) -> None:
+    """Say what a running service serves; exit code 69 if nobody answers."""
+    model = asyncio.run(_get_model(address))
+    fields = MessageToDict(
+        model, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    if as_json:
+        typer.echo(json.dumps(fields, indent=2))
+        return
+    table = Table("what", "value", box=None)
+    for name, value in fields.items():
+        if name != "counters":
+            table.add_row(name, str(value))
+    Console().print(table)
+
+
+async def _get_model(address: str) -> pb.Model:
+    async with InferenceClient(address) as client:
+        return await client.get_model()
 
 
 app.command()(demo)

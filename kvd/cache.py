@@ -105,12 +105,12 @@ class Cache:
 
     async def close(self) -> None:
         """Stop threads and give up the memory; what is under way ends, what waits is dropped."""
-        if self._timer is not None:
-            self._timer.cancel()
         self.arena.stop_prefault()
         if self._prefault is not None:
             await self._prefault
         await asyncio.to_thread(self._performer.close)
+        if self._timer is not None:
+            self._timer.cancel()
         self._volume.close()
         self.arena.close()
 

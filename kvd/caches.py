@@ -1,5 +1,6 @@
 """All layouts' caches: built from the index at start, or at the first attach with a layout."""
 
+import asyncio
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -123,7 +124,8 @@ class Caches:
 
     async def close(self) -> None:
         """Stop every cache."""
-        self._read_pool.shutdown(wait=False, cancel_futures=True)
+        # Waited for: a read must not find its file closed and another one under its number.
+        await asyncio.to_thread(self._read_pool.shutdown, wait=True, cancel_futures=True)
         for cache in self._caches.values():
             await cache.close()
 

@@ -46,16 +46,14 @@ def resume_clock(
 ) -> Clock:
     """Continue from what Clock.saved returned; an empty or damaged text starts a new clock."""
     try:
-        state = json.loads(saved) if saved else {}
-        same_boot = state.get("boot_id") == boot_id
-        offset_ns = int(state["offset_ns"]) if same_boot else 0
-        saved_now_ns = int(state.get("now_ns", 0))
-        passed_ns = max(0, wall_ns - int(state.get("wall_ns", wall_ns)))
-    except (ValueError, TypeError, KeyError, AttributeError):
+        state = json.loads(saved)
+        if state["boot_id"] == boot_id:
+            return Clock(boot_id, int(state["offset_ns"]), boottime_ns)
+        passed_ns = max(0, wall_ns - int(state["wall_ns"]))
+        resumed_ns = int(state["now_ns"]) + passed_ns
+    except (ValueError, TypeError, KeyError):
         return Clock(boot_id, 0, boottime_ns)
-    if not same_boot:
-        offset_ns = saved_now_ns + passed_ns - boottime_ns()
-    return Clock(boot_id, offset_ns, boottime_ns)
+    return Clock(boot_id, resumed_ns - boottime_ns(), boottime_ns)
 
 
 def read_boot_id() -> str:

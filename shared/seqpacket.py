@@ -1,11 +1,14 @@
 """Sending and receiving the data socket's packets, with descriptors, from an event loop."""
 
+import array
 import asyncio
 import os
 import socket
 from collections.abc import Sequence
 
 from shared.data_socket_protocol import MAX_FDS, MAX_PACKET_BYTES
+
+_FD = array.array("i")  # how descriptors travel in SCM_RIGHTS
 
 
 def connect(path: str) -> socket.socket:
@@ -40,10 +43,11 @@ async def receive(sock: socket.socket) -> tuple[bytes, list[int]]:
         OSError: the connection broke, or a packet was cut short.
     """
     await _readable(sock)
-    # MSG_CMSG_CLOEXEC: a process forked meanwhile must not inherit an arena.
-    packet, fds, flags, _ = socket.recv_fds(
-        sock, MAX_PACKET_BYTES, MAX_FDS, socket.MSG_CMSG_CLOEXEC
+    # Not socket.recv_fds: it drops its flags. A process forked meanwhile must not inherit an arena.
+    packet, ancillary, flags, _ = sock.recvmsg(
+        MAX_PACKET_BYTES, socket.CMSG_LEN(MAX_FDS * _FD.itemsize), socket.MSG_CMSG_CLOEXEC
     )
+    fds = [fd for _, _, data in ancillary for fd in array.array("i", data)]
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         close_fds(fds)
         raise OSError("a packet was cut short")

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -65,4 +66,8 @@ async def _keep_running(servers: DemoServers, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    await servers.wait_any()
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    waits = [asyncio.ensure_future(wait) for wait in (stopped.wait(), servers.wait_any())]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

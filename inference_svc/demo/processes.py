@@ -49,7 +49,10 @@ class ChildProcess:
         """
         with self._log_path.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", *self._arguments, stdout=log, stderr=log
+                *(sys.executable, "-m", *self._arguments),
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is ours: we end it in good order
             )
         serving = asyncio.create_task(self._serving())
         ended = asyncio.create_task(self._process.wait())

@@ -78,14 +78,14 @@ def test_units_and_words(tmp_path):
 
 def test_rows_are_for_people(tmp_path):
     """Every key is listed with its value in readable units and its source."""
-    rows = dict((key, value) for key, value, _ in _load(tmp_path, '[dram]\nslot = "1MB"').rows())
+    rows = {key: value for key, value, _ in _load(tmp_path, '[dram]\nslot = "1MB"').rows()}
     assert rows["dram.slot"] == "1.0 MB"
     assert rows["dram.bytes"] == "auto"
     assert rows["sessions.uids"] == "(none)"
 
 
 def test_every_problem_is_named_at_once(tmp_path):
-    """Unknown keys with the nearest known one, bad values with what is accepted, from all sources."""
+    """Unknown keys with the nearest known one, bad values with what is accepted."""
     line = _problems(
         tmp_path,
         '[dram]\nbyts = 1\nnum_pools = 0\n[sesions]\nttl = "1h"\n',

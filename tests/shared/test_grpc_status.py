@@ -27,10 +27,10 @@ class Failing(kvd_pb2_grpc.ReaderServicer):
     def __init__(self, error):
         self.error = error
 
-    async def GetStats(self, request, context):
+    async def GetStats(self, request, context):  # noqa: N802
         raise self.error
 
-    async def WatchEvents(self, request, context):
+    async def WatchEvents(self, request, context):  # noqa: N802
         yield kvd_pb2.Event(name="first")
         raise self.error
 
@@ -48,12 +48,13 @@ async def _reader(tmp_path, error):
 
 async def _caught(stub, *, streaming=False):
     with pytest.raises(grpc.aio.AioRpcError) as error:
-        if streaming:
-            async for _ in stub.WatchEvents(kvd_pb2.WatchEventsRequest()):
-                pass
-        else:
-            await stub.GetStats(kvd_pb2.GetStatsRequest())
+        await (_watch(stub) if streaming else stub.GetStats(kvd_pb2.GetStatsRequest()))
     return error.value
+
+
+async def _watch(stub):
+    async for event in stub.WatchEvents(kvd_pb2.WatchEventsRequest()):
+        assert event.name == "first"
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -87,7 +88,7 @@ async def test_codes(tmp_path, error, code):
 
 
 async def test_unexpected_errors_tell_nothing(tmp_path):
-    """Anything else is INTERNAL without its text, which may hold what is not the caller's business."""
+    """Anything else is INTERNAL without its text, which may not be the caller's business."""
     async with _reader(tmp_path, ValueError("secret")) as stub:
         rpc_error = await _caught(stub)
     assert rpc_error.code() is grpc.StatusCode.INTERNAL
@@ -112,9 +113,12 @@ async def test_nobody_there_is_unavailable(tmp_path):
 
 async def test_a_deadline_is_unavailable(tmp_path):
     """A call past its deadline is UnavailableError too: the caller cannot tell the difference."""
-    async with _reader(tmp_path, NotFoundError("x", "y")) as stub:
+    async with grpc.aio.insecure_channel(f"unix:{tmp_path}/nobody") as channel:
+        stub = kvd_pb2_grpc.ReaderStub(channel)
+        call = stub.GetStats(kvd_pb2.GetStatsRequest(), timeout=0.01, wait_for_ready=True)
         with pytest.raises(grpc.aio.AioRpcError) as late:
-            await stub.GetStats(kvd_pb2.GetStatsRequest(), timeout=0)
+            await call
+    assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert isinstance(error_from_rpc(late.value), UnavailableError)
 
 

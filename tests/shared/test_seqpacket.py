@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -51,13 +52,17 @@ async def test_oversized_packets_are_an_error(pair):
 
 async def test_too_many_descriptors_are_an_error_and_closed(pair):
     """Descriptors nobody asked for are not kept open."""
-    before = len(os.listdir("/proc/self/fd"))
+    before = _num_open()
     fds = [os.memfd_create(str(number)) for number in range(3)]
     seqpacket.send(pair[0], b"packet", fds)
     with pytest.raises(OSError, match="cut short"):
         await seqpacket.receive(pair[1])
     seqpacket.close_fds(fds)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert _num_open() == before
+
+
+def _num_open():
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 def test_connecting_to_nobody(tmp_path):

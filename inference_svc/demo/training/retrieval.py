@@ -124,12 +124,12 @@ class RetrievalTasks:
             self.needle,
             self.echo,
         )
-        task = rng.choices(tasks, weights=(50, 20, 3, 3, 10, 10, 4))[0]
+        task = rng.choices(tasks, weights=(58, 18, 4, 4, 7, 6, 3))[0]
         return task(rng, budget)
 
     def lines(self, rng: random.Random, budget: int) -> Sample | None:
         """Record lines with numbers, then one question per turn."""
-        num_questions = rng.randint(1, max(1, min(8, budget // 80)))
+        num_questions = rng.randint(1, max(1, min(16, budget // 80)))
         system, intro = rng.choice(SYSTEM_PROMPTS), rng.choice(_RECORD_INTROS)
         seed = rng.random()
 
@@ -145,7 +145,7 @@ class RetrievalTasks:
 
     def recall(self, rng: random.Random, budget: int) -> Sample | None:
         """Word pairs `key: value`, then one question per turn."""
-        num_questions = rng.randint(1, max(1, min(12, budget // 40)))
+        num_questions = rng.randint(1, max(1, min(24, budget // 40)))
         system, seed = rng.choice(SYSTEM_PROMPTS), rng.random()
 
         def build(num_pairs: int) -> Sample:

@@ -33,10 +33,10 @@ MUON_LR = 0.02
 ADAM_LR = 3e-3
 WEIGHT_DECAY = 0.1
 WARMUP_STEPS = 100
-ECHO_UNTIL = 0.345
+ECHO_UNTIL = 0.06
 """Share of the budget in which batches are mostly echoes, so that induction heads form first."""
 ECHO_SHARES = Shares(text=10, dialogue=5, document_dialogue=10, retrieval=0, echo=75)
-SHARES = Shares(text=16, dialogue=9, document_dialogue=15, retrieval=60, echo=0)
+SHARES = Shares(text=14, dialogue=8, document_dialogue=13, retrieval=65, echo=0)
 DECAY_FROM = 0.45
 """Share of the budget after which the learning rate falls linearly to zero."""
 LONG_ROWS_FROM = 0.65

@@ -1,0 +1,74 @@
+"""The demo as a user runs it: the shipped model, the shipped conversations, a kill of kvd."""
+
+import asyncio
+import json
+import re
+import signal
+import sys
+from pathlib import Path
+
+from tests.processes import run_cli
+
+DEADLINE_S = 240
+
+
+async def demo(*flags):
+    """Start `inference-svc demo`."""
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "inference_svc.cli", "demo", *flags),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
+async def test_the_demo_shows_what_it_promises():
+    """Identical answers, nearly all history reused, also after kvd was killed; then kvd's CLI."""
+    process = await demo("--json", "--keep-running")
+    async with asyncio.timeout(DEADLINE_S):
+        document = await _first_document(process.stdout)
+        said = (await process.stderr.readuntil(b"chat")).decode()
+        runtime_dir = re.search(r"--runtime-dir (\S+)", said).group(1)
+        await _look_around(runtime_dir)
+        process.send_signal(signal.SIGINT)
+        assert await process.wait() == 0
+    assert not Path(runtime_dir).parent.exists()
+    assert document["identical"]
+    assert document["passed"]
+    assert document["reused_share"] >= 0.9
+    assert document["reused_share_after_kill"] >= 0.9
+    turns = document["turns"]
+    assert len(turns) == 5 * document["num_sessions"] >= 15
+    assert all(turn["output_tokens"] >= 32 for turn in turns)
+    assert all(turn["tiers"] == ["ssd"] for turn in turns if turn["after_kill"])
+
+
+async def _first_document(stream):
+    text = ""
+    while True:
+        line = (await stream.readline()).decode()
+        assert line, f"the demo ended: {text}"
+        text += line
+        if line.rstrip() == "}":
+            return json.loads(text)
+
+
+async def _look_around(runtime_dir):
+    """The operator's commands, for people and as JSON."""
+    where = ("--runtime-dir", runtime_dir)
+    code, text, _ = await run_cli("ls", *where, "--json")
+    sessions = json.loads(text)["sessions"]
+    assert code == 0
+    assert len(sessions) >= 6
+    name = sessions[-1]["session"]["session_id"]
+    for command in (["ls"], ["show", name], ["stats"]):
+        code, text, _ = await run_cli(*command, *where)
+        assert (code, bool(text.strip())) == (0, True)
+        code, text, _ = await run_cli(*command, *where, "--json")
+        assert code == 0
+        assert json.loads(text)
+    code, text, _ = await run_cli("flush", name, *where, "--json")
+    assert code == 0
+    assert json.loads(text)["sessions"] == 1
+    code, _, error = await run_cli("show", name, *where)
+    assert code == 3
+    assert name in error

@@ -1,0 +1,46 @@
+"""Directories are claimed before anything else."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvd.directories import check_socket_paths, claim_directory
+from kvd.errors import RunningError, UnusableDirectoryError
+
+
+def test_a_claimed_directory_is_private_and_locked(tmp_path):
+    """A new directory is the owner's alone; a second claim is refused until the first ends."""
+    path = tmp_path / "a" / "b"
+    lock_fd = claim_directory(path, "state", "--state-dir")
+    assert path.stat().st_mode & 0o777 == 0o700
+    with pytest.raises(RunningError, match="--state-dir"):
+        claim_directory(path, "state", "--state-dir")
+    os.close(lock_fd)
+    os.close(claim_directory(path, "state", "--state-dir"))
+
+
+def test_an_existing_directory_keeps_its_mode(tmp_path):
+    """What the supervisor has made for a group stays open to it."""
+    path = tmp_path / "run"
+    path.mkdir(mode=0o750)
+    os.close(claim_directory(path, "runtime", "--runtime-dir"))
+    assert path.stat().st_mode & 0o777 == 0o750
+
+
+def test_unusable_directories(tmp_path):
+    """World-writable directories and those that cannot be made are refused with the option."""
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    (tmp_path / "file").write_text("")
+    for path in (open_to_all, tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(UnusableDirectoryError, match="--state-dir"):
+            claim_directory(path, "state", "--state-dir")
+
+
+def test_socket_paths_have_a_limit():
+    """The kernel's 107 bytes are checked with the longest name."""
+    check_socket_paths(Path("/" + "x" * 92))
+    with pytest.raises(UnusableDirectoryError, match="107"):
+        check_socket_paths(Path("/" + "x" * 93))
