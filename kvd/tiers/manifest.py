@@ -239,12 +239,6 @@ class Manifest:
         values = (row.fingerprint, row.message, row.extents_per_segment)
         self._put(Row("INSERT OR REPLACE INTO layouts VALUES (?, ?, ?)", values))
 
-    def drop_layout(self, fingerprint: str) -> None:
-        """Forget a layout with all its rows."""
-        for table in ("blocks", "sessions"):
-            self._put(Row(f"DELETE FROM {table} WHERE layout = ?", (fingerprint,)))  # noqa: S608
-        self._put(Row("DELETE FROM layouts WHERE fingerprint = ?", (fingerprint,)))
-
     def put_salt(self, tenant: str, salt: bytes) -> None:
         """Keep a tenant's salt."""
         self._put(Row("INSERT OR REPLACE INTO salts VALUES (?, ?)", (tenant, salt)))

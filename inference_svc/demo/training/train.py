@@ -6,8 +6,8 @@ Owns: the schedule, the optimizers, checkpoints. Export and the model's shape ar
 
 Invariants:
 1. Learning rate and row length depend on the share of the time budget used so far, which the
-   checkpoint carries: an interrupted run resumed with `--resume` ends as an uninterrupted one.
-   (Validation, saving and compiling do not count as training time.)
+   checkpoint carries: a run resumed with `--resume` goes on where the schedule was. Validation,
+   saving and compiling do not count. (Being driven by time, runs do not repeat bit for bit.)
 
 *Source:* Muon for the hidden matrices (Jordan et al., 2024), AdamW for embeddings and norms.
 """
