@@ -108,6 +108,14 @@ class Pair:
 
         await until(is_saved)
 
+    async def until_kvd_is_idle(self) -> None:
+        """Return when nobody holds a lease: none is ever left behind."""
+
+        async def is_idle() -> bool:
+            return not (await self.stats()).leases
+
+        await until(is_idle)
+
     async def until_kvd_is(self, state: str) -> None:
         """Return when the service sees kvd "attached" or "detached"."""
         async with self.service.client() as client:

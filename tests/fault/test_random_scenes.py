@@ -1,0 +1,105 @@
+"""Random conversations over tiny tiers while kvd dies at random: every token as if recomputed."""
+
+import asyncio
+import random
+
+import pytest
+
+from tests.pair import SLOT_BYTES
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+NUM_SESSIONS = 6
+MAX_TOKENS = 1200  # a session that is longer starts anew: the window is 2048
+TINY_TIERS = ("--dram", str(5 * SLOT_BYTES), "--ssd", str(12 * SLOT_BYTES))
+
+
+class Scene:
+    """Drives one pair by a seeded die."""
+
+    def __init__(self, pair, seed):
+        self.pair = pair
+        self.random = random.Random(seed)  # noqa: S311  # test data
+        self.lengths = {}  # tokens of each live session
+        self.num_reused = self.num_recomputed = self.num_kills = 0
+        self.all_names = set()
+
+    async def step(self):
+        """One turn, or several at once; sometimes a fork, sometimes kvd is killed meanwhile."""
+        die = self.random.random()
+        if die < 0.08 and self.lengths:
+            await self.fork()
+        elif die < 0.16:
+            turns = [self.turn(name) for name in self.pick(2)]
+            await asyncio.gather(self.kill_kvd(), *turns)
+        else:
+            names = self.pick(self.random.randint(1, 4))
+            await asyncio.gather(*(self.turn(name) for name in names))
+
+    def pick(self, count):
+        """Names of different sessions; long ones are left for new ones."""
+        names = []
+        for number in self.random.sample(range(NUM_SESSIONS), count):
+            generation = 0
+            while self.lengths.get(f"r{number}.{generation}", 0) > MAX_TOKENS:
+                generation += 1
+            names.append(f"r{number}.{generation}")
+        return names
+
+    async def turn(self, name):
+        """Say something of random length."""
+        num_tokens, max_tokens = self.random.randint(1, 260), self.random.randint(1, 24)
+        usage = (await self.pair.say(name, num_tokens, max_tokens)).usage
+        self.all_names.add(name)
+        self.lengths[name] = self.lengths.get(name, 0) + num_tokens + max_tokens
+        self.num_reused += usage.reused_tokens
+        self.num_recomputed += usage.recomputed_tokens
+        assert usage.reused_tokens + usage.recomputed_tokens == usage.history_tokens
+
+    async def fork(self):
+        """Fork a session somewhere in its life, under a name of its own."""
+        name = self.random.choice(sorted(self.lengths))
+        fork = f"f{len(self.all_names)}"
+        async with self.pair.service.client() as client:
+            turns = (await client.get_session(self.pair.name(name))).turns
+            at_turn = self.random.randint(1, turns)
+            made = await client.fork_session(self.pair.name(name), at_turn, self.pair.name(fork))
+        if made.num_tokens < MAX_TOKENS:
+            await self.turn(fork)
+            del self.lengths[fork]  # one turn is enough
+
+    async def kill_kvd(self):
+        """SIGKILL, and a new one in its place."""
+        self.num_kills += 1
+        await self.pair.kvd.kill()
+        await self.pair.kvd.start()
+        await self.pair.until_kvd_is("attached")
+
+
+async def play(pair, oracle, seed, num_steps):
+    """Play a scene and judge every session of it."""
+    async with pair.with_kvd(*TINY_TIERS):
+        scene = Scene(pair, seed)
+        for _ in range(num_steps):
+            await scene.step()
+        verdicts = {name: await pair.verdict(oracle, name) for name in sorted(scene.all_names)}
+        await pair.until_kvd_is_idle()
+    wrong = {name: verdict for name, verdict in verdicts.items() if not verdict.is_identical}
+    assert not wrong
+    assert sum(verdict.num_tokens for verdict in verdicts.values()) > num_steps
+    return scene
+
+
+async def test_a_random_scene(pair, oracle):
+    """A seeded sample of the long test: something is reused, something was lost."""
+    scene = await play(pair, oracle, seed=1, num_steps=40)
+    assert scene.num_kills > 0
+    assert scene.num_reused > 0
+    assert scene.num_recomputed > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(2, 22))
+async def test_random_scenes(pair, oracle, seed):
+    """Twenty scenes of 150 steps."""
+    await play(pair, oracle, seed, num_steps=150)
