@@ -21,7 +21,7 @@ class Scene:
         self.pair = pair
         self.random = random.Random(seed)  # noqa: S311  # test data
         self.lengths = {}  # tokens of each live session
-        self.num_reused = self.num_recomputed = self.num_kills = 0
+        self.num_reused = self.num_recomputed = self.num_kills = self.num_forks = 0
         self.all_names = set()
 
     async def step(self):
@@ -59,7 +59,8 @@ class Scene:
     async def fork(self):
         """Fork a session somewhere in its life, under a name of its own."""
         name = self.random.choice(sorted(self.lengths))
-        fork = f"f{len(self.all_names)}"
+        self.num_forks += 1
+        fork = f"f{self.num_forks}"
         async with self.pair.service.client() as client:
             turns = (await client.get_session(self.pair.name(name))).turns
             at_turn = self.random.randint(1, turns)
