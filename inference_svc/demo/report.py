@@ -44,9 +44,9 @@ class LiveReport:
 
 
 def turn_table(turns: Sequence[TurnFacts]) -> Table:
-    """Draw all turns."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("session", "tier", "kvd"):
+    """Draw all turns, in at most 80 columns."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("session", "tier"):
         table.add_column(name, no_wrap=True)
     for name in ("turn", "history", "reused", "new", "TTFT", "TTFT of RE", "ratio", "identical?"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -55,8 +55,7 @@ def turn_table(turns: Sequence[TurnFacts]) -> Table:
             table.add_section()
         table.add_row(
             turn.session_id,
-            "+".join(turn.tiers) or "-",
-            "restarted" if turn.after_kill else "",
+            ("+".join(turn.tiers) or "-") + ("*" if turn.after_kill else ""),
             f"{turn.turn + 1}",
             f"{turn.history_tokens}",
             f"{turn.reused_tokens}",
@@ -75,8 +74,9 @@ def closing_words(summary: Summary) -> str:
     if not summary.identical:
         answers = "[bold red]some answers differ from recomputation[/]"
     return (
-        f"\n{summary.num_turns} turns of {summary.num_sessions} sessions, {answers}.\n"
-        f"History tokens loaded instead of computed: {summary.reused_share:.1%}"
-        f" before kvd was killed, {summary.reused_share_after_kill:.1%} after its restart.\n"
+        "\n* kvd had been killed with SIGKILL and started again\n\n"
+        f"{summary.num_turns} turns of {summary.num_sessions} sessions, {answers}.\n"
+        f"Of their history {summary.reused_share:.1%} was loaded instead of computed,"
+        f" {summary.reused_share_after_kill:.1%} after the kill.\n"
         f"The first token came {summary.ttft_ratio:.1f}x sooner (median of turns with history)."
     )
