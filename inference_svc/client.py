@@ -1,6 +1,6 @@
 """A small typed client of the inference service, for the chat, the demo and the tests.
 
-Every method raises a ReportedError: the service's own, or UnavailableError if nobody answers.
+Every method raises a ReportedError: the service's own, or NotRunningError if nobody answers.
 """
 
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -11,6 +11,7 @@ from typing import Any, Self, TypeAlias
 
 import grpc
 
+from shared.errors import ReportedError, UnavailableError
 from shared.grpc_status import error_from_rpc
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.pb.inference.v1 import inference_pb2_grpc
@@ -18,6 +19,13 @@ from shared.runtime_dir import MAX_MESSAGE_BYTES
 
 CALL_S = 30.0  # deadline of everything but a turn
 TURN_S = 600.0
+
+
+class NotRunningError(UnavailableError):
+    """Nobody answers at the address, or not in time."""
+
+    reason = "not_running"
+
 
 TurnContent: TypeAlias = str | Sequence[pb.ChatMessage] | Sequence[int]
 
@@ -98,7 +106,7 @@ class InferenceClient:
             async for event in call:
                 yield event
         except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error) from error
+            raise self._reported(error) from error
         finally:
             call.cancel()
 
@@ -163,4 +171,13 @@ class InferenceClient:
         try:
             return await method(request, timeout=CALL_S)
         except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error) from error
+            raise self._reported(error) from error
+
+    def _reported(self, error: grpc.aio.AioRpcError) -> ReportedError:
+        reported = error_from_rpc(error)
+        if isinstance(reported, UnavailableError) and not reported.remedy:  # not the service's word
+            return NotRunningError(
+                f"no inference service answers at {self.address}",
+                "start one with: inference-svc serve --model DIR (or name its --address)",
+            )
+        return reported

@@ -60,7 +60,7 @@ async def _run(directory: Path, *, as_json: bool, keep_running: bool) -> bool:
 
 async def _keep_running(servers: DemoServers, console: Console) -> None:
     console.print(
-        "\nStill running; Ctrl-C ends it. Try, in another terminal:\n"
+        f"\nStill running in {servers.kvd_dir.parent}; Ctrl-C ends it. Try, in another terminal:\n"
         f"  kvd ls --runtime-dir {servers.kvd_dir}\n"
         f"  inference-svc chat --address {servers.cached}",
         highlight=False,
