@@ -93,6 +93,8 @@ class Storer:
         self._state.leases.remove(lease)
         self._free_slots(lease.parts)
         self._release(lease.parts)
+        self._state.outbox.space_freed()  # here only: a refused call frees nothing, and must not
+        # wake the others that wait, or they would wake each other for ever
 
     # ------------------------------------------------------------------------------------- prepare
 
@@ -223,7 +225,6 @@ class Storer:
             if isinstance(part, Block):
                 part.holders -= 1
                 self._state.settle(part)
-        self._state.outbox.space_freed()
 
     def _free_slots(self, parts: Sequence[Part]) -> None:
         for _, part in parts:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd.core.actions import IoOutcome
+from kvd.core.actions import IoOutcome, SpaceFreed
 from kvd.core.errors import InvalidRequestError, LeaseLostError, TooManyLeasesError
 from kvd.core.records import Lookup
 from tests.kvd.core.turns import (
@@ -149,6 +149,17 @@ def test_a_full_arena_makes_stores_wait_for_writes():
     world.finish_io(next(iter(world.io)), IoOutcome.OK)
     assert [type(event).__name__ for event in world.events] == ["SpaceFreed"]
     assert prepare_store(world, B, TWOS).refused == ""
+
+
+def test_stores_that_wait_do_not_wake_each_other():
+    """A store that is told to wait frees nothing: it wakes nobody, although it holds its base."""
+    world = new_world(num_slots=1)
+    store(world, B, ONES)
+    store(world, A, THREES, settle=False)
+    world.events.clear()
+    for key, tokens in ((B, ONES + TWOS), (C, TWOS)) * 2:
+        assert prepare_store(world, key, tokens).refused == "wait"
+    assert not [event for event in world.events if isinstance(event, SpaceFreed)]
 
 
 def test_no_space_when_waiting_cannot_help():
