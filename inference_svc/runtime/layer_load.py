@@ -73,13 +73,15 @@ def load_spans(slab: KVSlab, arena: Arena, spans: Sequence[Span], calibration: C
                 f"{span.token_offset}; the slab has {end} of {slab.capacity_tokens} tokens"
             )
         end += span.num_tokens
-    for span in spans:
-        is_open = span is spans[-1] and span.num_tokens < layout.block_tokens
-        _load_span(slab, arena.slot(span.slot_id), span, calibration, keep_free_keys=is_open)
-    if spans:
-        is_open = spans[-1].num_tokens < layout.block_tokens
-        slab.save_from = spans[-1].token_offset if is_open else end
-        slab.num_tokens = end
+    if not spans:
+        return
+    is_open = spans[-1].num_tokens < layout.block_tokens
+    save_from = spans[-1].token_offset if is_open else end
+    slots = [arena.slot(span.slot_id) for span in spans]
+    for layer_index in range(len(calibration.layers)):
+        _load_layer(slab, slots, spans, calibration, layer_index, save_from)
+    slab.save_from = save_from
+    slab.num_tokens = end
 
 
 def slot_rows(
@@ -99,18 +101,36 @@ def slot_rows(
     return flat.view(num_tokens, *component.shape)
 
 
-def _load_span(
-    slab: KVSlab, slot: memoryview, span: Span, calibration: Calibration, *, keep_free_keys: bool
+def _load_layer(
+    slab: KVSlab,
+    slots: Sequence[memoryview],
+    spans: Sequence[Span],
+    calibration: Calibration,
+    layer_index: int,
+    save_from: int,
 ) -> None:
-    begin, end = span.token_offset, span.token_offset + span.num_tokens
-    device = slab.keys[0].device
-    for layer_index, recipe in enumerate(calibration.layers):
-        keys, values = (
-            slot_rows(slot, calibration.layout, layer_index, component, span.start, span.num_tokens)
-            for component in (0, 1)
+    """Load one layer of all spans: values straight to their place, keys turned all at once.
+
+    Turning takes several passes over the keys anyway, and one call over many rows costs less than
+    many calls over few.
+    """
+
+    def rows(component_index: int) -> list[Tensor]:
+        return [
+            slot_rows(slot, layout, layer_index, component_index, span.start, span.num_tokens)
+            for slot, span in zip(slots, spans, strict=True)
+        ]
+
+    layout, recipe = calibration.layout, calibration.layers[layer_index]
+    layer_keys, layer_values = slab.keys[layer_index][0], slab.values[layer_index][0]
+    first = spans[0].token_offset
+    keys = torch.cat(rows(0)).to(layer_keys.device)  # [tokens, kv_heads, head_dim]
+    end = first + keys.shape[0]
+    turned = keys if recipe.rotary is None else recipe.rotary.rotate(keys, first)
+    layer_keys[:, first:end] = turned.transpose(0, 1)
+    for span, values in zip(spans, rows(1), strict=True):
+        layer_values[:, span.token_offset : span.token_offset + span.num_tokens] = values.transpose(
+            0, 1
         )
-        turned = keys if recipe.rotary is None else recipe.rotary.rotate(keys.to(device), begin)
-        slab.keys[layer_index][0, :, begin:end] = turned.transpose(0, 1)
-        slab.values[layer_index][0, :, begin:end] = values.transpose(0, 1)
-        if keep_free_keys and recipe.rotary is not None and slab.free_keys is not None:
-            slab.free_keys[layer_index][begin:end] = keys
+    if recipe.rotary is not None and slab.free_keys is not None:
+        slab.free_keys[layer_index][save_from:end] = keys[save_from - first :]
