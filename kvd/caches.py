@@ -16,7 +16,7 @@ from kvd.core.engine import CacheEngine, Limits
 from kvd.core.errors import UnknownSessionError
 from kvd.core.eviction import make_policy
 from kvd.core.records import BlockRecord, SessionRecord
-from kvd.errors import AmbiguousSessionError, LimitReachedError
+from kvd.errors import AmbiguousSessionError, LimitReachedError, NotDurableError
 from kvd.performer import Performer
 from kvd.tiers.dram import create_arena, dram_bytes, num_slots_for
 from kvd.tiers.manifest import LayoutRow, Manifest
@@ -30,6 +30,7 @@ from shared.pb.kvd.v1 import kvd_pb2
 from shared.session_key import SessionKey, session_key
 from shared.units import NS_PER_S
 
+COMMIT_S = 10.0  # how long an operator waits for the disk
 AUTO_FRACTION = 0.25  # of the state directory's free space, for the volume of one layout
 
 log = get_logger(__name__)
@@ -121,6 +122,28 @@ class Caches:
                 "name one of them with --model",
             )
         return found[0]
+
+    async def committed(self) -> None:
+        """Return once what was changed so far would survive a kill.
+
+        Raises:
+            NotDurableError: the index has not taken it within COMMIT_S.
+        """
+        loop = asyncio.get_running_loop()
+        done = asyncio.Event()
+
+        def tell() -> None:
+            loop.call_soon_threadsafe(done.set)
+
+        self._manifest.when_committed(tell)
+        try:
+            async with asyncio.timeout(COMMIT_S):
+                await done.wait()
+        except TimeoutError as error:
+            raise NotDurableError(
+                "the change is in effect, but not in the index yet",
+                "see the log of kvd: the disk may be full",
+            ) from error
 
     async def close(self) -> None:
         """Stop every cache."""

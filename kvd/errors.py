@@ -84,5 +84,11 @@ class InUseError(ConflictError):
     reason = "in_use"
 
 
+class NotDurableError(UnavailableError):
+    """A change is in effect, but the index has not taken it yet: a restart would undo it."""
+
+    reason = "not_durable"
+
+
 class BrokenError(Exception):
     """An invariant of the core broke. The daemon stops at once; its supervisor starts it anew."""

@@ -27,7 +27,7 @@ from shared.version import __version__
 
 
 class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # the stubs are untyped
-    """What an operator may change."""
+    """What an operator may change; an answer means that a restart will not undo it."""
 
     def __init__(self, caches: Caches) -> None:
         self._caches = caches
@@ -47,6 +47,8 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
             response.sessions += answer.num_sessions
             response.bytes += answer.freed_bytes
             response.skipped_leased.extend(key_message(k) for k in answer.skipped_leased)
+        if not request.dry_run:
+            await self._caches.committed()
         return response
 
     async def Pin(  # noqa: N802
@@ -55,6 +57,7 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
         """Protect a session from eviction and expiry."""
         cache, key = self._caches.find(key_of(request.session))
         cache.act(lambda core, now_ns: core.pin(key, now_ns))
+        await self._caches.committed()
         return kvd_pb2.PinResponse()
 
     async def Unpin(  # noqa: N802
@@ -63,6 +66,7 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
         """Take the protection away."""
         cache, key = self._caches.find(key_of(request.session))
         cache.act(lambda core, now_ns: core.unpin(key, now_ns))
+        await self._caches.committed()
         return kvd_pb2.PinResponse()
 
     async def SetTtl(  # noqa: N802
@@ -76,6 +80,7 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
                 core.set_ttl(key, ttl_ns, now_ns), cache.layout, now_ns
             )
         )
+        await self._caches.committed()
         return kvd_pb2.SetTtlResponse(expires_in_s=message.expires_in_s)
 
 

@@ -276,6 +276,10 @@ class Manifest:
         )
         self._put(Row(sql, (layout, *key)))
 
+    def when_committed(self, committed: Callable[[], None]) -> None:
+        """Have the writer thread call `committed` once all that was put before is durable."""
+        self._put(Row("SELECT 1", (), committed))
+
     def _put(self, row: Row) -> None:
         if row.optional and len(self._writer) >= MAX_QUEUED:
             self.num_left_out += 1
