@@ -80,7 +80,7 @@ def assemble(
     turns = Turns(
         turn_runner,
         transcripts,
-        store,
+        engine,
         SessionTurns(settings.scheduler.max_turns, settings.scheduler.max_turns_per_session),
         counters,
     )

@@ -98,12 +98,16 @@ class Pair:
         async with self.service.client() as client:
             return dict((await client.get_model()).counters)
 
+    async def stored_sessions(self) -> dict[str, int]:
+        """What kvd has: tokens by session."""
+        page = await self._read("ListSessions", kvd_pb2.ListSessionsRequest())
+        return {info.session.session_id: info.num_tokens for info in page.sessions}
+
     async def until_saved(self) -> None:
         """Return when kvd has what the scene's turns computed, and all of it on SSD."""
 
         async def is_saved() -> bool:
-            page = await self._read("ListSessions", kvd_pb2.ListSessionsRequest())
-            stored = {info.session.session_id: info.num_tokens for info in page.sessions}
+            stored = await self.stored_sessions()
             return self._stored.items() <= stored.items() and not (await self.stats()).dirty_bytes
 
         await until(is_saved)

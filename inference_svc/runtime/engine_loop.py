@@ -23,6 +23,7 @@ from inference_svc.runtime.session_store import SessionStore
 from inference_svc.runtime.stepping import StepInput, StepOutput, Stepper
 from inference_svc.runtime.transfers import Transfers
 from shared.grants import QueuedJob
+from shared.session_key import SessionKey
 
 
 class EngineLoop:
@@ -82,6 +83,10 @@ class EngineLoop:
         job.is_kept = True
         save = self._transfers.announce_save(job.key)
         self._tasks.create_task(self._save(job, token_ids, save))
+
+    async def forget(self, key: SessionKey, token_ids: Sequence[int]) -> None:
+        """Have the KV of a deleted session dropped."""
+        await self._transfers.forget(key, token_ids)
 
     def drop(self, job: EngineJob) -> None:
         """Give the job up wherever it is; does nothing for one that is kept or released."""

@@ -67,6 +67,9 @@ class SessionStore(Protocol):
     async def end_session(self, key: SessionKey) -> None:
         """Say that the session will not come back."""
 
+    async def forget(self, key: SessionKey, token_ids: Sequence[int]) -> None:
+        """Drop the KV of a deleted session that was these tokens."""
+
     def push_queue(self, jobs: Sequence[QueuedJob]) -> None:
         """Say which sessions wait, in order."""
 
@@ -87,6 +90,9 @@ class NoSessionStore:
 
     async def end_session(self, key: SessionKey) -> None:
         """Nobody to tell."""
+
+    async def forget(self, key: SessionKey, token_ids: Sequence[int]) -> None:
+        """Nothing to drop."""
 
     def push_queue(self, jobs: Sequence[QueuedJob]) -> None:
         """Nobody to tell."""
@@ -160,6 +166,15 @@ class KvdSessionStore:
             await self._client.end_session(key)
         except ReportedError as error:
             self._note_problem("end_session", error)
+
+    async def forget(self, key: SessionKey, token_ids: Sequence[int]) -> None:
+        """See SessionStore. Without kvd the KV stays there until its TTL ends it."""
+        if not token_ids:
+            return
+        try:
+            await self._client.discard(key, _as_bytes(token_ids), [(0, len(token_ids))])
+        except ReportedError as error:
+            self._note_problem("forget", error)
 
     def push_queue(self, jobs: Sequence[QueuedJob]) -> None:
         """See SessionStore."""

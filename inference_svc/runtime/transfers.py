@@ -28,9 +28,7 @@ class Transfers:
         Raises:
             Exception: whatever the allocation raises; kvd's failures only make it a miss.
         """
-        save = self._saves.get(job.key)
-        if save is not None:
-            await save.wait()  # bounded by the deadlines inside SessionStore.save
+        await self._saved(job.key)
         slab = await self._copy_thread.run(
             self._runner.new_slab, job.request.capacity_tokens, save=self._store.saves
         )
@@ -44,6 +42,11 @@ class Transfers:
         if job.is_final:
             await self._store.end_session(job.key)
 
+    async def forget(self, key: SessionKey, token_ids: Sequence[int]) -> None:
+        """Have a deleted session's KV dropped, after the save of its last turn."""
+        await self._saved(key)
+        await self._store.forget(key, token_ids)
+
     def announce_save(self, key: SessionKey) -> asyncio.Event:
         """Let the session's next load wait until the returned event is set."""
         save = self._saves[key] = asyncio.Event()
@@ -54,3 +57,9 @@ class Transfers:
         save.set()
         if self._saves.get(key) is save:
             del self._saves[key]
+
+    async def _saved(self, key: SessionKey) -> None:
+        """Wait for the session's save; the deadlines inside SessionStore.save bound it."""
+        save = self._saves.get(key)
+        if save is not None:
+            await save.wait()

@@ -23,7 +23,7 @@ from inference_svc.core.submission import Submission
 from inference_svc.core.transcript_format import Transcript
 from inference_svc.core.turn_events import Accepted, Finished, Started, Tokens
 from inference_svc.core.turn_record import TurnRecord
-from inference_svc.runtime.session_store import SessionStore
+from inference_svc.runtime.engine_loop import EngineLoop
 from inference_svc.runtime.transcript import TranscriptStore
 from inference_svc.runtime.turn import Turn
 from inference_svc.runtime.turn_runner import TurnRunner
@@ -41,13 +41,13 @@ class Turns:
         self,
         runner: TurnRunner,
         transcripts: TranscriptStore,
-        store: SessionStore,
+        engine: EngineLoop,
         session_turns: SessionTurns[Turn],
         counters: Counters,
     ) -> None:
         self._runner = runner
         self._transcripts = transcripts
-        self._store = store
+        self._engine = engine
         self._session_turns = session_turns
         self._counters = counters
         self._held: set[SessionKey] = set()  # sessions that are being made or deleted
@@ -211,15 +211,17 @@ class Turns:
         return forked
 
     async def delete(self, key: SessionKey) -> None:
-        """Remove a session that has no turn under way."""
+        """Remove a session that has no turn under way, and its KV."""
         if self._is_busy(key):
             raise _busy(key)
         self._held.add(key)
         try:
+            transcript = await self._transcripts.find(key)
             await self._transcripts.delete(key)
+            if transcript is not None:
+                await self._engine.forget(key, transcript.token_ids)
         finally:
             self._held.discard(key)
-        await self._store.end_session(key)
 
     def _is_busy(self, key: SessionKey) -> bool:
         return bool(self._session_turns.of(key)) or key in self._held

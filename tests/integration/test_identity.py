@@ -120,5 +120,21 @@ async def test_both_tiers_too_small(pair, oracle):
         assert usage.reused_tokens + usage.recomputed_tokens == usage.history_tokens
 
 
+async def test_a_deleted_session_leaves_nothing_in_kvd(pair, oracle):
+    """Delete drops the KV too, also that of a save still under way, but not what a fork shares."""
+    async with pair.with_kvd("--dram", "16MB"):
+        await pair.say("kept", 300)
+        async with pair.service.client() as client:
+            await client.fork_session(pair.name("kept"), None, pair.name("gone"))
+            await pair.say("gone")
+            await client.delete_session(pair.name("gone"))
+        stored = await pair.stored_sessions()
+        again = await pair.say("kept")
+        verdict = await pair.verdict(oracle, "kept")
+    assert pair.name("gone") not in stored
+    assert again.usage.recomputed_tokens == 0
+    assert verdict.is_identical, verdict
+
+
 def _greedy(max_tokens):
     return inference_pb2.Sampling(max_tokens=max_tokens, ignore_eos=True)
