@@ -131,13 +131,15 @@ class KvdConnection:
         try:
             await attachment.hold(self._on_draining)
         finally:
+            # All at once, before anything is awaited: a caller who was refused and then waits in
+            # `wait_attached` must not find us attached still.
             self._attachment = None
             self._detached_reason = "kvd closed the connection"
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
             if not self._draining:
                 self._changed("kvd_detached", reason=self._detached_reason)
             self._draining = False
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
 
     async def _while_attached(self, attachment: Attachment) -> None:
         """For subclasses: run beside the attachment; cancelled at its end."""

@@ -18,7 +18,7 @@ from shared.layout_message import layout_message
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
 from tests.kvd_polling import all_clean, eventually, reader_stats, sessions_of
 from tests.processes import KvdProcess, running_kvd
-from tests.synthetic_engine import SyntheticEngine, attached_engine, key_of, small_layout
+from tests.synthetic_engine import ATTACH_S, SyntheticEngine, attached_engine, key_of, small_layout
 
 BLOCK_BYTES = 2 * 4096
 FLAGS = ("--dram", "1MB", "--ssd", "4MB")
@@ -105,7 +105,7 @@ async def test_kill_in_the_middle_of_stores(tmp_path: Path) -> None:
                     await engine.store(key_of(f"s{number}"), _tokens(number), kept)
                 except ReportedError:  # wrong bytes would be an AssertionError
                     failures += 1
-                    await asyncio.sleep(0.01)
+                    await engine.client.wait_attached(ATTACH_S)
 
         working = asyncio.create_task(work())
         for _ in range(3):
