@@ -1,21 +1,22 @@
 """What the cache engine asks of the world: frozen values, handed out by `CacheEngine.drain`.
 
-Pure. The performer carries them out and reports back through `read_done`, `write_done` and
-`drop_done`.
+Pure. The performer carries them out and reports back through `read_done`, `verify_done`,
+`hash_done`, `write_done` and `drop_done`.
 
 Invariants the performer keeps:
 1. index actions (PutBlock, PutSession, DropSession, DropBlock) reach the index in the order they
    were drained;
 2. `drop_done` is reported only once the removal of the row is committed, because the extent is
    reused after it;
-3. every action with an `op_id` is answered exactly once.
+3. journal actions (PutSlot, ClearSlot) are done before the call that caused them is answered;
+4. every action with an `op_id` is answered exactly once.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvd.core.records import BlockRecord, SessionRecord
+from kvd.core.records import BlockRecord, SessionRecord, SlotRecord
 from shared.session_key import SessionKey
 
 # Names of events, for Emit.
@@ -30,6 +31,9 @@ READ_FAILED = "read_failed"
 SSD_DEGRADED = "ssd_degraded"
 SSD_RECOVERED = "ssd_recovered"
 OWNER_GONE = "owner_gone"
+OWNER_DETACHED = "owner_detached"
+OWNER_REATTACHED = "owner_reattached"
+SCRUBBED = "scrubbed"
 RESTORED = "restored"
 
 
@@ -38,29 +42,104 @@ class IoOutcome(Enum):
 
     OK = "ok"
     CORRUPT = "corrupt"  # read: the bytes are not the ones written
-    TRANSIENT = "transient"  # EIO and the like: the bytes may still be there
+    TRANSIENT = "transient"  # EIO and the like: the bytes may still be there, and good
     FULL = "full"  # write: no space in the file system
 
 
 @dataclass(frozen=True, slots=True)
 class ReadBlock:
-    """Read an extent into a slot and verify each layer slice; answer with `read_done`."""
+    """Read an extent into a slot and verify its header and each layer slice; then `read_done`.
+
+    Attributes:
+        layered: part of a large load: layer by layer over all its blocks, so that the engine can
+            start on layer 0 before the last layer is there.
+    """
 
     op_id: int
+    key: bytes
     extent: int
     slot_id: int
     num_tokens: int
-    checksums: tuple[int, ...]  # one per layer slice, as `write_done` reported them
+    layered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HashSlot:
+    """Compute the checksums of a committed slot; then `hash_done`."""
+
+    op_id: int
+    slot_id: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class VerifySlot:
+    """Compare a slot's bytes with their checksums; then `verify_done`."""
+
+    op_id: int
+    slot_id: int
+    num_tokens: int
+    checksums: bytes
+    urgent: bool  # a load waits for it
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyExtent:
+    """Read an extent to nowhere and verify it; then `verify_done`."""
+
+    op_id: int
+    key: bytes
+    extent: int
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class WriteBlock:
-    """Hash a slot's layer slices, write it to an extent, make it durable; then `write_done`."""
+    """Write a slot to an extent, with its header, and make it durable; then `write_done`."""
 
     op_id: int
+    key: bytes
     slot_id: int
     extent: int
     num_tokens: int
+    token_ids: bytes
+    checksums: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PutSlot:
+    """Note in the journal what a slot holds, for the next kvd."""
+
+    slot_id: int
+    record: SlotRecord
+
+
+@dataclass(frozen=True, slots=True)
+class ClearSlot:
+    """Note in the journal that a slot holds nothing."""
+
+    slot_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrackLoad:
+    """Publish how many layers of a pending load are ready: the least of these operations.
+
+    It comes after the operations themselves; one that is not begun yet is now urgent. A second one
+    for the same lease replaces the first: a copy in DRAM was corrupt and is read from SSD. An
+    operation that fails and is not replaced fails the load.
+    """
+
+    lease_id: int
+    owner: int
+    op_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UntrackLoad:
+    """The load is over: its progress word is free."""
+
+    lease_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +197,14 @@ class Emit:
 
 Action = (
     ReadBlock
+    | HashSlot
+    | VerifySlot
+    | VerifyExtent
     | WriteBlock
+    | PutSlot
+    | ClearSlot
+    | TrackLoad
+    | UntrackLoad
     | PutBlock
     | PutSession
     | DropSession

@@ -2,9 +2,15 @@
 
 Pure. Invariants:
 1. a block in the index has bytes in at least one tier, or is being read or written;
-2. `num_dram`, `num_ssd` and `num_dirty` equal a recount at any moment: copies are changed through
-   the index only;
-3. a block that is READING has an extent and a slot whose bytes may not be used yet.
+2. the index's counts equal a recount at any moment: copies are changed through the index only;
+3. a block that is READING or VERIFYING has a slot whose bytes may not be used yet;
+4. the token ids of a block in DRAM are known, unless it is READING; its checksums too, once it was
+   hashed. Only a hashed block is in the journal, or written;
+5. only an unverified block, or one that is to be verified on each load, is VERIFYING.
+
+    stored:   IDLE ─► HASHING ─► IDLE ─► WRITING ─► IDLE (clean)
+    loaded:   READING ─► IDLE
+    adopted:  IDLE (unverified) ─► VERIFYING ─► IDLE        corrupt, but on SSD: ─► READING
 """
 
 from collections.abc import Iterator
@@ -20,7 +26,14 @@ class BlockIo(Enum):
 
     IDLE = "idle"
     READING = "reading"  # extent -> slot
+    VERIFYING = "verifying"  # the slot's bytes are compared with their checksums
+    HASHING = "hashing"  # the slot may be read meanwhile
     WRITING = "writing"  # slot -> extent; the slot may be read meanwhile
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether the slot's bytes may not be used yet."""
+        return self is BlockIo.READING or self is BlockIo.VERIFYING
 
 
 @dataclass(slots=True, eq=False)
@@ -28,8 +41,10 @@ class Block:
     """KV of up to `block_tokens` consecutive tokens; committed, hence never changed.
 
     Attributes:
-        token_ids: kept while the bytes are in DRAM, if known: what a PutBlock needs. b"" if not
-            known.
+        tenant: whose sessions may use it, and whose quota it counts for.
+        token_ids: kept while the bytes are in DRAM: what a WriteBlock needs.
+        checksums: of the bytes in DRAM, as in StoredBlock; b"" if they are not hashed.
+        is_unverified: adopted from an earlier kvd and not compared with its checksums yet.
         readers: load leases on it: its slot stays.
         holders: calls and store leases that build on it: it does not leave its last tier.
         users: sessions with a span on it (a dict, for its order).
@@ -39,11 +54,13 @@ class Block:
 
     key: bytes
     num_tokens: int
+    tenant: str = ""
     token_ids: bytes = b""
     slot_id: int | None = None
     generation: int = 0
     extent: int | None = None
-    checksums: tuple[int, ...] = ()
+    checksums: bytes = b""
+    is_unverified: bool = False
     io: BlockIo = BlockIo.IDLE
     readers: int = 0
     holders: int = 0
@@ -54,6 +71,17 @@ class Block:
     def dirty(self) -> bool:
         """Whether DRAM holds the only copy."""
         return self.slot_id is not None and self.extent is None
+
+    @property
+    def unhashed(self) -> bool:
+        """Whether DRAM holds the only copy and its checksums are not known."""
+        return self.dirty and not self.checksums
+
+    @property
+    def writable(self) -> bool:
+        """Whether a write of it may be asked for now."""
+        is_good = bool(self.checksums) and not self.is_unverified
+        return self.dirty and is_good and self.io is BlockIo.IDLE
 
     @property
     def wanted(self) -> bool:
@@ -77,6 +105,8 @@ class BlockIndex:
         self.num_dram = 0
         self.num_ssd = 0
         self.num_dirty = 0
+        self.num_unhashed = 0
+        self.num_unverified = 0
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -116,14 +146,15 @@ class BlockIndex:
         assert block.slot_id is not None, "only a block with a slot can lose it"
         slot_id = block.slot_id
         self._recount(block, -1)
-        block.slot_id, block.token_ids = None, b""
+        block.slot_id, block.token_ids, block.checksums = None, b"", b""
+        block.is_unverified = False
         self._recount(block, 1)
         return slot_id
 
-    def enter_ssd(self, block: Block, extent: int, checksums: tuple[int, ...]) -> None:
+    def enter_ssd(self, block: Block, extent: int) -> None:
         """Note that the block is durable."""
         self._recount(block, -1)
-        block.extent, block.checksums = extent, checksums
+        block.extent = extent
         self._recount(block, 1)
 
     def leave_ssd(self, block: Block) -> int:
@@ -131,11 +162,25 @@ class BlockIndex:
         assert block.extent is not None, "only a block with an extent can lose it"
         extent = block.extent
         self._recount(block, -1)
-        block.extent, block.checksums = None, ()
+        block.extent = None
         self._recount(block, 1)
         return extent
+
+    def know(self, block: Block, token_ids: bytes, checksums: bytes) -> None:
+        """Note what the bytes in the block's slot are."""
+        self._recount(block, -1)
+        block.token_ids, block.checksums = token_ids, checksums
+        self._recount(block, 1)
+
+    def doubt(self, block: Block, *, is_unverified: bool) -> None:
+        """Note whether the bytes in the block's slot are still to be verified."""
+        self._recount(block, -1)
+        block.is_unverified = is_unverified
+        self._recount(block, 1)
 
     def _recount(self, block: Block, sign: int) -> None:
         self.num_dram += sign * (block.slot_id is not None)
         self.num_ssd += sign * (block.extent is not None)
         self.num_dirty += sign * block.dirty
+        self.num_unhashed += sign * block.unhashed
+        self.num_unverified += sign * block.is_unverified

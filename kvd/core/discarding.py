@@ -24,6 +24,7 @@ def discard(state: CacheState, key: SessionKey, token_ids: bytes, ranges: Sequen
     session = state.sessions.get(key)
     if session is None:
         return 0
+    state.unfold(session)
     pieces = match_session(state, session, token_ids).pieces
     salt = state.salt_of(key.tenant)
     if state.layout.position_mode == "coupled" and merged:

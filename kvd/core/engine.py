@@ -17,30 +17,40 @@ Calls that name an owner are made only between its attach and `owner_gone`.
 *Source:* sessions as the unit of placement: CachedAttention §3.3; the sans-I/O shape: aioquic.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
-from kvd.core import checking, discarding, inspection, restoring, retention
-from kvd.core.actions import OWNER_GONE, Action, IoOutcome
+from kvd.core import adopting, checking, discarding, inspection, restoring, retention
+from kvd.core.actions import Action, IoOutcome
 from kvd.core.eviction import EvictionPolicy, LruPolicy
-from kvd.core.leases import LoadLease
+from kvd.core.hashing import Hasher
+from kvd.core.leases import RestoredLease
 from kvd.core.loading import Loader
 from kvd.core.outbox import COUNTERS
+from kvd.core.peers import Peers
 from kvd.core.placement import Placement
 from kvd.core.records import (
-    BlockRecord,
+    AdoptedSlot,
     EngineStats,
     FlushAnswer,
+    IndexRows,
+    LeaseInfo,
     LeaseState,
     LoadAnswer,
+    OrphanSlot,
+    Pin,
     QueuedJob,
+    ScrubStep,
     SessionDetail,
     SessionInfo,
     SessionPage,
-    SessionRecord,
     StoreAnswer,
+    StoredBlock,
+    TenantUsage,
 )
+from kvd.core.scrubbing import Scrubber
 from kvd.core.state import CacheState, Limits
 from kvd.core.storing import Storer
+from kvd.core.verifying import Verifier
 from kvd.core.writing import Writer
 from shared.kv_layout import KVLayout
 from shared.session_key import SessionKey
@@ -68,8 +78,12 @@ class CacheEngine:
         self._state = CacheState(layout, limits, salt_of, policy or LruPolicy())
         placement = Placement(self._state)
         self._writer = Writer(self._state, placement)
-        self._loader = Loader(self._state, placement)
-        self._storer = Storer(self._state, placement, self._writer)
+        self._hasher = Hasher(self._state, self._writer)
+        self._verifier = Verifier(self._state)
+        self._loader = Loader(self._state, self._writer, self._verifier)
+        self._storer = Storer(self._state, placement, self._writer, self._hasher)
+        self._peers = Peers(self._state, self._loader, self._storer)
+        self._scrubber = Scrubber(self._state, self._loader, self._writer)
 
     @property
     def layout(self) -> KVLayout:
@@ -79,28 +93,81 @@ class CacheEngine:
     # ---------------------------------------------------------------------------------------- life
 
     def restore(
-        self, sessions: Iterable[SessionRecord], blocks: Iterable[BlockRecord], now_ns: int
+        self,
+        rows: IndexRows,
+        adopted: Sequence[AdoptedSlot],
+        orphans: Sequence[OrphanSlot],
+        first_lease_id: int,
+        now_ns: int,
     ) -> None:
-        """Start from the rows that recovery found; once, before anything else.
+        """Start from what the index and the journal of the arena say; once, before anything else.
 
-        Sessions are cut to the prefix whose blocks exist; rows that nothing needs are removed.
+        Sessions are cut to the prefix whose blocks exist; rows and slots that nothing needs are
+        removed. Adopted blocks are verified before their first use. Orphans' slots stay their
+        engines': each owner is to be named in `reattach` or `owner_gone`.
+
+        Args:
+            rows: all rows of this layout.
+            adopted: slots that hold a block.
+            orphans: slots that engines may still be writing to.
+            first_lease_id: above every lease id that an earlier kvd has granted in this arena.
+            now_ns: time.
         """
         self._state.advance(now_ns)
-        restoring.restore(self._state, sessions, blocks)
+        adopting.adopt(self._state, adopted, orphans, first_lease_id)
+        restoring.restore(self._state, rows)
+        adopting.settle(self._state)
+        self._verifier.issue()
+
+    def add_slots(self, num_slots: int, first_lease_id: int) -> None:
+        """Take an arena in; there is none. Leases on it are numbered from `first_lease_id` on."""
+        self._state.slots.add(num_slots)
+        self._state.leases.start_at(first_lease_id)
+
+    def release_dram(self, now_ns: int) -> bool:
+        """Empty the arena as far as possible, writing what is dirty; call again on SpaceFreed.
+
+        Returns:
+            Whether no slot is in use: then `drop_slots`.
+        """
+        self._state.advance(now_ns)
+        num_slots = len(self._state.slots)
+        self._state.outbox.want_wake()
+        return self._writer.make_slots(num_slots) == num_slots
+
+    def drop_slots(self) -> None:
+        """Give the arena up; no slot is in use."""
+        self._state.slots.drop()
+
+    def set_ssd_capacity(self, num_extents: int, now_ns: int) -> None:
+        """Allow that many extents on SSD from now on; the coldest sessions make up for less."""
+        self._state.advance(now_ns)
+        self._writer.set_capacity(num_extents)
+
+    def write_dirty(self, now_ns: int) -> None:
+        """Write every dirty block now, whatever the admission policy; O(blocks)."""
+        self._state.advance(now_ns)
+        self._writer.write_all()
 
     def drain(self) -> list[Action]:
         """Hand out every action since the last drain, in order. Each is to be carried out."""
+        self._state.fold_idle()
         return self._state.outbox.drain(self._state.sessions)
 
     def expire(self, now_ns: int) -> None:
-        """Do what is due: expire sessions (a bounded number), try held-back SSD writes again."""
+        """Do what is due, a bounded amount: expiries, write-backs, what is to be tried again."""
         self._state.advance(now_ns)
         retention.expire(self._state)
-        self._writer.issue()
+        self._writer.write_back()
+        self._verifier.issue()
 
     def next_deadline_ns(self) -> int | None:
         """When to call `expire`; may be in the past (at once). None: not before another call."""
-        deadlines = (self._state.ttl.next_deadline_ns(), self._writer.retry_at_ns())
+        deadlines = (
+            self._state.ttl.next_deadline_ns(),
+            self._writer.next_deadline_ns(),
+            self._verifier.retry_at_ns(),
+        )
         return min((d for d in deadlines if d is not None), default=None)
 
     def check(self) -> None:
@@ -200,15 +267,15 @@ class CacheEngine:
         self._state.advance(now_ns)
         return retention.end_session(self._state, key)
 
-    def pin(self, key: SessionKey, now_ns: int) -> None:
+    def pin(self, key: SessionKey, pin: Pin, now_ns: int) -> None:
         """Protect a session from eviction and expiry; raises UnknownSessionError."""
         self._state.advance(now_ns)
-        retention.pin(self._state, key)
+        retention.pin(self._state, key, pin)
 
     def unpin(self, key: SessionKey, now_ns: int) -> None:
-        """End a pin; raises UnknownSessionError."""
+        """End a pin, which counts as a use; raises UnknownSessionError."""
         self._state.advance(now_ns)
-        retention.unpin(self._state, key)
+        retention.pin(self._state, key, Pin.NONE)
 
     def set_ttl(self, key: SessionKey, ttl_ns: int | None, now_ns: int) -> SessionInfo:
         """Set a TTL (None: the default; TTL_NEVER_NS: never); raises UnknownSessionError."""
@@ -219,33 +286,69 @@ class CacheEngine:
     def flush(self, key: SessionKey | None, dry_run: bool, now_ns: int) -> FlushAnswer:
         """Drop one session, or all (None), except leased ones, from every tier.
 
+        All of very many take long: `flush_some` does it bit by bit.
+
         Raises:
             UnknownSessionError: if the one named is not stored.
         """
         self._state.advance(now_ns)
         return retention.flush(self._state, key, dry_run=dry_run)
 
+    def flush_some(self, max_sessions: int, now_ns: int) -> FlushAnswer:
+        """Drop up to this many sessions that are not leased; no more are left when it drops none.
+
+        `skipped_leased` names those it came across.
+        """
+        self._state.advance(now_ns)
+        return retention.flush_some(self._state, max_sessions)
+
     # --------------------------------------------------------------------------------------- peers
 
     def owner_gone(self, owner: int, now_ns: int) -> None:
         """Release everything an engine holds: it is dead and will not touch its slots."""
         self._state.advance(now_ns)
-        leases = self._state.leases.of_owner(owner)
-        for lease in leases:
-            if isinstance(lease, LoadLease):
-                self._loader.release(lease)
-            else:
-                self._storer.release(lease)
-        self._state.queue.replace(owner, ())
-        self._state.outbox.emit(OWNER_GONE, None, {"owner": owner, "num_leases": len(leases)})
+        self._peers.gone(owner)
+
+    def detach(self, owner: int, now_ns: int) -> None:
+        """Take note that an engine's connection is over while its process lives.
+
+        What it loads it must not trust any more: those leases end. What it stores it may still be
+        writing: the slots stay its own, until `reattach` or `owner_gone`.
+        """
+        self._state.advance(now_ns)
+        self._peers.detach(owner)
+
+    def reattach(
+        self, old_owner: int, new_owner: int, held: Sequence[int], now_ns: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Give an engine that came back the store leases it still holds; it knows of no others.
+
+        Of one that an earlier kvd granted only the slots are kept: the engine may write to them,
+        but its completion fails.
+
+        Args:
+            old_owner: its id while it was attached before, or in an OrphanSlot.
+            new_owner: its id now.
+            held: ids of the leases it says it holds.
+            now_ns: time.
+
+        Returns:
+            Those of `held` that are its own again, and those that are lost.
+        """
+        self._state.advance(now_ns)
+        return self._peers.reattach(old_owner, new_owner, held)
+
+    def leases(self) -> tuple[LeaseInfo, ...]:
+        """List all leases, oldest first; O(leases)."""
+        return tuple(
+            sorted((lease.info() for lease in self._state.leases), key=lambda info: info.lease_id)
+        )
 
     def confirm_leases(
         self, owner: int, lease_ids: Sequence[int]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Split lease ids into those the owner still holds and those it has lost."""
-        held = {lease.lease_id for lease in self._state.leases.of_owner(owner)}
-        confirmed = tuple(lease_id for lease_id in lease_ids if lease_id in held)
-        return confirmed, tuple(lease_id for lease_id in lease_ids if lease_id not in held)
+        return self._peers.confirm(owner, lease_ids)
 
     def push_queue(self, owner: int, jobs: Sequence[QueuedJob], now_ns: int) -> None:
         """Take the newest snapshot of an engine's waiting queue."""
@@ -258,22 +361,62 @@ class CacheEngine:
 
     # --------------------------------------------------------------------------------- completions
 
-    def read_done(self, op_id: int, outcome: IoOutcome, now_ns: int) -> None:
-        """Take the outcome of a ReadBlock."""
-        self._state.advance(now_ns)
-        self._loader.read_done(op_id, outcome)
-
-    def write_done(
-        self, op_id: int, outcome: IoOutcome, checksums: tuple[int, ...], now_ns: int
+    def read_done(
+        self, op_id: int, outcome: IoOutcome, stored: StoredBlock | None, now_ns: int
     ) -> None:
-        """Take the outcome of a WriteBlock; checksums of each layer slice, () on failure."""
+        """Take the outcome of a ReadBlock, and what the extent's header says if it is OK."""
         self._state.advance(now_ns)
-        self._writer.write_done(op_id, outcome, checksums)
+        self._loader.read_done(op_id, outcome, stored)
+        self._writer.issue()
+
+    def verify_done(self, op_id: int, outcome: IoOutcome, now_ns: int) -> None:
+        """Take the outcome of a VerifySlot or VerifyExtent."""
+        self._state.advance(now_ns)
+        if self._scrubber.owns(op_id):
+            self._scrubber.verify_done(op_id, outcome)
+        else:
+            self._loader.verify_done(op_id, outcome)
+
+    def hash_done(self, op_id: int, checksums: bytes, now_ns: int) -> None:
+        """Take the checksums of a HashSlot, b"" if they could not be computed."""
+        self._state.advance(now_ns)
+        self._hasher.hash_done(op_id, checksums)
+
+    def write_done(self, op_id: int, outcome: IoOutcome, now_ns: int) -> None:
+        """Take the outcome of a WriteBlock; OK means that it is durable."""
+        self._state.advance(now_ns)
+        self._writer.write_done(op_id, outcome)
 
     def drop_done(self, op_id: int, now_ns: int) -> None:
         """Take the commit of a DropBlock."""
         self._state.advance(now_ns)
         self._writer.drop_done(op_id)
+
+    # ------------------------------------------------------------------------------------- scrubs
+
+    def scrub_begin(self, repair: bool) -> int:
+        """Begin to compare every copy of every block with what was stored; returns its id.
+
+        Nothing happens until `scrub_step`. The caller owes steps until one is `done`, or
+        `scrub_end`.
+
+        Raises:
+            ScrubError: one is under way already.
+        """
+        return self._scrubber.begin(repair=repair)
+
+    def scrub_step(self, scrub_id: int, max_bytes: int, now_ns: int) -> ScrubStep:
+        """Go on with a scrub until `max_bytes` are under way; the caller sets the pace.
+
+        Raises:
+            ScrubError: it is over.
+        """
+        self._state.advance(now_ns)
+        return self._scrubber.step(scrub_id, max_bytes)
+
+    def scrub_end(self, scrub_id: int) -> None:
+        """Give a scrub up; without effect if it is over."""
+        self._scrubber.end(scrub_id)
 
     # ------------------------------------------------------------------------------------- looking
 
@@ -283,12 +426,22 @@ class CacheEngine:
         return inspection.describe_info(self._state, session) if session else None
 
     def sessions(self, tenant: str, after: str, limit: int) -> SessionPage:
-        """List a page of sessions, least recently used first; tenant "" lists all; O(sessions)."""
+        """List a page of sessions, least recently used first; tenant "" lists all.
+
+        The first page of a listing costs O(sessions), the others O(limit).
+
+        Raises:
+            InvalidRequestError: `after` is not a page token.
+        """
         return inspection.list_sessions(self._state, tenant, after, limit)
 
     def describe(self, key: SessionKey) -> SessionDetail:
         """Everything about one session; raises UnknownSessionError."""
         return inspection.describe(self._state, retention.find_session(self._state, key))
+
+    def tenants(self) -> tuple[TenantUsage, ...]:
+        """What each tenant that stores something has, and may have; O(tenants)."""
+        return tuple(self._state.tenants)
 
     def stats(self) -> EngineStats:
         """Fill and counters; O(1)."""
@@ -296,5 +449,5 @@ class CacheEngine:
 
     def _counting_losses(self, lease_id: int, owner: int) -> None:
         lease = self._state.leases.get(lease_id)
-        if lease is None or lease.owner != owner:
+        if lease is None or lease.owner != owner or isinstance(lease, RestoredLease):
             self._state.outbox.count("leases_lost")

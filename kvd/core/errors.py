@@ -26,3 +26,10 @@ class InvalidRequestError(InvalidInputError):
     """Token ids, positions, ranges or a page token that cannot be."""
 
     reason = "invalid_request"
+
+
+class ScrubError(ConflictError):
+    """A scrub is under way already, or the one named is over."""
+
+    reason = "scrub"
+    retryable = False

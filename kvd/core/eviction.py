@@ -7,6 +7,7 @@ placement takes such a session out when it meets it), having bytes and no user i
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Protocol
 
 from kvd.core.records import Tier
@@ -29,6 +30,10 @@ class EvictionPolicy(Protocol):
         """Note that the session will not come back: first victim, until touched again."""
         ...
 
+    def guarded(self, key: SessionKey, *, is_guarded: bool) -> None:
+        """Rank the session after all that are not guarded, from now on (or no longer)."""
+        ...
+
     def entered(self, key: SessionKey, tier: Tier) -> None:
         """Note bytes in this tier without a use (a late write, a shared block it answers for)."""
         ...
@@ -38,7 +43,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def removed(self, key: SessionKey) -> None:
-        """Forget the session (dropped, or pinned)."""
+        """Forget the session (dropped, or hard-pinned)."""
         ...
 
     def ranks(self, key: SessionKey, tier: Tier) -> bool:
@@ -48,6 +53,63 @@ class EvictionPolicy(Protocol):
     def victims(self, tier: Tier | None) -> Iterator[SessionKey]:
         """Yield sessions coldest first; None: over all tiers. No other call meanwhile."""
         ...
+
+
+class LruOrder:
+    """Sessions, least recently used first; *guarded* ones come after all the others.
+
+    Every call is O(1).
+    """
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[SessionKey, None] = OrderedDict()
+        self._guarded_order: OrderedDict[SessionKey, None] = OrderedDict()
+        self._guarded: set[SessionKey] = set()  # in an order or not
+
+    def __contains__(self, key: SessionKey) -> bool:
+        return key in self._order or key in self._guarded_order
+
+    def __iter__(self) -> Iterator[SessionKey]:
+        return chain(self._order, self._guarded_order)
+
+    def touch(self, key: SessionKey) -> None:
+        """Put the session at the warm end."""
+        order = self._order_of(key)
+        order[key] = None
+        order.move_to_end(key)
+
+    def enter(self, key: SessionKey) -> None:
+        """Put the session at the warm end, unless it is in the order."""
+        self._order_of(key).setdefault(key)
+
+    def end(self, key: SessionKey) -> None:
+        """Move the session to the cold end, if it is in the order."""
+        order = self._order_of(key)
+        if key in order:
+            order.move_to_end(key, last=False)
+
+    def leave(self, key: SessionKey) -> None:
+        """Take the session out; it stays guarded."""
+        self._order_of(key).pop(key, None)
+
+    def guard(self, key: SessionKey, *, is_guarded: bool) -> None:
+        """Have the session come after all that are not guarded, or among them."""
+        was_here = key in self
+        self.leave(key)
+        if is_guarded:
+            self._guarded.add(key)
+        else:
+            self._guarded.discard(key)
+        if was_here:
+            self.touch(key)
+
+    def remove(self, key: SessionKey) -> None:
+        """Forget the session."""
+        self.leave(key)
+        self._guarded.discard(key)
+
+    def _order_of(self, key: SessionKey) -> OrderedDict[SessionKey, None]:
+        return self._guarded_order if key in self._guarded else self._order
 
 
 class LruPolicy:
@@ -60,34 +122,37 @@ class LruPolicy:
     name = "lru"
 
     def __init__(self) -> None:
-        self._all: OrderedDict[SessionKey, None] = OrderedDict()
-        self._orders: dict[Tier, OrderedDict[SessionKey, None]] = {t: OrderedDict() for t in Tier}
+        self._all = LruOrder()
+        self._orders = {tier: LruOrder() for tier in Tier}
 
     def touched(self, key: SessionKey, now_ns: int) -> None:  # noqa: ARG002
         """See EvictionPolicy."""
-        for order in (self._all, *self._orders.values()):
-            order[key] = None
-            order.move_to_end(key)
+        for order in self._every_order():
+            order.touch(key)
 
     def ended(self, key: SessionKey) -> None:
         """See EvictionPolicy."""
-        for order in (self._all, *self._orders.values()):
-            if key in order:
-                order.move_to_end(key, last=False)
+        for order in self._every_order():
+            order.end(key)
+
+    def guarded(self, key: SessionKey, *, is_guarded: bool) -> None:
+        """See EvictionPolicy."""
+        for order in self._every_order():
+            order.guard(key, is_guarded=is_guarded)
 
     def entered(self, key: SessionKey, tier: Tier) -> None:
         """See EvictionPolicy."""
-        self._all.setdefault(key)
-        self._orders[tier].setdefault(key)
+        self._all.enter(key)
+        self._orders[tier].enter(key)
 
     def left(self, key: SessionKey, tier: Tier) -> None:
         """See EvictionPolicy."""
-        self._orders[tier].pop(key, None)
+        self._orders[tier].leave(key)
 
     def removed(self, key: SessionKey) -> None:
         """See EvictionPolicy."""
-        for order in (self._all, *self._orders.values()):
-            order.pop(key, None)
+        for order in self._every_order():
+            order.remove(key)
 
     def ranks(self, key: SessionKey, tier: Tier) -> bool:
         """See EvictionPolicy."""
@@ -96,6 +161,9 @@ class LruPolicy:
     def victims(self, tier: Tier | None) -> Iterator[SessionKey]:
         """See EvictionPolicy."""
         return iter(self._all if tier is None else self._orders[tier])
+
+    def _every_order(self) -> tuple[LruOrder, ...]:
+        return self._all, *self._orders.values()
 
 
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LruPolicy}

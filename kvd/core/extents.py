@@ -1,47 +1,210 @@
-"""Extents of the SSD tier: block-sized places, numbered from 0.
+"""Extents of the SSD tier: runs of sectors, numbered by their first sector.
 
-Pure. Given-back extents are reused before new ones are taken, because segments are allocated on
-disk as their first extent is. Invariant: an extent is free, or owned by one block, write or drop.
+Pure. The tier is a row of *whole extents* of `sectors_per_extent` each. A run of more than half of
+one takes it whole; shorter runs (partial blocks) are packed, several to a *packing extent*, first
+fit. A packing extent that is empty again is a whole one again.
+
+Given-back extents are reused before new ones are taken, because segments are allocated on disk as
+their first extent is. Invariant: a sector is free, or owned by one block, write or drop.
+
+Every call is O(1) in the number of extents: packing extents are bit masks of their free sectors,
+found by the length of their longest free run.
 """
 
-from collections.abc import Collection
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 
 class ExtentTable:
-    """Which extents are free."""
+    """Which extents are free.
 
-    def __init__(self, num_extents: int) -> None:
-        self._num_extents = num_extents
-        self._next = 0  # extents from here on were never used
+    Args:
+        num_extents: how many whole extents may be in use.
+        sectors_per_extent: the run of a full block.
+    """
+
+    def __init__(self, num_extents: int, sectors_per_extent: int) -> None:
+        self._capacity = num_extents
+        self.sectors_per_extent = sectors_per_extent
+        self.num_used_sectors = 0
+        self.num_free_packed = 0  # free sectors of packing extents
+        self._all_free = (1 << sectors_per_extent) - 1
+        self._next = 0  # whole extents from here on were never used
         self._returned: list[int] = []
+        self._packing: dict[int, int] = {}  # whole extent -> mask of its free sectors
+        self._by_run: dict[int, dict[int, None]] = {}  # longest free run -> packing extents
+        self._runs = 0  # mask of the keys of _by_run
 
     def __len__(self) -> int:
-        return self._num_extents
-
-    @property
-    def num_free(self) -> int:
-        """Extents that can be allocated now."""
-        return len(self._returned) + self._num_extents - self._next
+        return self._capacity
 
     @property
     def num_used(self) -> int:
-        """Extents that are owned."""
-        return self._num_extents - self.num_free
+        """Whole extents that are owned, wholly or in part."""
+        return self._next - len(self._returned)
 
-    def restore(self, used: Collection[int]) -> None:
-        """Start from the extents that recovery found in use; all are below the table's length."""
-        self._next = max(used, default=-1) + 1
-        self._returned = [e for e in range(self._next - 1, -1, -1) if e not in used]
+    @property
+    def num_free(self) -> int:
+        """Whole extents that can be allocated now."""
+        return max(0, self._capacity - self.num_used)
 
-    def allocate(self) -> int:
-        """Take a free extent; the caller has made sure there is one."""
+    def set_capacity(self, num_extents: int) -> None:
+        """Allow more or fewer extents; those in use stay in use."""
+        self._capacity = num_extents
+
+    def is_packed(self, num_sectors: int) -> bool:
+        """Whether runs of this length share a whole extent."""
+        return 2 * num_sectors <= self.sectors_per_extent
+
+    def can_allocate(self, num_sectors: int) -> bool:
+        """Whether a run can be had now."""
+        return bool(self.num_free) or self._fits_packed(num_sectors)
+
+    def allocate(self, num_sectors: int) -> int:
+        """Take a free run; the caller has made sure there is one.
+
+        Returns:
+            Its first sector.
+        """
+        assert 0 < num_sectors <= self.sectors_per_extent, f"a run of {num_sectors} sectors"
+        self.num_used_sectors += num_sectors
+        if not self.is_packed(num_sectors):
+            return self._allocate_whole() * self.sectors_per_extent
+        if self._fits_packed(num_sectors):
+            index = next(iter(self._by_run[_lowest_bit(self._runs >> num_sectors) + num_sectors]))
+        else:
+            index = self._allocate_whole()
+            self._set_mask(index, self._all_free)
+        free = self._packing[index]
+        start = _lowest_bit(_starts(free, num_sectors))
+        self._set_mask(index, free & ~(_ones(num_sectors) << start))
+        return index * self.sectors_per_extent + start
+
+    def free(self, extent: int, num_sectors: int) -> None:
+        """Give a run back."""
+        index, start = divmod(extent, self.sectors_per_extent)
+        assert index < self._next, f"extent {extent} was never allocated"
+        self.num_used_sectors -= num_sectors
+        if not self.is_packed(num_sectors):
+            self._returned.append(index)
+            return
+        run = _ones(num_sectors) << start
+        assert not self._packing[index] & run, f"extent {extent} is free already"
+        self._set_mask(index, self._packing[index] | run)
+
+    def restore(self, extents: ArrayLike, num_sectors: ArrayLike) -> NDArray[np.bool_]:
+        """Start from the runs that recovery found in use.
+
+        Returns:
+            Which of them are sound: inside the tier, where such a run may lie, and overlapping
+            none before them. The others are not taken over.
+        """
+        first = np.asarray(extents, dtype=np.int64)
+        lengths = np.asarray(num_sectors, dtype=np.int64)
+        index, start = np.divmod(first, self.sectors_per_extent)
+        is_whole = 2 * lengths > self.sectors_per_extent
+        is_sound = (first >= 0) & (index < self._capacity) & (lengths > 0)
+        is_sound &= np.where(is_whole, start, 0) == 0
+        is_sound &= start + lengths <= self.sectors_per_extent
+        rows = np.flatnonzero(is_sound)
+        num_touched = int(index[rows].max(initial=-1)) + 1
+        owners = np.zeros(num_touched, dtype=np.int64)
+        owners[index[rows[::-1]]] = rows[::-1]  # of several rows the last one assigned: the first
+        is_sound[rows] &= (owners[index[rows]] == rows) | ~is_whole[rows]
+        self._restore_packed(first, lengths, is_sound, is_whole)
+        self.num_used_sectors = int(lengths[is_sound].sum())
+        is_free = np.ones(num_touched, dtype=np.bool_)
+        is_free[index[is_sound]] = False
+        used = np.flatnonzero(~is_free)
+        self._next = int(used[-1]) + 1 if len(used) else 0
+        self._returned = np.flatnonzero(is_free[: self._next])[::-1].tolist()
+        return is_sound
+
+    def _restore_packed(
+        self,
+        first: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        is_sound: NDArray[np.bool_],
+        is_whole: NDArray[np.bool_],
+    ) -> None:
+        """Build the masks of packing extents; runs that overlap are made unsound."""
+        packed = np.flatnonzero(is_sound & ~is_whole)
+        taken = first[is_sound & is_whole]
+        is_in_whole = np.isin(
+            first[packed] // self.sectors_per_extent, taken // self.sectors_per_extent
+        )
+        masks: dict[int, int] = {}
+        for row, is_inside in zip(packed.tolist(), is_in_whole.tolist(), strict=True):
+            index, start = divmod(int(first[row]), self.sectors_per_extent)
+            run = _ones(int(lengths[row])) << start
+            free = masks.get(index, self._all_free)
+            if is_inside or free & run != run:
+                is_sound[row] = False
+            else:
+                masks[index] = free & ~run
+        for index, free in masks.items():
+            self._set_mask(index, free)
+
+    def _fits_packed(self, num_sectors: int) -> bool:
+        return self.is_packed(num_sectors) and bool(self._runs >> num_sectors)
+
+    def _allocate_whole(self) -> int:
+        assert self.num_free, "no extent is free"
         if self._returned:
             return self._returned.pop()
-        assert self._next < self._num_extents, "no extent is free"
         self._next += 1
         return self._next - 1
 
-    def free(self, extent: int) -> None:
-        """Give an extent back."""
-        assert extent < self._next, f"extent {extent} was never allocated"
-        self._returned.append(extent)
+    def _set_mask(self, index: int, free: int) -> None:
+        """Note the free sectors of a packing extent; all free: it is a whole one."""
+        old_free = self._packing.pop(index, 0)
+        self.num_free_packed -= old_free.bit_count()
+        old_run = _longest_run(old_free)
+        if old_run and index in self._by_run.get(old_run, {}):
+            del self._by_run[old_run][index]
+            if not self._by_run[old_run]:
+                del self._by_run[old_run]
+                self._runs &= ~(1 << old_run)
+        if free == self._all_free and old_run:
+            self._returned.append(index)
+            return
+        self._packing[index] = free
+        self.num_free_packed += free.bit_count()
+        run = _longest_run(free)
+        if run:
+            self._by_run.setdefault(run, {})[index] = None
+            self._runs |= 1 << run
+
+
+def _ones(num_bits: int) -> int:
+    return (1 << num_bits) - 1
+
+
+def _lowest_bit(mask: int) -> int:
+    return (mask & -mask).bit_length() - 1
+
+
+def _starts(free: int, length: int) -> int:
+    """Bit i of the answer: sectors [i, i + length) are free."""
+    width = 1
+    while width < length:
+        step = min(width, length - width)
+        free &= free >> step
+        width += step
+    return free
+
+
+def _longest_run(free: int) -> int:
+    """Length of the longest run of ones; O(log) operations on the mask."""
+    if not free:
+        return 0
+    levels = [free]  # levels[k], bit i: 2**k ones from bit i on
+    while doubled := levels[-1] & (levels[-1] >> (1 << (len(levels) - 1))):
+        levels.append(doubled)
+    length, starts = 1 << (len(levels) - 1), levels.pop()
+    for k in reversed(range(len(levels))):
+        longer = starts & (levels[k] >> length)
+        if longer:
+            starts = longer
+            length += 1 << k
+    return length

@@ -1,45 +1,56 @@
-"""Looking at the cache: sessions, blocks, fill. Pure; changes nothing.
+"""Looking at the cache: sessions, blocks, fill. Pure; changes nothing, folded sessions stay folded.
 
-Everything is O(what it returns), except `list_sessions`, which looks at every session once.
+Everything is O(what it returns), except the first page of a listing, which looks at every session.
 """
 
-from heapq import nsmallest
-
-from kvd.core.errors import InvalidRequestError
+from kvd.core.block import Block
+from kvd.core.listing import list_in_order, parse_page_token
 from kvd.core.records import (
     BlockInfo,
+    BlockRecord,
     EngineStats,
+    Pin,
     SessionDetail,
     SessionInfo,
     SessionPage,
+    Span,
     Tier,
     TierStats,
 )
 from kvd.core.session import Session
 from kvd.core.state import CacheState
-from shared.session_key import SessionKey
 
 
 def describe_info(state: CacheState, session: Session) -> SessionInfo:
     """Sum up a session."""
     blocks = [state.blocks[key] for key in session.block_keys()]
     block_bytes = state.layout.block_bytes
+    num_blocks = len(blocks) + session.num_folded
+    num_on_ssd = sum(block.extent is not None for block in blocks) + session.num_folded
     return SessionInfo(
         key=session.key,
         num_tokens=session.num_tokens,
-        num_blocks=len(blocks),
-        total_bytes=len(blocks) * block_bytes,
+        num_blocks=num_blocks,
+        total_bytes=num_blocks * block_bytes,
         dram_bytes=sum(block.slot_id is not None for block in blocks) * block_bytes,
-        ssd_bytes=sum(block.extent is not None for block in blocks) * block_bytes,
+        ssd_bytes=num_on_ssd * block_bytes,
         dirty_bytes=sum(block.dirty for block in blocks) * block_bytes,
         shared_blocks=sum(len(block.users) > 1 for block in blocks),
-        pinned=session.pinned,
+        pin=session.pin,
         ended=session.ended,
         leases=state.leases.num_of_session(session.key),
         last_access_ns=session.last_access_ns,
         ttl_ns=session.ttl_ns,
-        expires_at_ns=session.expires_at_ns(state.limits.default_ttl_ns),
+        ttl_source=_ttl_source(state, session),
+        expires_at_ns=state.expires_at_ns(session),
     )
+
+
+def _ttl_source(state: CacheState, session: Session) -> str:
+    if session.ttl_ns is not None:
+        return "session"
+    is_tenants = state.tenants.limits(session.key.tenant).ttl_ns is not None
+    return "tenant" if is_tenants else "default"
 
 
 def describe_blocks(state: CacheState, session: Session) -> tuple[BlockInfo, ...]:
@@ -47,22 +58,43 @@ def describe_blocks(state: CacheState, session: Session) -> tuple[BlockInfo, ...
     infos = []
     offset = 0
     for span in session.spans:
-        block = state.blocks[span.block_key]
-        infos.append(
-            BlockInfo(
-                key=block.key,
-                token_offset=offset,
-                start=span.start,
-                num_tokens=span.num_tokens,
-                tiers=tuple(tier for tier in Tier if block.resides(tier)),
-                slot_id=block.slot_id,
-                extent=block.extent,
-                num_sessions=len(block.users),
-                dirty=block.dirty,
-            )
-        )
+        infos.append(_block_info(state.blocks[span.block_key], span, offset))
+        offset += span.num_tokens
+    for span, record in zip(session.tail_spans(), session.tail_blocks(), strict=True):
+        infos.append(_folded_info(record, span, offset))
         offset += span.num_tokens
     return tuple(infos)
+
+
+def _block_info(block: Block, span: Span, offset: int) -> BlockInfo:
+    return BlockInfo(
+        key=block.key,
+        token_offset=offset,
+        start=span.start,
+        num_tokens=span.num_tokens,
+        tiers=tuple(tier for tier in Tier if block.resides(tier)),
+        slot_id=block.slot_id,
+        extent=block.extent,
+        num_sessions=len(block.users),
+        dirty=block.dirty,
+        is_hashed=bool(block.checksums) or block.extent is not None,
+        is_unverified=block.is_unverified,
+    )
+
+
+def _folded_info(record: BlockRecord, span: Span, offset: int) -> BlockInfo:
+    return BlockInfo(
+        key=record.key,
+        token_offset=offset,
+        start=span.start,
+        num_tokens=span.num_tokens,
+        tiers=(Tier.SSD,),
+        slot_id=None,
+        extent=record.extent,
+        num_sessions=1,
+        dirty=False,
+        is_hashed=True,
+    )
 
 
 def describe(state: CacheState, session: Session) -> SessionDetail:
@@ -71,19 +103,31 @@ def describe(state: CacheState, session: Session) -> SessionDetail:
 
 
 def list_sessions(state: CacheState, tenant: str, after: str, limit: int) -> SessionPage:
-    """One page, least recently used first; a session used between two pages appears again."""
-    of_tenant = [s for s in state.sessions.values() if tenant in ("", s.key.tenant)]
-    following = of_tenant
-    if after:
-        last = _parse_page_token(after)
-        following = [s for s in of_tenant if _rank(s) > last]
-    page = nsmallest(max(1, limit), following, key=_rank)
-    is_last = len(page) == len(following)
-    return SessionPage(
-        sessions=tuple(describe_info(state, session) for session in page),
-        next_page="" if is_last else _page_token(page[-1]),
-        total=len(of_tenant),
-    )
+    """One page of a listing, least recently used first.
+
+    A session that is used between two pages keeps its place; one that comes is not listed.
+    """
+    token = parse_page_token(after) if after else None
+    listing = state.listings.find(token) if token else None
+    if token is None or listing is None:
+        every = state.sessions.values()
+        sessions = [s for s in every if s.key.tenant == tenant] if tenant else every
+        listing = list_in_order(sessions, token.last if token else None)
+        listing_id, position = state.listings.open(listing), 0
+    else:
+        listing_id, position = token.listing_id, token.position
+    page: list[Session] = []
+    while position < len(listing.keys) and len(page) < max(1, limit):
+        session = state.sessions.get(listing.keys[position])
+        position += 1
+        if session is not None and tenant in ("", session.key.tenant):
+            page.append(session)
+    is_last = position == len(listing.keys)
+    if is_last:
+        state.listings.close(listing_id)
+    next_page = "" if is_last else str(listing.token(listing_id, position))
+    total = state.tenants.num_sessions(tenant) if tenant else len(state.sessions)
+    return SessionPage(tuple(describe_info(state, session) for session in page), next_page, total)
 
 
 def stats(state: CacheState) -> EngineStats:
@@ -100,7 +144,7 @@ def stats(state: CacheState) -> EngineStats:
         tier=Tier.SSD,
         capacity_bytes=len(extents) * block_bytes,
         used_bytes=extents.num_used * block_bytes,
-        num_blocks=state.blocks.num_ssd,
+        num_blocks=state.blocks.num_ssd + state.tails.num_blocks,
         degraded_reason=state.ssd_degraded,
     )
     return EngineStats(
@@ -108,26 +152,11 @@ def stats(state: CacheState) -> EngineStats:
         tiers=(dram, ssd),
         dirty_bytes=state.blocks.num_dirty * block_bytes,
         num_leases=len(state.leases),
+        num_orphan_leases=state.leases.num_orphans,
+        num_quarantined_slots=state.leases.num_quarantined_slots,
+        num_unverified=state.blocks.num_unverified,
+        num_unhashed=state.blocks.num_unhashed,
+        num_soft_pins=state.num_pins[Pin.SOFT],
+        num_hard_pins=state.num_pins[Pin.HARD],
         counters=dict(state.outbox.counters),
     )
-
-
-def _rank(session: Session) -> tuple[int, SessionKey]:
-    return session.last_access_ns, session.key
-
-
-def _page_token(session: Session) -> str:
-    return "/".join((str(session.last_access_ns), *session.key))
-
-
-def _parse_page_token(token: str) -> tuple[int, SessionKey]:
-    parts = token.split("/")
-    if (
-        len(parts) != 1 + len(SessionKey._fields)
-        or not parts[0].isascii()
-        or not parts[0].isdigit()
-    ):
-        raise InvalidRequestError(
-            f"page token {token[:40]!r} is not one of ours", "start from the first page"
-        )
-    return int(parts[0]), SessionKey(*parts[1:])

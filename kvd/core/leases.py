@@ -3,6 +3,10 @@
 Pure. A load lease counts as a reader of its blocks, a store lease owns the slots it fills and
 counts as a holder of the blocks it builds on. The counting itself is done by loading.py and
 storing.py; this is the register.
+
+A store lease whose engine has lost its connection, but not its life, is an *orphan*: its slots are
+quarantined until the engine comes back or dies, because it may still be writing to them. Of one
+that an earlier kvd granted only the slots are known (RestoredLease): it can never be completed.
 """
 
 from collections.abc import Iterator
@@ -10,7 +14,7 @@ from dataclasses import dataclass, field
 
 from kvd.core.block import Block
 from kvd.core.errors import LeaseLostError, TooManyLeasesError
-from kvd.core.records import LoadSpan, Span
+from kvd.core.records import LeaseInfo, LoadSpan, Span
 from shared.session_key import SessionKey
 
 
@@ -20,8 +24,10 @@ class LoadLease:
 
     Attributes:
         entries: blocks with the spans granted on them, in token order.
-        num_waiting: entries whose SSD read has not come back.
+        num_waiting: blocks among them that are being read or verified.
         failure: why the answer was cut: "", "corrupt", "read_error", "deadline".
+        is_tracked: a progress word says how far it is.
+        is_settled: its outcome is counted.
     """
 
     lease_id: int
@@ -30,8 +36,19 @@ class LoadLease:
     from_token: int
     entries: list[tuple[Block, LoadSpan]]
     more: bool
+    since_ns: int = 0
     num_waiting: int = 0
     failure: str = ""
+    is_tracked: bool = False
+    is_settled: bool = False
+
+    def info(self) -> LeaseInfo:
+        """The lease as operators see it."""
+        num_slots = len({span.slot_id for _, span in self.entries})
+        is_pending = bool(self.num_waiting)
+        return LeaseInfo(
+            self.lease_id, "load", self.owner, self.key, num_slots, self.since_ns, is_pending
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +76,80 @@ class StoreLease:
     owner: int
     key: SessionKey
     parts: list[Part] = field(default_factory=list)
+    since_ns: int = 0
+    is_orphan: bool = False
+
+    def slots(self) -> list[tuple[int, int]]:
+        """Id and generation of each slot it fills."""
+        return [
+            (part.slot_id, part.generation) for _, part in self.parts if isinstance(part, NewBlock)
+        ]
+
+    def info(self) -> LeaseInfo:
+        """The lease as operators see it."""
+        return _store_info(self, self.key)
+
+
+@dataclass(slots=True, eq=False)
+class RestoredLease:
+    """Slots that an engine may still be filling for an earlier kvd; what for is not known."""
+
+    lease_id: int
+    owner: int
+    held: list[tuple[int, int]] = field(default_factory=list)
+    since_ns: int = 0
+    is_orphan: bool = True
+
+    def slots(self) -> list[tuple[int, int]]:
+        """Id and generation of each slot."""
+        return self.held
+
+    def info(self) -> LeaseInfo:
+        """The lease as operators see it."""
+        return _store_info(self, None)
+
+
+Lease = LoadLease | StoreLease | RestoredLease
+
+
+def _store_info(lease: StoreLease | RestoredLease, key: SessionKey | None) -> LeaseInfo:
+    return LeaseInfo(
+        lease.lease_id,
+        "store",
+        lease.owner,
+        key,
+        len(lease.slots()),
+        lease.since_ns,
+        is_orphan=lease.is_orphan,
+    )
 
 
 class LeaseTable:
-    """All leases, by id, owner and session."""
+    """All leases, by id, owner and session.
+
+    Attributes:
+        num_orphans: store leases without a connection.
+        num_quarantined_slots: the slots these hold.
+    """
 
     def __init__(self, max_leases: int) -> None:
         self._max_leases = max_leases
         self._next_id = 1
-        self._leases: dict[int, LoadLease | StoreLease] = {}
+        self._leases: dict[int, Lease] = {}
         self._by_owner: dict[int, dict[int, None]] = {}
         self._by_session: dict[SessionKey, int] = {}
+        self.num_orphans = 0
+        self.num_quarantined_slots = 0
 
     def __len__(self) -> int:
         return len(self._leases)
 
-    def __iter__(self) -> Iterator[LoadLease | StoreLease]:
+    def __iter__(self) -> Iterator[Lease]:
         return iter(self._leases.values())
+
+    def start_at(self, first_id: int) -> None:
+        """Number leases from here on, at least; an earlier kvd may have granted those below."""
+        self._next_id = max(self._next_id, first_id)
 
     def next_id(self) -> int:
         """Reserve an id for a new lease.
@@ -91,24 +165,35 @@ class LeaseTable:
         self._next_id += 1
         return self._next_id - 1
 
-    def add(self, lease: LoadLease | StoreLease) -> None:
+    def add(self, lease: Lease) -> None:
         """Register a lease."""
         self._leases[lease.lease_id] = lease
         self._by_owner.setdefault(lease.owner, {})[lease.lease_id] = None
-        self._by_session[lease.key] = self._by_session.get(lease.key, 0) + 1
+        if not isinstance(lease, RestoredLease):
+            self._by_session[lease.key] = self._by_session.get(lease.key, 0) + 1
+        self._count_orphan(lease, 1)
 
-    def remove(self, lease: LoadLease | StoreLease) -> None:
+    def remove(self, lease: Lease) -> None:
         """Forget a lease."""
+        self._count_orphan(lease, -1)
         del self._leases[lease.lease_id]
         owned = self._by_owner[lease.owner]
         del owned[lease.lease_id]
         if not owned:
             del self._by_owner[lease.owner]
+        if isinstance(lease, RestoredLease):
+            return
         self._by_session[lease.key] -= 1
         if not self._by_session[lease.key]:
             del self._by_session[lease.key]
 
-    def get(self, lease_id: int) -> LoadLease | StoreLease | None:
+    def give_to(self, lease: StoreLease | RestoredLease, owner: int, *, is_orphan: bool) -> None:
+        """Change who holds a store lease, and whether its connection is there."""
+        self.remove(lease)
+        lease.owner, lease.is_orphan = owner, is_orphan
+        self.add(lease)
+
+    def get(self, lease_id: int) -> Lease | None:
         """Find a lease."""
         return self._leases.get(lease_id)
 
@@ -120,21 +205,21 @@ class LeaseTable:
         """
         lease = self._leases.get(lease_id)
         if not isinstance(lease, LoadLease) or owner not in (None, lease.owner):
-            raise _lost(lease_id)
+            raise lost(lease_id)
         return lease
 
-    def store_of(self, lease_id: int, owner: int) -> StoreLease:
+    def store_of(self, lease_id: int, owner: int) -> StoreLease | RestoredLease:
         """Find a store lease of this owner.
 
         Raises:
             LeaseLostError: if there is none such.
         """
         lease = self._leases.get(lease_id)
-        if not isinstance(lease, StoreLease) or owner != lease.owner:
-            raise _lost(lease_id)
+        if lease is None or isinstance(lease, LoadLease) or owner != lease.owner:
+            raise lost(lease_id)
         return lease
 
-    def of_owner(self, owner: int) -> tuple[LoadLease | StoreLease, ...]:
+    def of_owner(self, owner: int) -> tuple[Lease, ...]:
         """All leases of an engine, oldest first."""
         return tuple(self._leases[lease_id] for lease_id in self._by_owner.get(owner, ()))
 
@@ -142,8 +227,14 @@ class LeaseTable:
         """Leases taken for a session."""
         return self._by_session.get(key, 0)
 
+    def _count_orphan(self, lease: Lease, sign: int) -> None:
+        if not isinstance(lease, LoadLease) and lease.is_orphan:
+            self.num_orphans += sign
+            self.num_quarantined_slots += sign * len(lease.slots())
 
-def _lost(lease_id: int) -> LeaseLostError:
+
+def lost(lease_id: int) -> LeaseLostError:
+    """Make the error for a lease that its caller may not use."""
     return LeaseLostError(
         f"lease {lease_id} is not held by this engine", "discard what it covered and prepare again"
     )

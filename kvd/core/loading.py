@@ -1,21 +1,31 @@
-"""Loads: from tokens to leased slots, over SSD reads where needed.
+"""Loads: from tokens to leased slots, over SSD reads and verifications where needed.
 
 Pure. Invariants: 1. an entry of a load lease counts once in its block's `readers`; 2. `num_waiting`
-is the number of entries whose block is READING, and the lease is in exactly these reads' `waiting`;
-3. loading creates no session.
+is the number of its blocks that are READING or VERIFYING, and the lease is in exactly these
+arrivals' `waiting`; 3. loading creates no session; 4. a lease that was PENDING is tracked by a
+progress word until it ends.
 """
 
-from kvd.core.actions import BLOCK_CORRUPT, READ_FAILED, IoOutcome, LeaseReady, ReadBlock
+from kvd.core.actions import (
+    READ_FAILED,
+    IoOutcome,
+    LeaseReady,
+    ReadBlock,
+    TrackLoad,
+    UntrackLoad,
+)
 from kvd.core.block import Block, BlockIo
+from kvd.core.corruption import CORRUPT, report_corrupt
 from kvd.core.leases import LoadLease
-from kvd.core.matching import Piece, check_from_token, match_tokens, num_tokens_of, slice_tokens
-from kvd.core.placement import Placement
-from kvd.core.records import LeaseState, LoadAnswer, LoadSpan, Lookup, Tier
-from kvd.core.state import CacheState, ReadOp
+from kvd.core.matching import Piece, check_from_token, match_tokens, num_tokens_of
+from kvd.core.records import LeaseState, LoadAnswer, LoadSpan, Lookup, StoredBlock, Tier
+from kvd.core.state import Arrival, CacheState
+from kvd.core.verifying import Verifier
+from kvd.core.writing import Writer
 from shared.session_key import SessionKey
+from shared.units import SECTOR_BYTES
 
 BUSY = "busy"
-CORRUPT = "corrupt"
 READ_ERROR = "read_error"
 DEADLINE = "deadline"
 
@@ -23,9 +33,10 @@ DEADLINE = "deadline"
 class Loader:
     """Prepares, settles and completes loads of one cache state."""
 
-    def __init__(self, state: CacheState, placement: Placement) -> None:
+    def __init__(self, state: CacheState, writer: Writer, verifier: Verifier) -> None:
         self._state = state
-        self._placement = placement
+        self._writer = writer
+        self._verifier = verifier
 
     def prepare(self, key: SessionKey, token_ids: bytes, from_token: int, owner: int) -> LoadAnswer:
         """See CacheEngine.prepare_load."""
@@ -39,15 +50,19 @@ class Loader:
         if not pieces:
             state.outbox.count("load_misses")
             return LoadAnswer(Lookup.MISS, miss_reason=match.miss_reason)
-        lease = LoadLease(state.leases.next_id(), owner, key, from_token, entries=[], more=False)
-        self._lease_pieces(lease, pieces, token_ids)
+        lease_id = state.leases.next_id()
+        lease = LoadLease(lease_id, owner, key, from_token, [], more=False, since_ns=state.now_ns)
+        self._lease_pieces(lease, pieces)
         if not lease.entries:
             state.outbox.count("loads_busy")
             state.outbox.want_wake()
             return LoadAnswer(Lookup.MISS, miss_reason=BUSY)
         lease.more = len(lease.entries) < len(pieces)
         state.leases.add(lease)
-        return self._granted(lease, Lookup.PENDING) if lease.num_waiting else self._hit(lease)
+        if not lease.num_waiting:
+            return self._hit(lease)
+        self._track(lease)
+        return self._granted(lease, Lookup.PENDING)
 
     def state_of(self, lease_id: int) -> LeaseState:
         """See CacheEngine.lease_state."""
@@ -60,13 +75,12 @@ class Loader:
         """See CacheEngine.settle_load."""
         lease = self._state.leases.load_of(lease_id)
         if lease.num_waiting:
-            first = next(
-                i for i, (block, _) in enumerate(lease.entries) if block.io is BlockIo.READING
-            )
+            first = next(i for i, (block, _) in enumerate(lease.entries) if block.io.is_arriving)
             self._cut(lease, first, DEADLINE)
         if lease.entries:
             return self._hit(lease)
         failure = lease.failure
+        lease.is_settled = True
         self.release(lease)
         self._state.outbox.count("load_misses")
         return LoadAnswer(Lookup.MISS, miss_reason=failure)
@@ -74,6 +88,9 @@ class Loader:
     def complete(self, lease_id: int, owner: int) -> None:
         """See CacheEngine.complete_load."""
         lease = self._state.leases.load_of(lease_id, owner)
+        if not lease.is_settled:  # followed by its progress word, or given up
+            has_arrived = lease.entries and not lease.num_waiting and not lease.failure
+            self._count(lease) if has_arrived else self._state.outbox.count("load_misses")
         self.release(lease)
         session = self._state.sessions.get(lease.key)
         if session is not None:
@@ -84,29 +101,112 @@ class Loader:
         """End a lease; reads under way go on and serve the cache."""
         if lease.num_waiting:
             self._state.outbox.add(LeaseReady(lease.lease_id))
+        if lease.is_tracked:
+            self._state.outbox.add(UntrackLoad(lease.lease_id))
         self._state.leases.remove(lease)
         self._cut(lease, 0, "")
 
-    def read_done(self, op_id: int, outcome: IoOutcome) -> None:
+    def revoke(self, block: Block) -> None:
+        """End the leases that read a block whose bytes are wrong: their completion must fail."""
+        if not block.readers:
+            return
+        for lease in tuple(self._state.leases):
+            if isinstance(lease, LoadLease) and any(entry is block for entry, _ in lease.entries):
+                self.release(lease)
+
+    # --------------------------------------------------------------------------------- completions
+
+    def read_done(self, op_id: int, outcome: IoOutcome, stored: StoredBlock | None) -> None:
         """See CacheEngine.read_done."""
         state = self._state
-        op = state.reads.pop(op_id)
-        block = op.block
-        del state.read_of[block.key]
-        block.io = BlockIo.IDLE
-        if outcome is IoOutcome.OK:
+        arrival = state.reads.pop(op_id)
+        block = self._ended(arrival)
+        if outcome is IoOutcome.OK and stored is not None:
             assert block.slot_id is not None, "a block keeps its slot while it is read"
             state.slots.commit(block.slot_id)
-            for lease in op.waiting.values():
-                self._arrived(lease)
-            state.outbox.space_freed()
+            state.blocks.know(block, stored.token_ids, stored.checksums)
+            state.put_block_slot(block)
+            self._arrived(arrival)
+            return
+        state.leave_dram(block)
+        is_corrupt = outcome is IoOutcome.CORRUPT
+        self._cut_waiting(arrival, CORRUPT if is_corrupt else READ_ERROR)
+        if is_corrupt:
+            report_corrupt(state, block, Tier.SSD)
+            state.lose(block, CORRUPT)
+        else:
+            state.outbox.count("read_errors")
+            state.outbox.emit(READ_FAILED, block.last_user, {"block": block.key.hex()})
+            state.settle(block)
+
+    def verify_done(self, op_id: int, outcome: IoOutcome) -> None:
+        """See CacheEngine.verify_done."""
+        state = self._state
+        arrival = state.verifies.pop(op_id)
+        self._verifier.ended(op_id)
+        block = self._ended(arrival)
+        if outcome is IoOutcome.OK:
+            self._verifier.passed(block)
+            self._arrived(arrival)
+        elif outcome is IoOutcome.CORRUPT:
+            report_corrupt(state, block, Tier.DRAM)
+            self._fall_back(arrival)
+        else:
+            self._verifier.failed(block)
+            self._cut_waiting(arrival, READ_ERROR)
+            state.settle(block)
+        self._writer.admit(block, was_queued=arrival.was_queued)
+        self._verifier.issue()
+        self._writer.issue()
+
+    def _ended(self, arrival: Arrival) -> Block:
+        del self._state.arrival_of[arrival.block.key]
+        arrival.block.io = BlockIo.IDLE
+        return arrival.block
+
+    def _arrived(self, arrival: Arrival) -> None:
+        """The block's bytes may be used."""
+        for lease in arrival.waiting.values():
+            self._waits_less(lease)
+        self._state.outbox.space_freed()
+        self._state.settle(arrival.block)
+
+    def _fall_back(self, arrival: Arrival) -> None:
+        """Read a block from SSD whose copy in DRAM is corrupt; without one it is lost."""
+        state, block = self._state, arrival.block
+        if block.extent is None:
+            self._cut_waiting(arrival, CORRUPT)
+            state.lose(block, CORRUPT)
+        elif not arrival.waiting:
+            state.leave_dram(block)
             state.settle(block)
         else:
-            self._read_failed(op, outcome)
+            assert block.slot_id is not None, "a block keeps its slot while it is verified"
+            state.clear_slot(block.slot_id)
+            state.slots.rewrite(block.slot_id)
+            state.blocks.doubt(block, is_unverified=False)
+            state.blocks.know(block, b"", b"")
+            read = self._begin_read(block)
+            read.waiting = arrival.waiting
+            state.outbox.add(self._read_action(read, is_layered=False))
+            for lease in read.waiting.values():
+                self._track(lease)
+
+    def _cut_waiting(self, arrival: Arrival, failure: str) -> None:
+        """Cut the leases that wait for a block that does not come."""
+        for lease in arrival.waiting.values():
+            first = next(i for i, (block, _) in enumerate(lease.entries) if block is arrival.block)
+            self._cut(lease, first, failure)
+            self._waits_less(lease)
+
+    def _waits_less(self, lease: LoadLease) -> None:
+        lease.num_waiting -= 1
+        if not lease.num_waiting:
+            self._state.outbox.add(LeaseReady(lease.lease_id))
 
     # -------------------------------------------------------------------------------------- inside
 
-    def _lease_pieces(self, lease: LoadLease, pieces: list[Piece], token_ids: bytes) -> None:
+    def _lease_pieces(self, lease: LoadLease, pieces: list[Piece]) -> None:
         """Lease as many blocks as slots can be had for, in token order.
 
         What is leased already is never evicted. All matched blocks are held meanwhile: making room
@@ -114,23 +214,22 @@ class Loader:
         """
         for piece in pieces:
             piece.block.holders += 1
+        reads: list[Arrival] = []
         for index, piece in enumerate(pieces):
             block = piece.block
-            tier = (
-                Tier.DRAM
-                if block.slot_id is not None and block.io is not BlockIo.READING
-                else Tier.SSD
-            )
+            is_here = block.slot_id is not None and block.io is not BlockIo.READING
             if block.slot_id is None:
                 if not self._has_slot(pieces[index:]):
                     break
-                self._start_read(block)
-            if piece.span.num_tokens == block.num_tokens:
-                block.token_ids = slice_tokens(token_ids, piece.token_offset, piece.end)
-            if block.io is BlockIo.READING:
+                reads.append(self._start_read(block))
+            elif self._verifier.is_needed(block):
+                self._verifier.start(block, urgent=True)
+            if block.io.is_arriving:
                 self._wait_for(lease, block)
             block.readers += 1
+            tier = Tier.DRAM if is_here else Tier.SSD
             lease.entries.append((block, _load_span(piece, lease.from_token, tier)))
+        self._issue_reads(reads)
         for piece in pieces:
             piece.block.holders -= 1
             self._state.settle(piece.block)
@@ -139,47 +238,45 @@ class Loader:
         if self._state.slots.num_free:
             return True
         num_wanted = sum(piece.block.slot_id is None for piece in pieces)
-        return self._placement.make_slots(num_wanted) > 0
+        return self._writer.make_slots(num_wanted) > 0
 
-    def _start_read(self, block: Block) -> None:
+    def _start_read(self, block: Block) -> Arrival:
+        slot_id, generation = self._state.slots.allocate()
+        self._state.blocks.enter_dram(block, slot_id, generation)
+        return self._begin_read(block)
+
+    def _begin_read(self, block: Block) -> Arrival:
         state = self._state
-        assert block.extent is not None, "a block without a slot is on SSD"
-        slot_id, generation = state.slots.allocate()
-        state.blocks.enter_dram(block, slot_id, generation)
         block.io = BlockIo.READING
-        op_id = state.next_op_id()
-        state.reads[op_id] = state.read_of[block.key] = ReadOp(block)
-        state.outbox.add(ReadBlock(op_id, block.extent, slot_id, block.num_tokens, block.checksums))
+        read = Arrival(state.next_op_id(), block)
+        state.reads[read.op_id] = state.arrival_of[block.key] = read
+        return read
+
+    def _issue_reads(self, reads: list[Arrival]) -> None:
+        num_sectors = sum(self._state.num_sectors(read.block) for read in reads)
+        is_layered = num_sectors * SECTOR_BYTES > self._state.limits.layered_read_bytes
+        for read in reads:
+            self._state.outbox.add(self._read_action(read, is_layered=is_layered))
+
+    def _read_action(self, read: Arrival, *, is_layered: bool) -> ReadBlock:
+        block = read.block
+        assert block.extent is not None, "what is read is on SSD"
+        assert block.slot_id is not None, "what is read has a slot"
+        return ReadBlock(
+            read.op_id, block.key, block.extent, block.slot_id, block.num_tokens, is_layered
+        )
 
     def _wait_for(self, lease: LoadLease, block: Block) -> None:
-        waiting = self._state.read_of[block.key].waiting
+        waiting = self._state.arrival_of[block.key].waiting
         lease.num_waiting += lease.lease_id not in waiting
         waiting[lease.lease_id] = lease
 
-    def _arrived(self, lease: LoadLease) -> None:
-        lease.num_waiting -= 1
-        if not lease.num_waiting:
-            self._state.outbox.add(LeaseReady(lease.lease_id))
-
-    def _read_failed(self, op: ReadOp, outcome: IoOutcome) -> None:
-        """Cut the leases that wait; a corrupt block is lost, any other is still on SSD."""
-        state, block = self._state, op.block
-        is_corrupt = outcome is IoOutcome.CORRUPT
-        state.leave_dram(block)
-        for lease in op.waiting.values():
-            first = next(i for i, (entry, _) in enumerate(lease.entries) if entry is block)
-            self._cut(lease, first, CORRUPT if is_corrupt else READ_ERROR)
-            self._arrived(lease)
-        state.outbox.count("blocks_corrupt" if is_corrupt else "read_errors")
-        event = BLOCK_CORRUPT if is_corrupt else READ_FAILED
-        fields = {"block": block.key.hex(), "num_sessions": str(len(block.users))}
-        state.outbox.emit(event, block.last_user, fields)
-        if is_corrupt:
-            state.cut_users(block, CORRUPT)
-            if state.blocks.holds(block):
-                state.forget(block)
-        else:
-            state.settle(block)
+    def _track(self, lease: LoadLease) -> None:
+        """Have the lease's progress published; again, if an operation took another's place."""
+        blocks = {id(block): block for block, _ in lease.entries if block.io.is_arriving}
+        op_ids = tuple(self._state.arrival_of[block.key].op_id for block in blocks.values())
+        lease.is_tracked = True
+        self._state.outbox.add(TrackLoad(lease.lease_id, lease.owner, op_ids))
 
     def _cut(self, lease: LoadLease, num_entries: int, failure: str) -> None:
         """Keep the lease's first entries and let go of the others."""
@@ -188,8 +285,8 @@ class Loader:
         still_needed = {block.key for block, _ in kept}
         for block, _ in released:
             block.readers -= 1
-            if block.io is BlockIo.READING and block.key not in still_needed:
-                waiting = self._state.read_of[block.key].waiting
+            if block.io.is_arriving and block.key not in still_needed:
+                waiting = self._state.arrival_of[block.key].waiting
                 lease.num_waiting -= waiting.pop(lease.lease_id, None) is not None
         for block, _ in reversed(released):
             self._state.settle(block)
@@ -201,10 +298,14 @@ class Loader:
         return LoadAnswer(lookup, lease.lease_id, spans, end_token, lease.more)
 
     def _hit(self, lease: LoadLease) -> LoadAnswer:
+        lease.is_settled = True
+        self._count(lease)
+        return self._granted(lease, Lookup.HIT)
+
+    def _count(self, lease: LoadLease) -> None:
         self._state.outbox.count("load_hits")
         for _, span in lease.entries:
             self._state.outbox.count(f"load_tokens_{span.tier.value}", span.num_tokens)
-        return self._granted(lease, Lookup.HIT)
 
 
 def _load_span(piece: Piece, from_token: int, tier: Tier) -> LoadSpan:

@@ -1,8 +1,10 @@
 """How much of a token sequence is stored, and in which blocks.
 
-Pure; reads the state, changes nothing. Two ways, the longer wins:
-1. the session's own spans, in order, as long as their digests say that they hold these very tokens,
-   and then on along the content chain;
+Pure; changes nothing but that it unfolds the sessions whose blocks it finds. Two ways, the longer
+wins:
+1. the session's own spans, in order, as long as they hold these very tokens, and then on along the
+   content chain. A plain span proves it by its key, which is computed anew from the tokens; what a
+   discard has touched, by a digest;
 2. the content chain from the root: another session's equal prefix, a fork. Not for a session with a
    discard in it: its KV was computed from tokens that are gone, and what its engine stores next
    builds on that, not on what a fresh computation of the remaining tokens would be.
@@ -15,6 +17,7 @@ from dataclasses import dataclass
 
 from kvd.core.block import Block
 from kvd.core.errors import InvalidRequestError
+from kvd.core.packing import is_plain, plain_span
 from kvd.core.records import Span
 from kvd.core.session import Session
 from kvd.core.state import CacheState
@@ -79,22 +82,43 @@ def slice_tokens(token_ids: bytes, start: int, end: int) -> bytes:
 
 
 def match_session(state: CacheState, session: Session, token_ids: bytes) -> Match:
-    """Match the session's own spans."""
+    """Match the session's own spans: O(tokens matched) hashing, one digest a span."""
     num_tokens = len(token_ids) // TOKEN_BYTES
+    salt = state.salt_of(session.key.tenant)
     pieces: list[Piece] = []
-    chain = root_key(state.salt_of(session.key.tenant), state.layout.fingerprint)
+    chain = root_key(salt, state.layout.fingerprint)
     offset = 0
     reason = session.lost or "not_stored"
-    for span in session.spans:
+    for span in _spans(state, session):
         end = offset + span.num_tokens
         if end > num_tokens:
             break
-        if tokens_digest(slice_tokens(token_ids, offset, end)) != span.tokens_digest:
+        if not _holds(span, salt, chain, slice_tokens(token_ids, offset, end)):
             reason = "tokens_differ"
             break
-        pieces.append(Piece(span, state.blocks[span.block_key], offset))
+        block = state.find_block(span.block_key)
+        assert block is not None, "a session's blocks are there"
+        pieces.append(Piece(span, block, offset))
         chain, offset = span.chain, end
     return Match(pieces, chain, reason)
+
+
+def _spans(state: CacheState, session: Session) -> Iterator[Span]:
+    """A session's spans; it is unfolded only if its first folded one is what was looked for."""
+    num_spans = len(session.spans)
+    yield from session.spans
+    if not session.folded:
+        return
+    yield next(session.tail_spans())
+    state.unfold(session)
+    yield from session.spans[num_spans + 1 :]
+
+
+def _holds(span: Span, salt: bytes, chain: bytes, tokens: bytes) -> bool:
+    """Whether the span holds these very tokens, computed after the chain."""
+    if is_plain(span):
+        return block_key(salt, chain, tokens) == span.block_key
+    return tokens_digest(tokens) == span.tokens_digest
 
 
 def match_tokens(state: CacheState, key: SessionKey, token_ids: bytes) -> Match:
@@ -127,7 +151,7 @@ def _follow_chain(
     for offset in range(match.end, len(token_ids) // TOKEN_BYTES - step + 1, step):
         tokens = slice_tokens(token_ids, offset, offset + step)
         parent = block_key(salt, parent, tokens)
-        block = state.blocks.get(parent)
+        block = state.find_block(parent)
         if block is None:
             return
-        yield Piece(Span(parent, 0, step, tokens_digest(tokens), parent), block, offset)
+        yield Piece(plain_span(parent, step), block, offset)

@@ -21,15 +21,22 @@ COUNTERS = (
     "stores",  # completed store leases, and stores that found everything stored
     "store_tokens",  # tokens published
     "stores_waited",  # answers "wait"
-    "stores_refused",  # answers "no_space" and "gap"
+    "stores_refused",  # answers "no_space", "gap" and "quota"
     "evictions_dram",  # blocks that left DRAM for room
     "evictions_ssd",  # blocks that left SSD for room
+    "evictions_quota",  # blocks that went because of their tenant's quota
     "sessions_dropped",  # sessions that lost all their blocks to make room
     "sessions_expired",
     "sessions_flushed",
-    "blocks_corrupt",  # reads whose bytes were not the ones written
+    "blocks_corrupt",  # copies whose bytes were not the ones stored: the sum of the next two
+    "blocks_corrupt_dram",
+    "blocks_corrupt_ssd",
+    "verified_blocks",  # copies in DRAM that were compared with their checksums, and good
+    "adopted_blocks",  # found in an arena that an earlier kvd left
+    "hash_errors",
     "read_errors",
     "write_errors",
+    "demotions",  # blocks written because their room in DRAM was wanted
     "ssd_refused",  # blocks that found no extent and stay in DRAM only
     "leases_lost",  # completions of leases that were gone
 )

@@ -4,7 +4,7 @@ Pure, frozen. Token ids are little-endian uint32 bytes; positions and lengths co
 are `now_ns` of kvd's own clock (D17).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -26,6 +26,22 @@ class Lookup(Enum):
     HIT = "hit"
     PENDING = "pending"
     MISS = "miss"
+
+
+class Pin(Enum):
+    """An operator's protection of a session."""
+
+    NONE = 0
+    SOFT = 1  # does not expire; evicted only when nothing else is left
+    HARD = 2  # does not expire, is never evicted
+
+
+class Admission(Enum):
+    """When a stored block is written to SSD."""
+
+    WRITE_THROUGH = "write_through"  # at once
+    WRITE_BACK = "write_back"  # when it has been left alone for a while, or room is short
+    ON_EVICT = "on_evict"  # when its room in DRAM is wanted
 
 
 class LeaseState(Enum):
@@ -51,6 +67,9 @@ class Span:
             same tokens.
         chain: parent key of whatever is computed after this span. It is `block_key` unless a
             discard has happened at or before it (D5).
+
+    A *plain* span (a whole block, no discard at or before it) has an empty digest: that its tokens
+    are the ones asked for shows when the block key is computed from them.
     """
 
     block_key: bytes
@@ -65,22 +84,85 @@ class SessionRecord:
     """A session's row."""
 
     key: SessionKey
-    spans: tuple[Span, ...]
+    spans: bytes  # as kvd/core/packing.py packs them
     last_access_ns: int
     ttl_ns: int | None = None  # None: the default; TTL_NEVER_NS: never
-    pinned: bool = False
+    pin: Pin = Pin.NONE
     ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRecord:
-    """A block's row: where it lies on SSD and how to verify it."""
+    """A block's row: where it lies on SSD. How to verify it is in the extent's header."""
 
     key: bytes
-    token_ids: bytes
-    num_tokens: int
     extent: int
-    checksums: tuple[int, ...]  # xxh3_64 of each layer slice
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class IndexRows:
+    """All rows of one layout; blocks by columns, because there may be millions."""
+
+    sessions: Iterable[SessionRecord]
+    block_keys: bytes  # KEY_BYTES each, joined
+    extents: Sequence[int]
+    block_tokens: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """What an extent's header says of its block.
+
+    Attributes:
+        checksums: xxh3_64 of each layer slice's used bytes (of every component, in order, the
+            first num_tokens rows), little-endian, 8 bytes a layer.
+    """
+
+    token_ids: bytes
+    checksums: bytes
+
+
+# ------------------------------------------------------------------------------------ the journal
+
+
+@dataclass(frozen=True, slots=True)
+class WritingSlot:
+    """An engine writes to the slot."""
+
+    generation: int
+    lease_id: int
+    owner: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedSlot:
+    """The slot holds a block whose bytes never change; checksums as in StoredBlock."""
+
+    generation: int
+    key: bytes
+    num_tokens: int
+    token_ids: bytes
+    checksums: bytes
+
+
+SlotRecord = WritingSlot | CommittedSlot
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptedSlot:
+    """A slot that an earlier kvd had committed; to be verified before its first use."""
+
+    slot_id: int
+    block: CommittedSlot
+
+
+@dataclass(frozen=True, slots=True)
+class OrphanSlot:
+    """A slot that an engine may still be writing to, granted by an earlier kvd."""
+
+    slot_id: int
+    writing: WritingSlot  # its owner is an id that the shell gave to the process
 
 
 # ---------------------------------------------------------------------------------- load and store
@@ -108,8 +190,7 @@ class LoadAnswer:
     Attributes:
         miss_reason: "" unless MISS; then one of "unknown_session", "tokens_differ", "not_stored",
             "evicted", "corrupt", "read_error", "deadline" (settled before a read came back), "busy"
-            (no slot to read into just now; may be asked
-            again on SpaceFreed).
+            (no slot to read into just now; may be asked again on SpaceFreed).
     """
 
     lookup: Lookup
@@ -137,7 +218,7 @@ class StoreAnswer:
     Attributes:
         refused: "" (granted, or all stored already), "gap" (from_token lies beyond what is stored:
             `end_token` says how much that is), "wait" (slots may come free: ask again on
-            SpaceFreed), "no_space".
+            SpaceFreed), "no_space", "quota" (the tenant has no bytes left that may go).
     """
 
     lease_id: int = 0
@@ -171,11 +252,12 @@ class SessionInfo:
     ssd_bytes: int
     dirty_bytes: int  # in DRAM, not on SSD
     shared_blocks: int
-    pinned: bool
+    pin: Pin
     ended: bool
     leases: int
     last_access_ns: int
     ttl_ns: int | None  # as set on the session
+    ttl_source: str  # whose TTL holds: "session", "tenant", "default"
     expires_at_ns: int | None  # None: never
 
 
@@ -192,6 +274,8 @@ class BlockInfo:
     extent: int | None
     num_sessions: int
     dirty: bool
+    is_hashed: bool = False  # its checksums are known, or it is on SSD, where they are
+    is_unverified: bool = False  # adopted from an earlier kvd, and not checked yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +316,61 @@ class TierStats:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseInfo:
+    """A lease as operators see it.
+
+    Attributes:
+        kind: "load" or "store".
+        key: None if an earlier kvd granted it.
+        is_pending: a load whose blocks are not all there.
+        is_orphan: a store whose engine has no connection, but lives: its slots are quarantined.
+    """
+
+    lease_id: int
+    kind: str
+    owner: int
+    key: SessionKey | None
+    num_slots: int
+    since_ns: int  # when it was granted, or found
+    is_pending: bool = False
+    is_orphan: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TenantUsage:
+    """Answer of `tenants`, for each tenant that stores something."""
+
+    tenant: str
+    used_bytes: int  # as its quota counts them
+    quota_bytes: int | None  # None: no bound
+    num_sessions: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubReport:
+    """What a scrub has found so far. Bytes are what was compared, as they lie in the tier."""
+
+    dram_blocks: int = 0
+    dram_bytes: int = 0
+    dram_corrupt: int = 0
+    ssd_blocks: int = 0
+    ssd_bytes: int = 0
+    ssd_corrupt: int = 0
+    repaired: int = 0  # SSD copies that are written again
+    lost: int = 0  # blocks without a good copy: their sessions are cut
+    errors: int = 0  # checks that could not be made
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubStep:
+    """Answer of `scrub_step`."""
+
+    done: bool  # everything is checked, and nothing under way
+    issued_bytes: int  # what this step has asked for
+    report: ScrubReport
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Answer of `stats`: O(1)."""
 
@@ -239,4 +378,10 @@ class EngineStats:
     tiers: tuple[TierStats, ...]
     dirty_bytes: int
     num_leases: int
+    num_orphan_leases: int
+    num_quarantined_slots: int  # held by orphan leases
+    num_unverified: int  # adopted blocks that are not verified yet
+    num_unhashed: int  # stored blocks that a restart would lose, even in DRAM
+    num_soft_pins: int  # sessions
+    num_hard_pins: int
     counters: Mapping[str, int]  # monotonic since start; names in COUNTERS

@@ -1,13 +1,15 @@
 """How long sessions stay: TTLs, pins, ends, flushes.
 
-Pure. Invariants: 1. a leased, queued or pinned session does not expire; 2. a pinned session is in
-no eviction order;
-3. a flush never touches a leased session.
+Pure. Invariants: 1. a leased, queued or pinned session does not expire; 2. a hard-pinned session is
+in no eviction order, a soft-pinned one is guarded in every one; 3. a flush never touches a leased
+session.
 """
+
+from collections.abc import Iterable
 
 from kvd.core.actions import SESSION_ENDED, SESSION_EXPIRED, SESSION_FLUSHED
 from kvd.core.errors import InvalidRequestError, UnknownSessionError
-from kvd.core.records import TTL_NEVER_NS, FlushAnswer
+from kvd.core.records import TTL_NEVER_NS, FlushAnswer, Pin, Tier
 from kvd.core.session import Session
 from kvd.core.state import CacheState
 from shared.session_key import SessionKey
@@ -42,7 +44,7 @@ def expire(state: CacheState) -> None:
         session = state.sessions.get(key)
         if session is None:
             continue
-        deadline_ns = session.expires_at_ns(state.limits.default_ttl_ns)
+        deadline_ns = state.expires_at_ns(session)
         if deadline_ns is None or deadline_ns > state.now_ns:
             state.ttl.schedule(key, deadline_ns)
         elif state.leases.num_of_session(key) or state.queue.is_queued(key):
@@ -52,20 +54,31 @@ def expire(state: CacheState) -> None:
             state.drop_session(session, SESSION_EXPIRED, "ttl")
 
 
-def pin(state: CacheState, key: SessionKey) -> None:
-    """Protect a session from eviction and expiry."""
+def pin(state: CacheState, key: SessionKey, pin: Pin) -> None:
+    """Change how a session is protected from expiry and eviction; the end of a pin is a use."""
     session = find_session(state, key)
-    session.pinned = True
-    state.policy.removed(key)
+    state.count_pin(session, -1)
+    session.pin = pin
+    state.count_pin(session, 1)
+    if pin is Pin.HARD:
+        state.policy.removed(key)
+        state.tenants.removed(key)
+    else:
+        _rank(state, session)
     state.outbox.session_changed(key)
 
 
-def unpin(state: CacheState, key: SessionKey) -> None:
-    """End the protection; counts as a use."""
-    session = find_session(state, key)
-    session.pinned = False
-    state.touch(session)
-    state.outbox.session_changed(key)
+def _rank(state: CacheState, session: Session) -> None:
+    """Give a session its place in the orders, where it may have had none."""
+    is_guarded = session.pin is Pin.SOFT
+    state.policy.guarded(session.key, is_guarded=is_guarded)
+    state.tenants.guarded(session.key, is_guarded=is_guarded)
+    if is_guarded:
+        for tier in Tier:
+            state.policy.entered(session.key, tier)
+        state.tenants.entered(session.key)
+    else:
+        state.touch(session)
 
 
 def set_ttl(state: CacheState, key: SessionKey, ttl_ns: int | None) -> None:
@@ -87,6 +100,7 @@ def end_session(state: CacheState, key: SessionKey) -> bool:
         return False
     session.ended = True
     state.policy.ended(key)
+    state.tenants.ended(key)
     state.outbox.session_changed(key)
     state.outbox.emit(SESSION_ENDED, key)
     return True
@@ -95,24 +109,52 @@ def end_session(state: CacheState, key: SessionKey) -> bool:
 def flush(state: CacheState, key: SessionKey | None, *, dry_run: bool) -> FlushAnswer:
     """Drop one session, or all, except leased ones; a dry run only says what would go."""
     candidates = list(state.sessions) if key is None else [find_session(state, key).key]
-    leased = tuple(key for key in candidates if state.leases.num_of_session(key))
-    flushed = dict.fromkeys(key for key in candidates if key not in frozenset(leased))
+    leased = tuple(filter(state.leases.num_of_session, candidates))
+    flushed = dict.fromkeys(candidates)
+    for leased_key in leased:
+        del flushed[leased_key]
+    return _flush(state, flushed, leased, dry_run=dry_run)
+
+
+def flush_some(state: CacheState, max_sessions: int) -> FlushAnswer:
+    """Drop some sessions that are not leased."""
+    flushed: dict[SessionKey, None] = {}
+    leased = []
+    for key in state.sessions:
+        if len(flushed) == max_sessions:
+            break
+        if state.leases.num_of_session(key):
+            leased.append(key)
+        else:
+            flushed[key] = None
+    return _flush(state, flushed, tuple(leased), dry_run=False)
+
+
+def _flush(
+    state: CacheState,
+    flushed: dict[SessionKey, None],
+    leased: tuple[SessionKey, ...],
+    *,
+    dry_run: bool,
+) -> FlushAnswer:
     freed_bytes = _freed_bytes(state, flushed)
     if not dry_run:
-        for session_key in flushed:
+        for key in flushed:
             state.outbox.count("sessions_flushed")
-            state.drop_session(state.sessions[session_key], SESSION_FLUSHED, "flush")
+            state.drop_session(state.sessions[key], SESSION_FLUSHED, "flush")
     return FlushAnswer(len(flushed), freed_bytes, leased)
 
 
 def _freed_bytes(state: CacheState, flushed: dict[SessionKey, None]) -> int:
     """Bytes, over all tiers, of the blocks that only these sessions use."""
-    block_keys = {
-        key for session_key in flushed for key in state.sessions[session_key].block_keys()
-    }
-    num_copies = 0
-    for block_key in block_keys:
+    sessions = [state.sessions[key] for key in flushed]
+    num_copies = sum(session.num_folded for session in sessions)
+    for block_key in {key for session in sessions for key in session.block_keys()}:
         block = state.blocks[block_key]
-        if not block.readers and not block.holders and all(user in flushed for user in block.users):
+        if not block.readers and not block.holders and _are_all(block.users, flushed):
             num_copies += (block.slot_id is not None) + (block.extent is not None)
     return num_copies * state.layout.block_bytes
+
+
+def _are_all(users: Iterable[SessionKey], flushed: dict[SessionKey, None]) -> bool:
+    return all(user in flushed for user in users)

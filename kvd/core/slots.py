@@ -1,10 +1,11 @@
 """Slots of the arena: which are free, which a store lease fills, which hold a committed block.
 
 Pure. Invariants: 1. a slot's generation grows with each allocation, so that a late reader notices;
-2. a COMMITTED slot's bytes never change (D9).
+2. a COMMITTED slot's bytes never change (D9), except that a copy found corrupt is read again.
 
     FREE ──allocate──► WRITING ──commit──► COMMITTED ──free──► FREE
-                          └───────────────free────────────────► FREE
+                        │   ▲──rewrite────────┘
+                        └──────────────────────────free──────► FREE
 
 (A slot that an SSD read fills is WRITING too: its writer is the performer.)
 """
@@ -24,9 +25,10 @@ class SlotTable:
     """State and generation of each slot."""
 
     def __init__(self, num_slots: int) -> None:
-        self._states = [SlotState.FREE] * num_slots
-        self._generations = [0] * num_slots
-        self._free = list(range(num_slots - 1, -1, -1))  # popped from its end: low slots first
+        self._states: list[SlotState] = []
+        self._generations: list[int] = []
+        self._free: list[int] = []  # popped from its end: low slots first
+        self.add(num_slots)
 
     def __len__(self) -> int:
         return len(self._states)
@@ -35,6 +37,29 @@ class SlotTable:
     def num_free(self) -> int:
         """Slots that can be allocated now."""
         return len(self._free)
+
+    def add(self, num_slots: int) -> None:
+        """Take the slots of a new arena in; there are none before."""
+        assert not self._states, "an arena is made once"
+        self._states = [SlotState.FREE] * num_slots
+        self._generations = [0] * num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+
+    def drop(self) -> None:
+        """Give the arena up; nobody uses a slot."""
+        assert self.num_free == len(self), "an arena is given up when its slots are free"
+        self._states, self._generations, self._free = [], [], []
+
+    def adopt(self, slot_id: int, generation: int, state: SlotState) -> None:
+        """Take over a slot that an earlier kvd had given away; end with `adopted`."""
+        assert self._states[slot_id] is SlotState.FREE, f"slot {slot_id} is adopted twice"
+        self._states[slot_id] = state
+        self._generations[slot_id] = generation
+
+    def adopted(self) -> None:
+        """Find the free slots anew, after all adoptions: O(slots)."""
+        free = (i for i, state in enumerate(self._states) if state is SlotState.FREE)
+        self._free = sorted(free, reverse=True)
 
     def allocate(self) -> tuple[int, int]:
         """Take a free slot for writing; the caller has made sure there is one.
@@ -51,6 +76,11 @@ class SlotTable:
         """Note that the slot's bytes are complete."""
         assert self._states[slot_id] is SlotState.WRITING, f"slot {slot_id} is not being written"
         self._states[slot_id] = SlotState.COMMITTED
+
+    def rewrite(self, slot_id: int) -> None:
+        """Have a corrupt slot's bytes read again; its generation stays."""
+        assert self._states[slot_id] is SlotState.COMMITTED, f"slot {slot_id} holds no block"
+        self._states[slot_id] = SlotState.WRITING
 
     def free(self, slot_id: int) -> None:
         """Give a slot back."""

@@ -13,37 +13,58 @@ Invariants (checking.py states them as code):
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvd.core.actions import SESSION_CUT, SESSION_DROPPED, DropBlock
+from kvd.core.actions import SESSION_CUT, SESSION_DROPPED, ClearSlot, DropBlock, PutSlot
 from kvd.core.block import Block, BlockIndex, BlockIo
 from kvd.core.eviction import EvictionPolicy
+from kvd.core.extent_shape import ExtentShape
 from kvd.core.extents import ExtentTable
+from kvd.core.folding import FoldedTails
 from kvd.core.leases import LeaseTable, LoadLease
+from kvd.core.listing import Listings
 from kvd.core.outbox import Outbox
 from kvd.core.queue_window import QueueWindow
-from kvd.core.records import Span, Tier
+from kvd.core.records import Admission, CommittedSlot, Pin, SlotRecord, Span, Tier, WritingSlot
 from kvd.core.session import Session
-from kvd.core.slots import SlotTable
+from kvd.core.slots import SlotState, SlotTable
+from kvd.core.tenants import TenantLimits, TenantTable, no_limits
 from kvd.core.ttl import TtlClock
+from kvd.core.write_queue import WriteQueue
 from shared.kv_layout import KVLayout
 from shared.session_key import SessionKey
+from shared.units import NS_PER_S
+
+FOLD_BATCH = 64  # sessions per call, so that one call stays short
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of one cache engine."""
+    """Bounds and policies of one cache engine."""
 
-    num_slots: int
+    num_slots: int  # 0: no arena (yet)
     num_extents: int  # 0: no SSD tier
     default_ttl_ns: int | None = None  # None: never expire
     max_sessions: int = 1_000_000
     max_leases: int = 65_536
+    admission: Admission = Admission.WRITE_THROUGH
+    write_back_delay_ns: int = 30 * NS_PER_S  # how long a session is left alone before its write
+    max_write_bytes: int = 256 << 20  # of writes issued and not done
+    verify_on_load: bool = False
+    layered_read_bytes: int = 32 << 20  # a load that reads more than this goes layer by layer
+    tenant_limits: Callable[[str], TenantLimits] = no_limits  # asked once per tenant
+    folds_sessions: bool = True  # False: idle ones stay as they are, at a price in memory
 
 
 @dataclass(slots=True, eq=False)
-class ReadOp:
-    """An SSD read under way, and the leases that wait for it."""
+class Arrival:
+    """An SSD read or a verification under way, and the leases that wait for it.
 
+    Attributes:
+        was_queued: the block was to be written, and is again once it is verified.
+    """
+
+    op_id: int
     block: Block
+    was_queued: bool = False
     waiting: dict[int, LoadLease] = field(default_factory=dict)
 
 
@@ -53,6 +74,7 @@ class WriteOp:
 
     block: Block
     extent: int
+    num_sectors: int
 
 
 class CacheState:
@@ -66,24 +88,32 @@ class CacheState:
         policy: EvictionPolicy,
     ) -> None:
         self.layout = layout
+        self.shape = ExtentShape(layout)
         self.limits = limits
         self.salt_of = salt_of
         self.policy = policy
         self.blocks = BlockIndex()
         self.sessions: dict[SessionKey, Session] = {}
         self.slots = SlotTable(limits.num_slots)
-        self.extents = ExtentTable(limits.num_extents)
+        self.extents = ExtentTable(limits.num_extents, self.shape.sectors_per_extent)
         self.leases = LeaseTable(limits.max_leases)
         self.queue = QueueWindow()
         self.ttl = TtlClock()
         self.outbox = Outbox()
-        self.reads: dict[int, ReadOp] = {}
-        self.read_of: dict[bytes, ReadOp] = {}  # by block key
+        self.reads: dict[int, Arrival] = {}
+        self.verifies: dict[int, Arrival] = {}
+        self.arrival_of: dict[bytes, Arrival] = {}  # both, by block key
+        self.hashes: dict[int, Block] = {}
         self.writes: dict[int, WriteOp] = {}
-        self.drops: dict[int, int | None] = {}  # extent to free when the row is gone
-        self.unwritten: dict[
-            bytes, Block
-        ] = {}  # dirty blocks that are to be written, oldest request first
+        self.drops: dict[int, tuple[int, int] | None] = {}  # run to free when the row is gone
+        self.unverified: dict[bytes, Block] = {}  # adopted blocks whose verification is not begun
+        self.unwritten = WriteQueue(self.shape, self.extents)
+        self.journal: dict[int, SlotState] = {}  # what the journal says of each slot: a mirror
+        self.scrubbed: dict[tuple[Tier, int], int] = {}  # slot or extent -> operation of a scrub
+        self.tails = FoldedTails(self.blocks)
+        self.tenants = TenantTable(limits.tenant_limits, layout.block_bytes)
+        self.listings = Listings()
+        self.num_pins = dict.fromkeys((Pin.SOFT, Pin.HARD), 0)  # sessions
         self.ssd_degraded = ""  # why writes are held back; "": they are not
         self.now_ns = 0
         self._next_op_id = 1
@@ -97,11 +127,27 @@ class CacheState:
         self._next_op_id += 1
         return self._next_op_id - 1
 
-    def is_writing(self) -> bool:
-        """Whether dirty blocks are about to become clean."""
-        return bool(self.writes or (self.unwritten and self.drops))
+    def is_cleaning(self) -> bool:
+        """Whether dirty blocks become clean, or may be written, in time."""
+        under_way = self.hashes or self.verifies or self.writes
+        return bool(under_way or (len(self.unwritten) and self.drops))
+
+    def num_sectors(self, block: Block) -> int:
+        """Sectors of the block's extent."""
+        return self.shape.num_sectors(block.num_tokens)
 
     # ------------------------------------------------------------------------------------ sessions
+
+    def add_session(self, session: Session) -> None:
+        """Take a new session in; its spans, and a place in the orders, are to follow."""
+        self.sessions[session.key] = session
+        self.tenants.count_session(session.key.tenant, 1)
+        self.count_pin(session, 1)
+
+    def count_pin(self, session: Session, increment: int) -> None:
+        """Count a session among the pinned ones, if it is one."""
+        if session.pin is not Pin.NONE:
+            self.num_pins[session.pin] += increment
 
     def touch(self, session: Session) -> None:
         """Note a use of the session: O(its blocks)."""
@@ -109,19 +155,29 @@ class CacheState:
         if session.ended:
             session.ended = False
             self.outbox.session_changed(session.key)
-        if not session.pinned:
+        if session.pin is not Pin.HARD:
             self.policy.touched(session.key, self.now_ns)
+            self.tenants.touched(session.key)
         for span in session.spans:
             self.blocks[span.block_key].last_user = session.key
         self.schedule_expiry(session)
 
+    def inherited_ttl_ns(self, session: Session) -> int | None:
+        """TTL of a session that has none of its own: its tenant's, or the default."""
+        ttl_ns = self.tenants.limits(session.key.tenant).ttl_ns
+        return self.limits.default_ttl_ns if ttl_ns is None else ttl_ns
+
+    def expires_at_ns(self, session: Session) -> int | None:
+        """When the session's TTL passes; None for never."""
+        return session.expires_at_ns(self.inherited_ttl_ns(session))
+
     def schedule_expiry(self, session: Session) -> None:
         """Have the TTL clock look at the session in time."""
-        deadline_ns = session.expires_at_ns(self.limits.default_ttl_ns)
-        self.ttl.schedule(session.key, deadline_ns)
+        self.ttl.schedule(session.key, self.expires_at_ns(session))
 
     def set_spans(self, session: Session, spans: Sequence[Span]) -> None:
         """Replace a session's spans; blocks that lose their last user go."""
+        self.unfold(session)
         before = session.block_keys()
         session.spans = list(spans)
         after = session.block_keys()
@@ -135,23 +191,42 @@ class CacheState:
                 block = self.blocks[block_key]
                 del block.users[session.key]
                 self.settle(block)
+                if len(block.users) == 1:  # it is private now
+                    self.fold_later(next(iter(block.users)))
 
     def cut(self, session: Session, num_spans: int, why: str) -> None:
-        """Keep the session's first spans; a session without any is dropped."""
+        """Keep the session's first spans, and nothing folded; one without any is dropped."""
         if num_spans == 0:
             self.drop_session(session, SESSION_DROPPED, why)
             return
-        session.lost = why
+        self._drop_folded(session, session.num_folded)
         self.set_spans(session, session.spans[:num_spans])
-        self.outbox.emit(SESSION_CUT, session.key, {"why": why, "num_tokens": session.num_tokens})
+        self._was_cut(session, why)
+
+    def cut_folded(self, session: Session, num_blocks: int, why: str) -> None:
+        """Give up the session's last folded blocks; a session without any span is dropped."""
+        if not session.spans and num_blocks == session.num_folded:
+            self.drop_session(session, SESSION_DROPPED, why)
+            return
+        self._drop_folded(session, num_blocks)
+        self.outbox.session_changed(session.key)
+        self._was_cut(session, why)
 
     def drop_session(self, session: Session, event: str, why: str) -> None:
         """Forget a session and every block only it uses."""
         num_tokens = session.num_tokens
+        self._drop_folded(session, session.num_folded)
         del self.sessions[session.key]
         self.policy.removed(session.key)
+        self.tenants.removed(session.key)
+        self.tenants.count_session(session.key.tenant, -1)
+        self.count_pin(session, -1)
         self.set_spans(session, ())
         self.outbox.emit(event, session.key, {"why": why, "num_tokens": num_tokens})
+
+    def _was_cut(self, session: Session, why: str) -> None:
+        session.lost = why
+        self.outbox.emit(SESSION_CUT, session.key, {"why": why, "num_tokens": session.num_tokens})
 
     def cut_users(self, block: Block, why: str) -> int:
         """Cut every session at a block that is lost; returns how many sessions that dropped."""
@@ -160,6 +235,36 @@ class CacheState:
             session = self.sessions[key]
             self.cut(session, session.index_of(block.key), why)
         return num_before - len(self.sessions)
+
+    # ------------------------------------------------------------------------------------- folding
+
+    def unfold(self, session: Session) -> None:
+        """Have all blocks of a session in the index; it is folded again when it may be."""
+        if session.folded:
+            self.tails.unfold(session)
+            self.fold_later(session.key)
+
+    def fold_later(self, key: SessionKey) -> None:
+        """Look at a session after this call: perhaps it can be folded."""
+        if self.limits.folds_sessions:
+            self.tails.fold_later(key)
+
+    def fold_idle(self) -> None:
+        """Fold sessions that are not in use; a bounded number per call. No call is under way."""
+        waiting = self.tails.waiting
+        for _ in range(min(len(waiting), FOLD_BATCH)):
+            key, _ = waiting.popitem(last=False)
+            session = self.sessions.get(key)
+            if session is not None and self.tails.fold(session):
+                waiting[key] = None
+
+    def _drop_folded(self, session: Session, num_blocks: int) -> None:
+        """Give up the session's last folded blocks, without making blocks of them."""
+        if not num_blocks:
+            return
+        for record in reversed(self.tails.take(session, num_blocks)):
+            self.drop_row(record.key, record.extent, record.num_tokens)
+        self.tenants.charge(session.key.tenant, -num_blocks)
 
     # -------------------------------------------------------------------------------------- blocks
 
@@ -177,29 +282,81 @@ class CacheState:
         elif not block.wanted and block.io is BlockIo.IDLE:
             self.forget(block)
 
+    def find_block(self, key: bytes) -> Block | None:
+        """Find a block by its key, be it folded; look-ups go along the content chain."""
+        block = self.blocks.get(key)
+        owner = self.tails.heads.get(key) if block is None else None
+        if owner is not None:
+            self.unfold(self.sessions[owner])
+            block = self.blocks[key]
+        return block
+
     def forget(self, block: Block) -> None:
-        """Take a block out of every tier and the index."""
-        self.unwritten.pop(block.key, None)
+        """Take a block out of every tier and the index; a write of it then finds nobody."""
+        assert block.io in (BlockIo.IDLE, BlockIo.WRITING), "a block is forgotten at rest"
+        self.unwritten.discard(block)
         if block.slot_id is not None:
             self.leave_dram(block)
         if block.extent is not None:
             self.leave_ssd(block)
         self.blocks.remove(block)
+        if block.tenant:  # else nobody has ever used it
+            self.tenants.charge(block.tenant, -1)
+
+    def lose(self, block: Block, why: str) -> None:
+        """Forget a block whose bytes nowhere are what was stored; its sessions are cut there."""
+        self.cut_users(block, why)
+        if self.blocks.holds(block):  # a lease builds on it; its completion finds it gone
+            self.forget(block)
 
     def leave_dram(self, block: Block) -> None:
         """Free the block's slot."""
-        self.slots.free(self.blocks.leave_dram(block))
-        self.outbox.space_freed()
+        self.unverified.pop(block.key, None)
+        self.free_slot(self.blocks.leave_dram(block))
 
     def leave_ssd(self, block: Block) -> None:
         """Have the block's row removed; its extent is free once that is committed."""
-        self.drop_row(block.key, self.blocks.leave_ssd(block))
+        self.drop_row(block.key, self.blocks.leave_ssd(block), block.num_tokens)
 
-    def drop_row(self, key: bytes, extent: int | None) -> None:
+    def drop_row(self, key: bytes, extent: int | None, num_tokens: int = 0) -> None:
         """Have a block's row removed, and then its extent freed."""
         op_id = self.next_op_id()
-        self.drops[op_id] = extent
+        self.drops[op_id] = None
+        if extent is not None:
+            self.drops[op_id] = (extent, self.shape.num_sectors(num_tokens))
+            self.scrubbed.pop((Tier.SSD, extent), None)
         self.outbox.add(DropBlock(op_id, key))
+
+    # --------------------------------------------------------------------------------------- slots
+
+    def put_slot(self, slot_id: int, record: SlotRecord) -> None:
+        """Note in the journal what a slot holds."""
+        is_writing = isinstance(record, WritingSlot)
+        self.journal[slot_id] = SlotState.WRITING if is_writing else SlotState.COMMITTED
+        self.outbox.add(PutSlot(slot_id, record))
+
+    def put_block_slot(self, block: Block) -> None:
+        """Note in the journal that a slot holds a hashed block: a next kvd may adopt it."""
+        assert block.slot_id is not None, "only a block in DRAM is in the journal"
+        assert block.checksums, "only a hashed block is in the journal"
+        record = CommittedSlot(
+            block.generation, block.key, block.num_tokens, block.token_ids, block.checksums
+        )
+        self.put_slot(block.slot_id, record)
+
+    def clear_slot(self, slot_id: int) -> None:
+        """Note in the journal that nothing in the slot counts."""
+        self.scrubbed.pop((Tier.DRAM, slot_id), None)
+        if self.journal.pop(slot_id, None) is not None:
+            self.outbox.add(ClearSlot(slot_id))
+
+    def free_slot(self, slot_id: int) -> None:
+        """Give a slot back."""
+        self.clear_slot(slot_id)
+        self.slots.free(slot_id)
+        self.outbox.space_freed()
+
+    # ---------------------------------------------------------------------------------------- users
 
     def warm_user(self, block: Block, is_warm: Callable[[SessionKey], bool]) -> bool:
         """Whether a user of the block is warm; remembers which, so that the next look is O(1)."""
@@ -213,7 +370,7 @@ class CacheState:
 
     def _find_ranking_user(self, block: Block, tier: Tier) -> None:
         def is_ranked(key: SessionKey) -> bool:
-            return self.sessions[key].pinned or self.policy.ranks(key, tier)
+            return self.sessions[key].pin is Pin.HARD or self.policy.ranks(key, tier)
 
         if not self.warm_user(block, is_ranked):
             block.last_user = next(reversed(block.users))

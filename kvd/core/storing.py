@@ -1,8 +1,9 @@
 """Stores: from tokens to slots that an engine fills, and from filled slots to a longer session.
 
-Pure. Invariants: 1. a store lease's slots are WRITING and in no block: nobody else sees them; 2.
-the existing blocks a store lease builds on count it in `holders`; 3. a committed slot never
-changes: growing a partial block replaces it by a new one that contains its tokens (D9).
+Pure. Invariants: 1. a store lease's slots are WRITING and in no block: nobody else sees them, and
+the journal says so; 2. the existing blocks a store lease builds on count it in `holders`; 3. a
+committed slot never changes: growing a partial block replaces it by a new one that contains its
+tokens (D9).
 """
 
 from collections.abc import Sequence
@@ -10,19 +11,22 @@ from dataclasses import dataclass
 
 from kvd.core.actions import SESSION_STORED
 from kvd.core.block import Block
-from kvd.core.leases import NewBlock, Part, StoreLease
+from kvd.core.hashing import Hasher
+from kvd.core.leases import NewBlock, Part, RestoredLease, StoreLease, lost
 from kvd.core.matching import Piece, check_from_token, match_tokens, num_tokens_of, slice_tokens
+from kvd.core.packing import plain_span
 from kvd.core.placement import Placement
-from kvd.core.records import Span, StoreAnswer, StoreBlock
+from kvd.core.records import Span, StoreAnswer, StoreBlock, WritingSlot
 from kvd.core.session import Session
 from kvd.core.state import CacheState
 from kvd.core.writing import Writer
-from shared.block_key import block_key, root_key, tokens_digest
+from shared.block_key import block_key, root_key
 from shared.session_key import SessionKey
 
 GAP = "gap"
 WAIT = "wait"
 NO_SPACE = "no_space"
+QUOTA = "quota"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +42,13 @@ class _Planned:
 class Storer:
     """Prepares and completes stores of one cache state."""
 
-    def __init__(self, state: CacheState, placement: Placement, writer: Writer) -> None:
+    def __init__(
+        self, state: CacheState, placement: Placement, writer: Writer, hasher: Hasher
+    ) -> None:
         self._state = state
         self._placement = placement
         self._writer = writer
+        self._hasher = hasher
 
     def prepare(
         self, key: SessionKey, token_ids: bytes, from_token: int, owner: int
@@ -57,7 +64,7 @@ class Storer:
         stored_end = base[-1].end if base else 0
         if from_token > stored_end:
             return self._refused(GAP, stored_end)
-        lease = StoreLease(state.leases.next_id(), owner, key)
+        lease = StoreLease(state.leases.next_id(), owner, key, since_ns=state.now_ns)
         held: list[Part] = [(piece.span, piece.block) for piece in base]
         planned = self._planned(key.tenant, token_ids, base)
         held += [(new.span, new.block) for new in planned if new.block is not None]
@@ -67,7 +74,10 @@ class Storer:
             self._publish(key, held)
             self._release(held)
             return StoreAnswer(end_token=num_tokens)
-        self._placement.make_slots(num_new)
+        if not self._placement.make_quota(key.tenant, num_new):
+            self._release(held)
+            return self._refused(QUOTA, stored_end)
+        self._writer.make_slots(num_new)
         lease.parts = held[: len(base)]
         answer = self._grant(lease, planned)
         if answer is None:
@@ -80,6 +90,9 @@ class Storer:
     def complete(self, lease_id: int, owner: int, *, success: bool) -> int:
         """See CacheEngine.complete_store."""
         lease = self._state.leases.store_of(lease_id, owner)
+        if isinstance(lease, RestoredLease):
+            self.release(lease)
+            raise lost(lease_id)
         if success:
             self._commit(lease)
             held = [part for part in lease.parts if isinstance(part[1], Block)]
@@ -88,13 +101,24 @@ class Storer:
         session = self._state.sessions.get(lease.key)
         return session.num_tokens if session else 0
 
-    def release(self, lease: StoreLease) -> None:
+    def release(self, lease: StoreLease | RestoredLease) -> None:
         """End a lease; slots that are not committed are free again."""
         self._state.leases.remove(lease)
-        self._free_slots(lease.parts)
-        self._release(lease.parts)
+        if isinstance(lease, StoreLease):
+            for _, part in lease.parts:
+                if isinstance(part, NewBlock):
+                    self._give_back(lease, part)
+            self._release(lease.parts)
+        else:
+            for slot_id, _ in lease.slots():
+                self._state.free_slot(slot_id)
         self._state.outbox.space_freed()  # here only: a refused call frees nothing, and must not
         # wake the others that wait, or they would wake each other for ever
+
+    def give_to(self, lease: StoreLease | RestoredLease, owner: int) -> None:
+        """Have an engine that came back hold its lease again."""
+        self._state.leases.give_to(lease, owner, is_orphan=False)
+        self._journal(lease)
 
     # ------------------------------------------------------------------------------------- prepare
 
@@ -122,8 +146,8 @@ class Storer:
         for offset in range(base[-1].end if base else 0, num_tokens, step):
             tokens = slice_tokens(token_ids, offset, min(offset + step, num_tokens))
             parent = block_key(salt, parent, tokens)
-            span = Span(parent, 0, num_tokens_of(tokens), tokens_digest(tokens), parent)
-            planned.append(_Planned(span, tokens, offset, state.blocks.get(parent)))
+            span = plain_span(parent, num_tokens_of(tokens))
+            planned.append(_Planned(span, tokens, offset, state.find_block(parent)))
         return planned
 
     def _grant(self, lease: StoreLease, planned: list[_Planned]) -> StoreAnswer | None:
@@ -148,13 +172,20 @@ class Storer:
         if not blocks:
             return None
         self._state.leases.add(lease)
+        self._state.tenants.charge(lease.key.tenant, len(blocks))
+        self._journal(lease)
         more = end_token < planned[-1].token_offset + planned[-1].span.num_tokens
         return StoreAnswer(lease.lease_id, tuple(blocks), end_token, more)
+
+    def _journal(self, lease: StoreLease | RestoredLease) -> None:
+        for slot_id, generation in lease.slots():
+            record = WritingSlot(generation, lease.lease_id, lease.owner)
+            self._state.put_slot(slot_id, record)
 
     def _why_no_slot(self) -> str:
         """Whether waiting may help: leases end, reads end, writes make blocks clean."""
         state = self._state
-        return WAIT if len(state.leases) or state.reads or state.is_writing() else NO_SPACE
+        return WAIT if len(state.leases) or state.reads or state.is_cleaning() else NO_SPACE
 
     def _refused(self, why: str, stored_end: int) -> StoreAnswer:
         outbox = self._state.outbox
@@ -173,22 +204,42 @@ class Storer:
         for index, (span, part) in enumerate(lease.parts):
             if isinstance(part, Block):
                 if not state.blocks.holds(part):  # found corrupt meanwhile
-                    self._free_slots(lease.parts[index:])
-                    self._release(lease.parts[index:])
-                    del lease.parts[index:]
+                    self._let_go(lease, index)
                     return
                 continue
-            block = state.blocks.get(span.block_key)
+            block = state.find_block(span.block_key)
             if block is None:
-                block = Block(span.block_key, span.num_tokens, part.token_ids)
-                state.slots.commit(part.slot_id)
-                state.blocks.add(block)
-                state.blocks.enter_dram(block, part.slot_id, part.generation)
-                state.outbox.count("store_tokens", span.num_tokens)
+                block = self._committed(lease.key.tenant, span, part)
             else:  # another session has committed the same meanwhile
-                state.slots.free(part.slot_id)
+                self._give_back(lease, part)
             block.holders += 1
             lease.parts[index] = (span, block)
+
+    def _committed(self, tenant: str, span: Span, part: NewBlock) -> Block:
+        """Make a block of a filled slot. The journal forgets the slot until it is hashed."""
+        state = self._state
+        block = Block(span.block_key, span.num_tokens, tenant)
+        state.slots.commit(part.slot_id)
+        state.clear_slot(part.slot_id)
+        state.blocks.add(block)
+        state.blocks.enter_dram(block, part.slot_id, part.generation)
+        state.blocks.know(block, part.token_ids, b"")
+        state.outbox.count("store_tokens", span.num_tokens)
+        return block
+
+    def _let_go(self, lease: StoreLease, index: int) -> None:
+        """Shorten a lease to its first parts."""
+        released = lease.parts[index:]
+        del lease.parts[index:]
+        for _, part in released:
+            if isinstance(part, NewBlock):
+                self._give_back(lease, part)
+        self._release(released)
+
+    def _give_back(self, lease: StoreLease, part: NewBlock) -> None:
+        """Free a slot that does not become a block."""
+        self._state.free_slot(part.slot_id)
+        self._state.tenants.charge(lease.key.tenant, -1)
 
     def _publish(self, key: SessionKey, parts: Sequence[Part]) -> None:
         """Make the parts the session's spans, creating it, and have its dirty blocks written."""
@@ -198,7 +249,9 @@ class Storer:
         if not spans or (session is None and not self._has_room_for_session()):
             return
         if session is None:
-            session = state.sessions[key] = Session(key, state.now_ns)
+            session = Session(key, state.now_ns)
+            state.add_session(session)
+        state.unfold(session)
         if session.spans[: len(spans)] != spans:
             session.lost = ""
             state.set_spans(session, spans)
@@ -207,7 +260,7 @@ class Storer:
         state.outbox.count("stores")
         fields = {"num_tokens": session.num_tokens, "num_blocks": len(session.spans)}
         state.outbox.emit(SESSION_STORED, key, fields)
-        self._writer.request(key, [state.blocks[block_key] for block_key in session.block_keys()])
+        self._hasher.request([state.blocks[block_key] for block_key in session.block_keys()])
 
     def _has_room_for_session(self) -> bool:
         state = self._state
@@ -225,8 +278,3 @@ class Storer:
             if isinstance(part, Block):
                 part.holders -= 1
                 self._state.settle(part)
-
-    def _free_slots(self, parts: Sequence[Part]) -> None:
-        for _, part in parts:
-            if isinstance(part, NewBlock):
-                self._state.slots.free(part.slot_id)

@@ -5,7 +5,7 @@ too early is put back then. So a use costs nothing, and each session has one ent
 case.
 """
 
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from shared.session_key import SessionKey
 
@@ -17,9 +17,6 @@ class TtlClock:
         self._heap: list[tuple[int, SessionKey]] = []
         self._earliest: dict[SessionKey, int] = {}  # the entry that counts; others are skipped
 
-    def __len__(self) -> int:
-        return len(self._heap)
-
     def schedule(self, key: SessionKey, deadline_ns: int | None) -> None:
         """Make sure the session is looked at by `deadline_ns`; None never needs a look."""
         if deadline_ns is None:
@@ -28,6 +25,13 @@ class TtlClock:
         if earliest is None or deadline_ns < earliest:
             self._earliest[key] = deadline_ns
             heappush(self._heap, (deadline_ns, key))
+
+    def restore(self, entries: list[tuple[int, SessionKey]]) -> None:
+        """Start with these deadlines, one a session: O(sessions)."""
+        assert not self._heap, "a clock is restored before it is used"
+        self._heap = entries
+        heapify(self._heap)
+        self._earliest = {key: deadline_ns for deadline_ns, key in entries}
 
     def next_deadline_ns(self) -> int | None:
         """When to look next."""

@@ -5,26 +5,48 @@ rows are equal exactly when the computations are, which is what block keys promi
 are checked against.
 """
 
-from dataclasses import dataclass, field
+import struct
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 
 from kvd.core.actions import (
     Action,
+    ClearSlot,
     DropBlock,
     DropSession,
+    HashSlot,
     IoOutcome,
     PutBlock,
     PutSession,
+    PutSlot,
     ReadBlock,
+    TrackLoad,
+    UntrackLoad,
+    VerifyExtent,
+    VerifySlot,
     WriteBlock,
 )
 from kvd.core.engine import CacheEngine, Limits
-from kvd.core.records import BlockRecord, SessionRecord
+from kvd.core.extent_shape import ExtentShape
+from kvd.core.records import (
+    AdoptedSlot,
+    BlockRecord,
+    CommittedSlot,
+    IndexRows,
+    OrphanSlot,
+    SessionRecord,
+    SlotRecord,
+    StoredBlock,
+)
 from shared.kv_layout import Component, KVLayout, Layer
 from shared.session_key import SessionKey
 
 BLOCK_TOKENS = 4
 MODEL = "0f"
-LAYOUT = KVLayout(MODEL, (Layer((Component("k", (1, 2), "float32"),)),), BLOCK_TOKENS)
+# A full block has 5 sectors on SSD, a partial one 2 (packed by twos), 3 or 4.
+LAYOUT = KVLayout(MODEL, (Layer((Component("k", (4, 256), "float32"),)),), BLOCK_TOKENS)
+SHAPE = ExtentShape(LAYOUT)
+ADOPTED_OWNERS = 100  # the shell gives an engine of an earlier kvd this much on top of its id
 
 Row = int  # symbolic KV of one token
 
@@ -43,6 +65,15 @@ def compute(rows: list[Row], tokens: list[int]) -> list[Row]:
     for token in tokens:
         rows.append(hash((rows[-1] if rows else 0, len(rows), token)))
     return rows
+
+
+def checksums_of(rows: list[Row]) -> bytes:
+    return struct.pack("<Q", hash(tuple(rows)) % 2**64)
+
+
+def run_of(block: BlockRecord | WriteBlock) -> range:
+    """Sectors of a block."""
+    return range(block.extent, block.extent + SHAPE.num_sectors(block.num_tokens))
 
 
 @dataclass
@@ -69,6 +100,33 @@ class Index:
                 dropped.append(action.op_id)
         return dropped
 
+    def rows(self) -> IndexRows:
+        """What a new kvd reads."""
+        blocks = list(self.blocks.values())
+        return IndexRows(
+            list(self.sessions.values()),
+            b"".join(block.key for block in blocks),
+            [block.extent for block in blocks],
+            [block.num_tokens for block in blocks],
+        )
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What lies on SSD: header and rows."""
+
+    key: bytes
+    stored: StoredBlock
+    rows: list[Row]
+
+    def holds(self, key: bytes, num_tokens: int) -> bool:
+        """Whether this is the block, and its bytes are good."""
+        is_same = self.key == key and len(self.rows) == num_tokens
+        return is_same and checksums_of(self.rows) == self.stored.checksums
+
+
+Io = ReadBlock | VerifySlot | VerifyExtent | HashSlot | WriteBlock
+
 
 class CacheWorld:
     """A cache engine with its performer, whose operations end when and how the test says."""
@@ -76,37 +134,78 @@ class CacheWorld:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.index = Index()
-        self.extents: dict[int, list[Row]] = {}
+        self.extents: dict[int, Extent] = {}
+        self.slots: list[list[Row]] = []
+        self.journal: dict[int, SlotRecord] = {}
         self.now_ns = 1_000
+        self.epoch = 0
         self.start()
 
-    def start(self) -> None:
-        """Start a daemon on what the index has committed: everything else is lost."""
+    def start(self, *, keep_dram: bool = False, alive: Collection[int] = ()) -> None:
+        """Start a daemon on what the index has committed, and the arena if it is kept.
+
+        Args:
+            keep_dram: the arena has survived the daemon; otherwise it begins empty.
+            alive: owners whose processes live; their ids are ADOPTED_OWNERS higher then.
+        """
         self.index.uncommitted = []
-        self.slots: list[list[Row]] = [[] for _ in range(self.limits.num_slots)]
-        self.io: dict[int, ReadBlock | WriteBlock] = {}
-        self.written: dict[int, list[Row]] = {}
+        if not keep_dram:
+            self.slots = [[] for _ in range(self.limits.num_slots)]
+            self.journal = {}
+        adopted, orphans = self._read_journal(alive)
+        self.io: dict[int, Io] = {}
+        self.checked: dict[int, SlotRecord | None] = {}  # what verifications are of
+        self.tracked: dict[int, tuple[int, ...]] = {}
         self.events: list[Action] = []
         self.engine = CacheEngine(LAYOUT, self.limits, salt_of)
-        rows = list(self.index.sessions.values()), list(self.index.blocks.values())
-        self.engine.restore(*rows, now_ns=self.now_ns)
+        self.epoch += 1
+        rows, first_lease_id = self.index.rows(), self.epoch << 40
+        self.engine.restore(rows, adopted, orphans, first_lease_id, self.now_ns)
         self.pump()
+
+    def _read_journal(self, alive: Collection[int]) -> tuple[list[AdoptedSlot], list[OrphanSlot]]:
+        """Read what slots hold. The real journal has processes where this one has their ids."""
+        adopted, orphans = [], []
+        for slot_id, record in sorted(self.journal.items()):
+            if isinstance(record, CommittedSlot):
+                adopted.append(AdoptedSlot(slot_id, record))
+            elif record.owner in alive:
+                self.journal[slot_id] = writing = replace(
+                    record, owner=record.owner + ADOPTED_OWNERS
+                )
+                orphans.append(OrphanSlot(slot_id, writing))
+            else:
+                del self.journal[slot_id]
+        return adopted, orphans
 
     def pump(self) -> None:
         """Take the engine's actions."""
         self.engine.check()
         for action in self.engine.drain():
-            if isinstance(action, ReadBlock):
-                self.io[action.op_id] = action
-            elif isinstance(action, WriteBlock):
-                in_use = {block.extent for block in self.index.blocks.values()}
-                assert action.extent not in in_use, "an extent is reused before its row is gone"
-                self.io[action.op_id] = action
-                self.written[action.op_id] = list(self.slots[action.slot_id])
+            if isinstance(action, Io):
+                self._begin(action)
             elif isinstance(action, PutBlock | PutSession | DropSession | DropBlock):
                 self.index.uncommitted.append(action)
+            elif isinstance(action, PutSlot):
+                self.journal[action.slot_id] = action.record
+            elif isinstance(action, ClearSlot):
+                del self.journal[action.slot_id]
+            elif isinstance(action, TrackLoad):
+                assert set(action.op_ids) <= set(self.io), "a tracked operation is under way"
+                self.tracked[action.lease_id] = action.op_ids
+            elif isinstance(action, UntrackLoad):
+                del self.tracked[action.lease_id]
             else:
                 self.events.append(action)
+
+    def _begin(self, action: Io) -> None:
+        self.io[action.op_id] = action
+        if isinstance(action, VerifySlot):
+            self.checked[action.op_id] = self.journal.get(action.slot_id)
+        if isinstance(action, WriteBlock):
+            in_use = {sector for block in self.index.blocks.values() for sector in run_of(block)}
+            assert in_use.isdisjoint(run_of(action)), "an extent is reused before its row is gone"
+            assert action.checksums, "what is written was hashed"
 
     def commit(self, num_actions: int) -> None:
         """Commit index rows and report the drops among them."""
@@ -114,35 +213,84 @@ class CacheWorld:
             self.engine.drop_done(op_id, self.now_ns)
         self.pump()
 
-    def finish_io(self, op_id: int, outcome: IoOutcome) -> None:
-        """End one read or write."""
+    def damage_slot(self, slot_id: int) -> None:
+        """Flip a bit in DRAM."""
+        self.slots[slot_id] = [-1, *self.slots[slot_id][1:]]
+
+    def damage_extent(self, number: int) -> None:
+        """Flip a bit on SSD."""
+        extent = self.extents[number]
+        self.extents[number] = replace(extent, rows=[-1, *extent.rows[1:]])
+
+    def finish_io(self, op_id: int, outcome: IoOutcome = IoOutcome.OK) -> None:
+        """End one operation: well if its bytes are, with CORRUPT if they are not.
+
+        CORRUPT damages them just before; any other outcome is what happens.
+        """
         action = self.io.pop(op_id)
+        if outcome is IoOutcome.CORRUPT:
+            self._damage(action)
+            outcome = IoOutcome.OK
         if isinstance(action, WriteBlock):
             self._finish_write(action, outcome)
-        else:
+        elif isinstance(action, HashSlot):
+            is_ok = outcome is IoOutcome.OK
+            checksums = checksums_of(self.slots[action.slot_id]) if is_ok else b""
+            self.engine.hash_done(action.op_id, checksums, self.now_ns)
+        elif isinstance(action, ReadBlock):
             self._finish_read(action, outcome)
+        else:
+            if outcome is IoOutcome.OK and not self._is_good(action):
+                outcome = IoOutcome.CORRUPT
+            self.engine.verify_done(action.op_id, outcome, self.now_ns)
         self.pump()
 
+    def _damage(self, action: Io) -> None:
+        """Flip a bit of what is being verified; of a slot only if that still is what it holds."""
+        if isinstance(action, VerifySlot):
+            record = self.checked.get(action.op_id)
+            if record is not None and self.journal.get(action.slot_id) is record:
+                self.damage_slot(action.slot_id)
+        elif isinstance(action, ReadBlock | VerifyExtent) and action.extent in self.extents:
+            self.damage_extent(action.extent)
+
+    def _is_good(self, action: VerifySlot | VerifyExtent) -> bool:
+        if isinstance(action, VerifySlot):
+            return checksums_of(self.slots[action.slot_id]) == action.checksums
+        extent = self.extents.get(action.extent)
+        return extent is not None and extent.holds(action.key, action.num_tokens)
+
     def _finish_write(self, action: WriteBlock, outcome: IoOutcome) -> None:
-        rows = self.written.pop(action.op_id)
-        assert self.slots[action.slot_id] == rows, "a slot changed while it was written"
-        assert len(rows) == action.num_tokens, "a block is written whole"
-        checksums = ()
-        self.extents[action.extent] = []
+        for sector in run_of(action):
+            self.extents.pop(sector, None)
         if outcome is IoOutcome.OK:
-            self.extents[action.extent] = rows
-            checksums = (hash(tuple(rows)),)
-        self.engine.write_done(action.op_id, outcome, checksums, self.now_ns)
+            stored = StoredBlock(action.token_ids, action.checksums)
+            rows = list(self.slots[action.slot_id])
+            self.extents[action.extent] = Extent(action.key, stored, rows)
+        self.engine.write_done(action.op_id, outcome, self.now_ns)
 
     def _finish_read(self, action: ReadBlock, outcome: IoOutcome) -> None:
-        rows = self.extents[action.extent]
-        assert (hash(tuple(rows)),) == action.checksums, "an extent holds what was written to it"
-        self.slots[action.slot_id] = list(rows) if outcome is IoOutcome.OK else [-1]
-        self.engine.read_done(action.op_id, outcome, self.now_ns)
+        extent = self.extents[action.extent]
+        is_good = extent.holds(action.key, action.num_tokens)
+        if outcome is IoOutcome.OK and not is_good:
+            outcome = IoOutcome.CORRUPT
+        is_ok = outcome is IoOutcome.OK
+        self.slots[action.slot_id] = list(extent.rows) if is_ok else [-1]
+        stored = extent.stored if is_ok else None
+        self.engine.read_done(action.op_id, outcome, stored, self.now_ns)
+
+    def io_of(self, kind: type) -> list[int]:
+        """Operations of one kind under way, oldest first."""
+        return sorted(op_id for op_id, action in self.io.items() if isinstance(action, kind))
+
+    def finish_all(self, kind: type, outcome: IoOutcome = IoOutcome.OK) -> None:
+        """End the operations of one kind."""
+        for op_id in self.io_of(kind):
+            self.finish_io(op_id, outcome)
 
     def quiesce(self, *, newest_first: bool = False) -> None:
         """End everything under way, and well."""
         while self.io or self.index.uncommitted:
             for op_id in sorted(self.io, reverse=newest_first):
-                self.finish_io(op_id, IoOutcome.OK)
+                self.finish_io(op_id)
             self.commit(len(self.index.uncommitted))

@@ -7,12 +7,32 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from kvd.core.actions import IoOutcome
+from kvd.core.actions import HashSlot, IoOutcome, ReadBlock, VerifyExtent, VerifySlot, WriteBlock
 from kvd.core.engine import Limits
-from kvd.core.errors import LeaseLostError, TooManyLeasesError
-from kvd.core.records import TTL_NEVER_NS, LeaseState, LoadAnswer, Lookup, QueuedJob, StoreAnswer
+from kvd.core.errors import LeaseLostError, ScrubError, TooManyLeasesError
+from kvd.core.records import (
+    TTL_NEVER_NS,
+    Admission,
+    CommittedSlot,
+    LeaseState,
+    LoadAnswer,
+    Lookup,
+    Pin,
+    QueuedJob,
+    StoreAnswer,
+)
+from kvd.core.tenants import TenantLimits
 from shared.session_key import SessionKey
-from tests.property.cache_world import BLOCK_TOKENS, MODEL, CacheWorld, Row, compute, to_bytes
+from tests.property.cache_world import (
+    ADOPTED_OWNERS,
+    BLOCK_TOKENS,
+    LAYOUT,
+    MODEL,
+    CacheWorld,
+    Row,
+    compute,
+    to_bytes,
+)
 
 KEYS = [SessionKey("a", MODEL, name) for name in "xyz"] + [SessionKey("b", MODEL, "x")]
 OWNERS = [1, 2]
@@ -57,6 +77,7 @@ class Store:
     answer: StoreAnswer
     owner: int
     rows: list[Row]
+    is_restored: bool = False  # its kvd was killed: only the slots are still its own
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -68,10 +89,46 @@ class CacheMachine(RuleBasedStateMachine):
         max_sessions=st.sampled_from([2, 100]),
         max_leases=st.sampled_from([3, 100]),
         ttl_ns=st.sampled_from([None, 50]),
+        admission=st.sampled_from(Admission),
+        max_write_bytes=st.sampled_from([1, 1 << 20]),
+        verify_on_load=st.booleans(),
+        folds_sessions=st.booleans(),
+        quota_blocks=st.sampled_from([None, 4]),
     )
-    def start(self, num_slots, num_extents, max_sessions, max_leases, ttl_ns) -> None:
-        limits = Limits(num_slots, num_extents, ttl_ns, max_sessions, max_leases)
+    def start(
+        self,
+        num_slots,
+        num_extents,
+        max_sessions,
+        max_leases,
+        ttl_ns,
+        admission,
+        max_write_bytes,
+        verify_on_load,
+        folds_sessions,
+        quota_blocks,
+    ) -> None:
+        quota_bytes = None if quota_blocks is None else quota_blocks * LAYOUT.block_bytes
+        limits = Limits(
+            num_slots,
+            num_extents,
+            ttl_ns,
+            max_sessions,
+            max_leases,
+            admission=admission,
+            write_back_delay_ns=30,
+            max_write_bytes=max_write_bytes,
+            verify_on_load=verify_on_load,
+            layered_read_bytes=30_000,
+            tenant_limits=lambda tenant: TenantLimits(
+                quota_bytes=quota_bytes if tenant == "a" else None
+            ),
+            folds_sessions=folds_sessions,
+        )
         self.world = CacheWorld(limits)
+        self.ids = {owner: owner for owner in OWNERS}  # an engine gets a new id as it attaches
+        self.detached: set[int] = set()
+        self.scrub_id = 0
         self.conversations = {key: Conversation() for key in KEYS}
         self.loads: list[Load] = []
         self.stores: list[Store] = []
@@ -80,13 +137,15 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(KEYS), owner=st.sampled_from(OWNERS), skip=st.integers(0, 20))
     def prepare_load(self, key, owner, skip) -> None:
+        if owner in self.detached:
+            return
         conversation = self.conversations[key]
         # rows before from_token are known only where they follow from the tokens alone
         from_token = 0 if conversation.discarded else min(skip, len(conversation.tokens))
         snapshot = replace(conversation, tokens=list(conversation.tokens))
         try:
             answer = self.world.engine.prepare_load(
-                key, to_bytes(conversation.tokens), from_token, owner, self.world.now_ns
+                key, to_bytes(conversation.tokens), from_token, self.ids[owner], self.world.now_ns
             )
         except TooManyLeasesError:
             answer = LoadAnswer(Lookup.MISS, miss_reason="bound")
@@ -97,19 +156,34 @@ class CacheMachine(RuleBasedStateMachine):
         self.world.pump()
 
     @precondition(lambda self: self.loads)
-    @rule(data=st.data(), at_deadline=st.booleans())
-    def finish_load(self, data, at_deadline) -> None:
+    @rule(data=st.data(), patience=st.sampled_from(["wait", "wait", "deadline", "follow"]))
+    def finish_load(self, data, patience) -> None:
+        """Copy what is granted, then complete: only then is it trusted.
+
+        An engine that follows the progress words never settles.
+        """
         engine = self.world.engine
         load = data.draw(st.sampled_from(self.loads))
-        answer = load.answer
-        if answer.lookup is Lookup.PENDING:
-            if engine.lease_state(answer.lease_id) is LeaseState.PENDING and not at_deadline:
-                return
-            answer = engine.settle_load(answer.lease_id)
+        lease_id, answer = load.answer.lease_id, load.answer
+        is_pending = engine.lease_state(lease_id) is LeaseState.PENDING
+        if is_pending and patience == "wait":
+            return
         self.loads.remove(load)
-        if answer.lookup is Lookup.HIT:
-            self._check_rows(load, answer)
-            engine.complete_load(answer.lease_id, load.owner, self.world.now_ns)
+        is_whole = True
+        try:
+            if answer.lookup is Lookup.PENDING and patience == "follow":
+                info = next(info for info in engine.leases() if info.lease_id == lease_id)
+                is_whole = not is_pending and info.num_slots == len(
+                    {span.slot_id for span in answer.spans}
+                )
+            elif answer.lookup is Lookup.PENDING:
+                answer = engine.settle_load(lease_id)
+            if answer.lookup is not Lookup.MISS:
+                engine.complete_load(lease_id, self.ids[load.owner], self.world.now_ns)
+                if is_whole:
+                    self._check_rows(load, answer)
+        except (LeaseLostError, StopIteration):
+            assert engine.lease_state(lease_id) is LeaseState.LOST, "found corrupt by a scrub"
         self.world.pump()
 
     def _check_rows(self, load: Load, answer: LoadAnswer) -> list[Row]:
@@ -137,13 +211,16 @@ class CacheMachine(RuleBasedStateMachine):
     )
     def turn(self, key, new_tokens, owner, is_quiet) -> None:
         """A whole turn, without anything in between: load all there is, compute, store."""
+        if owner in self.detached:
+            return
         engine, conversation = self.world.engine, self.conversations[key]
         rows: list[Row] = []
         more = True
         while more:
             token_ids, now_ns = to_bytes(conversation.tokens), self.world.now_ns
+            owner_id = self.ids[owner]
             try:
-                answer = engine.prepare_load(key, token_ids, len(rows), owner, now_ns)
+                answer = engine.prepare_load(key, token_ids, len(rows), owner_id, now_ns)
             except TooManyLeasesError:
                 break
             self.world.pump()
@@ -156,7 +233,7 @@ class CacheMachine(RuleBasedStateMachine):
             conversation.replace(
                 conversation.tokens, compute(rows, conversation.tokens[len(rows) :])
             )
-            engine.complete_load(answer.lease_id, owner, now_ns)
+            engine.complete_load(answer.lease_id, owner_id, now_ns)
             self.world.pump()
             more = answer.more
         if conversation.discarded and len(rows) < self._num_stored(key):
@@ -174,14 +251,14 @@ class CacheMachine(RuleBasedStateMachine):
         while more:
             token_ids = to_bytes(conversation.tokens)
             try:
-                answer = engine.prepare_store(key, token_ids, from_token, owner, now_ns)
+                answer = engine.prepare_store(key, token_ids, from_token, self.ids[owner], now_ns)
             except TooManyLeasesError:
                 return
             if answer.lease_id:
                 for block in answer.blocks:
                     end = block.token_offset + block.num_tokens
                     self.world.slots[block.slot_id] = conversation.rows[block.token_offset : end]
-                stored = engine.complete_store(answer.lease_id, owner, True, now_ns)
+                stored = engine.complete_store(answer.lease_id, self.ids[owner], True, now_ns)
                 assert stored in (0, answer.end_token)
             assert answer.end_token > from_token or not answer.more, "asking again gets further"
             more, from_token = answer.more, answer.end_token
@@ -194,6 +271,8 @@ class CacheMachine(RuleBasedStateMachine):
         held_from=st.sampled_from(["start", "stored", "stored", "end"]),
     )
     def prepare_store(self, key, new_tokens, owner, held_from) -> None:
+        if owner in self.detached:
+            return
         conversation = self.conversations[key]
         num_stored = self._recompute_lost(key)
         rows = compute(conversation.rows, new_tokens)
@@ -204,7 +283,7 @@ class CacheMachine(RuleBasedStateMachine):
         ]
         try:
             answer = self.world.engine.prepare_store(
-                key, to_bytes(conversation.tokens), from_token, owner, self.world.now_ns
+                key, to_bytes(conversation.tokens), from_token, self.ids[owner], self.world.now_ns
             )
         except TooManyLeasesError:
             return
@@ -240,14 +319,22 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), success=st.sampled_from([True, True, True, False]))
     def complete_store(self, data, success) -> None:
         store = data.draw(st.sampled_from(self.stores))
+        self._check_slots(store)
+        if store.owner in self.detached:
+            return
         self.stores.remove(store)
+        arguments = store.answer.lease_id, self.ids[store.owner], success, self.world.now_ns
+        if store.is_restored:
+            with pytest.raises(LeaseLostError):
+                self.world.engine.complete_store(*arguments)
+        else:
+            self.world.engine.complete_store(*arguments)
+        self.world.pump()
+
+    def _check_slots(self, store: Store) -> None:
         for block in store.answer.blocks:
             rows = store.rows[block.token_offset : block.token_offset + block.num_tokens]
             assert self.world.slots[block.slot_id] == rows, "a leased slot is nobody else's"
-        self.world.engine.complete_store(
-            store.answer.lease_id, store.owner, success, self.world.now_ns
-        )
-        self.world.pump()
 
     @rule(source=st.sampled_from(KEYS), fork=st.sampled_from(KEYS), at=st.integers(0, 30))
     def fork(self, source, fork, at) -> None:
@@ -286,15 +373,15 @@ class CacheMachine(RuleBasedStateMachine):
     def _stored(self, key: SessionKey) -> bool:
         return self._num_stored(key) > 0
 
-    @rule(key=st.sampled_from(KEYS), what=st.sampled_from(["pin", "unpin", "end", "ttl", "never"]))
+    @rule(key=st.sampled_from(KEYS), what=st.sampled_from([*Pin, "end", "ttl", "never"]))
     def change(self, key, what) -> None:
         engine, now_ns = self.world.engine, self.world.now_ns
         if not self._stored(key):
             assert not engine.end_session(key, now_ns)
-        elif what == "pin":
-            engine.pin(key, now_ns)
-        elif what == "unpin":
+        elif what is Pin.NONE:
             engine.unpin(key, now_ns)
+        elif isinstance(what, Pin):
+            engine.pin(key, what, now_ns)
         elif what == "end":
             assert engine.end_session(key, now_ns)
         else:
@@ -313,20 +400,92 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(owner=st.sampled_from(OWNERS), keys=st.lists(st.sampled_from(KEYS), max_size=3))
     def push_queue(self, owner, keys) -> None:
-        self.world.engine.push_queue(owner, [QueuedJob(key) for key in keys], self.world.now_ns)
+        self.world.engine.push_queue(
+            self.ids[owner], [QueuedJob(key) for key in keys], self.world.now_ns
+        )
 
     @precondition(lambda self: len(self.loads) + len(self.stores) > 2)
     @rule(owner=st.sampled_from(OWNERS))
     def owner_gone(self, owner) -> None:
         engine = self.world.engine
-        engine.owner_gone(owner, self.world.now_ns)
-        for load in [load for load in self.loads if load.owner == owner]:
-            self.loads.remove(load)
-            assert engine.lease_state(load.answer.lease_id) is LeaseState.LOST
+        engine.owner_gone(self.ids[owner], self.world.now_ns)
+        self._forget_loads(owner)
         for store in [store for store in self.stores if store.owner == owner]:
             self.stores.remove(store)
             with pytest.raises(LeaseLostError):
-                engine.complete_store(store.answer.lease_id, owner, True, self.world.now_ns)
+                engine.complete_store(
+                    store.answer.lease_id, self.ids[owner], True, self.world.now_ns
+                )
+        self._attach_anew(owner)
+        self.world.pump()
+
+    def _forget_loads(self, owner: int) -> None:
+        for load in [load for load in self.loads if load.owner == owner]:
+            self.loads.remove(load)
+            state = self.world.engine.lease_state(load.answer.lease_id)
+            assert state is LeaseState.LOST, "loads end with the connection"
+
+    def _attach_anew(self, owner: int) -> None:
+        self.ids[owner] += len(OWNERS)
+        self.detached.discard(owner)
+
+    @precondition(lambda self: self.stores)
+    @rule(owner=st.sampled_from(OWNERS))
+    def detach(self, owner) -> None:
+        """The engine's connection ends, its process lives, and may go on to write."""
+        if owner in self.detached:
+            return
+        engine = self.world.engine
+        engine.detach(self.ids[owner], self.world.now_ns)
+        self.detached.add(owner)
+        self._forget_loads(owner)
+        held = sorted(s.answer.lease_id for s in self.stores if s.owner == owner)
+        assert [i.lease_id for i in engine.leases() if i.owner == self.ids[owner]] == held
+        self.world.pump()
+
+    @precondition(lambda self: self.detached)
+    @rule(data=st.data())
+    def reattach(self, data) -> None:
+        """The engine comes back and says what it holds; of the rest it knows nothing."""
+        owner = data.draw(st.sampled_from(sorted(self.detached)))
+        stores = [store for store in self.stores if store.owner == owner]
+        kept = [store for store in stores if data.draw(st.booleans())]
+        for store in stores:
+            self._check_slots(store)
+            if store not in kept:
+                self.stores.remove(store)
+        held = [store.answer.lease_id for store in kept]
+        old_id = self.ids[owner]
+        self._attach_anew(owner)
+        confirmed, lost = self.world.engine.reattach(
+            old_id, self.ids[owner], [*held, 1], self.world.now_ns
+        )
+        assert (list(confirmed), lost) == (held, (1,)), "what an engine writes to stays its own"
+        self.world.pump()
+
+    # -------------------------------------------------------------------------------------- scrubs
+
+    @rule(repair=st.booleans(), at_once=st.booleans())
+    def scrub(self, repair, at_once) -> None:
+        """Begin a scrub, or go on with the one under way."""
+        engine = self.world.engine
+        if self.scrub_id:
+            with pytest.raises(ScrubError):
+                engine.scrub_begin(repair)
+        else:
+            self.scrub_id = engine.scrub_begin(repair)
+        step = engine.scrub_step(self.scrub_id, 1 << 30 if at_once else 1, self.world.now_ns)
+        self.world.pump()
+        if step.done:
+            assert not self.world.io_of(VerifyExtent)
+            self.scrub_id = 0
+
+    @precondition(lambda self: self.scrub_id)
+    @rule()
+    def scrub_end(self) -> None:
+        self.world.engine.scrub_end(self.scrub_id)
+        self.world.checked.clear()  # what it had under way finds nothing any more
+        self.scrub_id = 0
         self.world.pump()
 
     # --------------------------------------------------------------------------------------- world
@@ -345,9 +504,43 @@ class CacheMachine(RuleBasedStateMachine):
         op_id = data.draw(st.sampled_from(sorted(self.world.io)))
         self.world.finish_io(op_id, self._possible(op_id, failure))
 
+    @rule(
+        kind=st.sampled_from([HashSlot, HashSlot, ReadBlock, VerifySlot, VerifyExtent, WriteBlock])
+    )
+    def finish_kind(self, kind) -> None:
+        self.world.finish_all(kind)
+
     def _possible(self, op_id: int, outcome: IoOutcome) -> IoOutcome:
-        impossible = IoOutcome.CORRUPT if op_id in self.world.written else IoOutcome.FULL
+        """Damage is done only to copies that are compared before the next use."""
+        action = self.world.io[op_id]
+        is_write = isinstance(action, WriteBlock)
+        impossible = IoOutcome.CORRUPT if is_write else IoOutcome.FULL
+        if isinstance(action, HashSlot):
+            impossible = IoOutcome.CORRUPT
         return IoOutcome.TRANSIENT if outcome is impossible else outcome
+
+    @rule(num_extents=st.sampled_from([0, 1, 3, 20]))
+    def set_capacity(self, num_extents) -> None:
+        """The file system has less room than it seemed, or more."""
+        if self.world.limits.num_extents:
+            self.world.engine.set_ssd_capacity(num_extents, self.world.now_ns)
+            self.world.pump()
+
+    @precondition(lambda self: not self.stores)
+    @rule()
+    def release_dram(self) -> None:
+        """The layout gives its arena up, as far as it can, and gets another."""
+        engine = self.world.engine
+        if engine.release_dram(self.world.now_ns):
+            engine.drop_slots()
+            self.world.pump()
+            engine.add_slots(self.world.limits.num_slots, 1)
+        self.world.pump()
+
+    @rule()
+    def write_dirty(self) -> None:
+        self.world.engine.write_dirty(self.world.now_ns)
+        self.world.pump()
 
     @rule(num_actions=st.integers(1, 20))
     def commit(self, num_actions) -> None:
@@ -357,12 +550,31 @@ class CacheMachine(RuleBasedStateMachine):
     def finish_all_io(self, newest_first) -> None:
         self.world.quiesce(newest_first=newest_first)
 
-    @precondition(lambda self: self.world.index.blocks)
-    @rule(num_committed=st.integers(0, 5))
-    def crash(self, num_committed) -> None:
-        self.world.index.commit(num_committed)
-        self.loads, self.stores = [], []
-        self.world.start()
+    @precondition(lambda self: self.world.index.sessions)
+    @rule(
+        num_committed=st.integers(0, 5),
+        keep_dram=st.booleans(),
+        alive=st.sets(st.sampled_from(OWNERS)),
+        data=st.data(),
+    )
+    def kill(self, num_committed, keep_dram, alive, data) -> None:
+        """A new kvd starts on what is left: the index, perhaps the arena, with wrong bytes."""
+        world = self.world
+        world.index.commit(num_committed)
+        for slot_id, record in world.journal.items():
+            if isinstance(record, CommittedSlot) and data.draw(st.integers(0, 5)) == 0:
+                world.damage_slot(slot_id)
+        self.loads, self.scrub_id = [], 0
+        alive_ids = {self.ids[owner] for owner in alive} if keep_dram else set()
+        self.stores = [
+            replace(store, is_restored=True)
+            for store in self.stores
+            if self.ids[store.owner] in alive_ids
+        ]
+        self.detached = {store.owner for store in self.stores}
+        for owner in OWNERS:
+            self.ids[owner] += ADOPTED_OWNERS
+        world.start(keep_dram=keep_dram, alive=alive_ids)
 
     def teardown(self) -> None:
         """When everybody leaves and all is flushed, nothing is left."""
@@ -370,7 +582,8 @@ class CacheMachine(RuleBasedStateMachine):
             return
         world = self.world
         for owner in OWNERS:
-            world.engine.owner_gone(owner, world.now_ns)
+            world.engine.owner_gone(self.ids[owner], world.now_ns)
+        world.engine.scrub_end(self.scrub_id)
         world.engine.flush(None, False, world.now_ns)
         world.pump()
         world.quiesce()
@@ -378,10 +591,12 @@ class CacheMachine(RuleBasedStateMachine):
         assert [tier.used_bytes for tier in stats.tiers] == [0, 0], "nothing leaks"
         assert not world.index.blocks
         assert not world.index.sessions
+        assert not world.journal
+        assert not world.tracked
 
 
 CacheMachine.TestCase.settings = settings(
-    max_examples=80,
+    max_examples=300,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -6,6 +6,7 @@ import pytest
 
 from kvd.core.engine import CacheEngine
 from kvd.core.errors import InvalidRequestError
+from kvd.core.packing import unpack_spans
 from tests.kvd.core.turns import (
     ONES,
     THREES,
@@ -120,4 +121,4 @@ def test_impossible_ranges_are_refused():
 
 def _spans(world):
     world.commit(len(world.index.uncommitted))
-    return world.index.sessions[A].spans
+    return unpack_spans(world.index.sessions[A].spans)

@@ -4,6 +4,7 @@ import pytest
 
 from kvd.core.engine import COUNTERS
 from kvd.core.errors import InvalidRequestError
+from kvd.core.listing import MAX_LISTINGS
 from kvd.core.records import Tier
 from tests.kvd.core.turns import (
     ONES,
@@ -31,7 +32,41 @@ def test_sessions_are_listed_in_pages_least_recent_first():
     assert world.engine.sessions("", "", 10).total == 4
 
 
-@pytest.mark.parametrize("token", ["x", "1/a", "x/a/b/c"])
+def test_a_listing_keeps_its_order():
+    """A session that is used, or goes, while it is listed leaves the others in their places."""
+    world = new_world()
+    keys = [A._replace(session_id=str(number)) for number in range(5)]
+    for key in keys:
+        world.now_ns += 1
+        store(world, key, ONES)
+    first = world.engine.sessions("", "", 2)
+    for key in (keys[0], keys[3]):
+        world.now_ns += 1
+        store(world, key, ONES + TWOS)
+    world.engine.flush(keys[2], False, world.now_ns)
+    second = world.engine.sessions("", first.next_page, 1)
+    third = world.engine.sessions("", second.next_page, 9)
+    listed = [info.key for page in (first, second, third) for info in page.sessions]
+    assert listed == [keys[0], keys[1], keys[3], keys[4]]
+
+
+def test_a_listing_that_is_gone_goes_on_where_it_was():
+    """Newer listings take its place, or another kvd does; its token still says how to go on."""
+    world = new_world()
+    for key in (B, C, A):  # all at one time: then by key
+        store(world, key, ONES)
+    world.engine.sessions("", "", 1)
+    first = world.engine.sessions("", "", 2)
+    assert [info.key for info in first.sessions] == [A, B]
+    for _ in range(MAX_LISTINGS):
+        world.engine.sessions("", "", 1)
+    again = world.engine.sessions("", first.next_page, 2)
+    assert ([info.key for info in again.sessions], again.total) == ([C], 3)
+    other = world.engine.sessions("other", first.next_page, 2)
+    assert (other.sessions, other.next_page) == ((), "")
+
+
+@pytest.mark.parametrize("token", ["x", "1/a", "1/1/x/a/b/c", "1/1/1/a/b", "-1/1/1/a/b/c"])
 def test_a_foreign_page_token_is_refused(token):
     """It is the caller's error, with a remedy."""
     with pytest.raises(InvalidRequestError, match="first page"):

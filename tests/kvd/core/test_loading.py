@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd.core.actions import IoOutcome, LeaseReady
+from kvd.core.actions import IoOutcome, LeaseReady, ReadBlock
 from kvd.core.errors import LeaseLostError
 from kvd.core.records import LeaseState, Lookup, Tier
 from tests.kvd.core.turns import (
@@ -196,3 +196,57 @@ def test_an_abandoned_read_of_a_flushed_session_leaves_nothing():
     world.quiesce()
     assert tiers_of(world, B) == ["DS", "S"]
     assert [tier.num_blocks for tier in world.engine.stats().tiers] == [1, 2]
+
+
+def test_a_pending_load_is_tracked_until_it_ends():
+    """Its progress word follows the reads it waits for."""
+    world = world_with_a_on_ssd()
+    answer = prepare_load(world, A, ONES + TWOS)
+    assert world.tracked == {answer.lease_id: tuple(world.io_of(ReadBlock))}
+    world.quiesce()
+    world.engine.complete_load(answer.lease_id, OWNER, world.now_ns)
+    world.pump()
+    assert not world.tracked
+    assert (counter(world, "load_hits"), counter(world, "load_tokens_ssd")) == (1, 8)
+
+
+def test_an_engine_may_give_up_a_pending_load():
+    """Completed before its reads are: a miss; the reads serve the cache."""
+    world = world_with_a_on_ssd()
+    answer = prepare_load(world, A, ONES)
+    assert [info.is_pending for info in world.engine.leases()] == [True]
+    world.engine.complete_load(answer.lease_id, OWNER, world.now_ns)
+    world.pump()
+    assert not world.tracked
+    assert counter(world, "load_misses") == 1
+    world.quiesce()
+    assert tiers_of(world, A) == ["DS", "S"]
+
+
+def test_large_loads_are_read_layer_by_layer():
+    """Only a load that reads more than the bound."""
+    world = new_world(num_slots=2, layered_read_bytes=5 * 4096)
+    store(world, A, ONES + TWOS)
+    store(world, B, THREES * 2)
+    small = prepare_load(world, A, ONES)
+    assert [world.io[op_id].layered for op_id in world.io_of(ReadBlock)] == [False]
+    world.quiesce()
+    world.engine.complete_load(small.lease_id, OWNER, world.now_ns)
+    load(world, B, THREES * 2)
+    prepare_load(world, A, ONES + TWOS)
+    assert [world.io[op_id].layered for op_id in world.io_of(ReadBlock)] == [True, True]
+
+
+def test_what_was_read_may_be_written_again():
+    """Token ids come from the extent's header, so a block that left SSD is stored anew."""
+    world = world_with_a_on_ssd()
+    load(world, A, ONES + TWOS)
+    world.engine.set_ssd_capacity(0, world.now_ns)
+    world.pump()
+    world.quiesce()
+    assert tiers_of(world, A) == ["D", "D"]
+    world.engine.set_ssd_capacity(4, world.now_ns)
+    world.engine.write_dirty(world.now_ns)
+    world.pump()
+    world.quiesce()
+    assert tiers_of(world, A) == ["DS", "DS"]

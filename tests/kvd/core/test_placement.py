@@ -3,7 +3,7 @@
 import pytest
 
 from kvd.core.eviction import POLICIES, LruPolicy, make_policy
-from kvd.core.records import QueuedJob, Tier
+from kvd.core.records import Pin, QueuedJob, Tier
 from tests.kvd.core.turns import (
     ONES,
     OWNER,
@@ -56,7 +56,7 @@ def test_a_pinned_session_stays_in_dram():
     """Pins protect from eviction; unpinning ends that."""
     world = new_world(num_slots=2)
     store(world, A, ONES)
-    world.engine.pin(A, world.now_ns)
+    world.engine.pin(A, Pin.HARD, world.now_ns)
     store(world, B, TWOS)
     store(world, C, THREES)
     assert tiers_of(world, A) == ["DS"]
@@ -65,6 +65,42 @@ def test_a_pinned_session_stays_in_dram():
     load(world, C, THREES)
     store(world, B, TWOS + ONES)
     assert tiers_of(world, A) == ["S"]
+
+
+def test_a_soft_pinned_session_goes_last():
+    """After all others, queued ones too; a new block without a better claim does without SSD."""
+    world = new_world(num_slots=2, num_extents=3)
+    store(world, A, ONES)
+    world.engine.pin(A, Pin.SOFT, world.now_ns)
+    store(world, B, TWOS)
+    world.engine.push_queue(OWNER, [QueuedJob(B)], world.now_ns)
+    store(world, C, THREES)
+    assert (tiers_of(world, A), tiers_of(world, B)) == (["DS"], ["S"])
+    store(world, C, THREES + ONES)
+    assert world.engine.session_info(B) is None
+    assert (tiers_of(world, A), tiers_of(world, C)) == (["DS"], ["S", "DS"])
+    store(world, C, THREES + ONES + TWOS)
+    assert (tiers_of(world, A), tiers_of(world, C)) == (["DS"], ["S", "S", "D"])
+    assert counter(world, "ssd_refused")
+    store(world, C, THREES + ONES + TWOS + THREES)
+    assert tiers_of(world, A) == ["S"], "nothing else was left in DRAM"
+
+
+def test_the_end_of_a_soft_pin_makes_a_session_a_victim_again():
+    """In its place as one used just now; a soft pin keeps the order it had."""
+    policy = LruPolicy()
+    for key in (A, B, C):
+        policy.touched(key, 0)
+    policy.guarded(A, is_guarded=True)
+    policy.guarded(B, is_guarded=True)
+    assert list(policy.victims(Tier.DRAM)) == [C, A, B]
+    policy.left(A, Tier.DRAM)
+    policy.guarded(A, is_guarded=False)
+    assert list(policy.victims(Tier.DRAM)) == [C, B]
+    assert list(policy.victims(Tier.SSD)) == [C, A, B]
+    policy.removed(B)
+    policy.touched(B, 0)
+    assert list(policy.victims(None)) == [C, A, B]
 
 
 def test_a_leased_block_stays_in_dram():

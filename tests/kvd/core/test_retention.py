@@ -3,10 +3,12 @@
 import pytest
 
 from kvd.core.errors import InvalidRequestError, UnknownSessionError
-from kvd.core.records import TTL_NEVER_NS, QueuedJob
+from kvd.core.records import TTL_NEVER_NS, Pin, QueuedJob
 from kvd.core.retention import EXPIRE_BATCH, RECHECK_NS
+from kvd.core.tenants import TenantLimits
 from tests.kvd.core.turns import (
     ONES,
+    OTHER_TENANT,
     OWNER,
     TWOS,
     A,
@@ -61,7 +63,7 @@ def test_sessions_in_use_do_not_expire():
     world.engine.push_queue(OWNER, [QueuedJob(A)], world.now_ns)
     expire(world, RECHECK_NS)
     world.engine.push_queue(OWNER, [], world.now_ns)
-    world.engine.pin(A, world.now_ns)
+    world.engine.pin(A, Pin.HARD, world.now_ns)
     expire(world, RECHECK_NS)
     assert world.engine.session_info(A).expires_at_ns is None
     world.engine.unpin(A, world.now_ns)
@@ -119,7 +121,7 @@ def test_operators_hear_about_unknown_sessions():
     """Naming a session that is not stored is an error with a remedy, except for engines."""
     world = new_world()
     for call in (
-        lambda: world.engine.pin(A, 0),
+        lambda: world.engine.pin(A, Pin.SOFT, 0),
         lambda: world.engine.unpin(A, 0),
         lambda: world.engine.set_ttl(A, None, 0),
         lambda: world.engine.flush(A, True, 0),
@@ -129,3 +131,63 @@ def test_operators_hear_about_unknown_sessions():
             call()
     assert not world.engine.end_session(A, 0)
     assert world.engine.discard(A, b"", [], 0) == 0
+
+
+def test_the_nearest_ttl_holds():
+    """A session's own TTL goes before its tenant's, which goes before the default."""
+    tenants = {"a": TenantLimits(ttl_ns=50), "other": TenantLimits(ttl_ns=TTL_NEVER_NS)}
+    world = new_world(default_ttl_ns=100, tenant_limits=lambda t: tenants.get(t, TenantLimits()))
+    third = A._replace(tenant="third")
+    for key in (A, B, OTHER_TENANT, third):
+        store(world, key, ONES)
+    world.engine.set_ttl(B, 20, world.now_ns)
+    infos = [world.engine.session_info(key) for key in (A, B, OTHER_TENANT, third)]
+    left = [info.expires_at_ns and info.expires_at_ns - world.now_ns for info in infos]
+    assert left == [50, 20, None, 100]
+    assert [info.ttl_source for info in infos] == ["tenant", "session", "tenant", "default"]
+    expire(world, 60)
+    assert world.engine.sessions("", "", 9).total == 2
+
+
+@pytest.mark.parametrize("pin", [Pin.SOFT, Pin.HARD])
+def test_a_pin_of_either_kind_stops_the_clock(pin):
+    """Ending it counts as a use; changing its kind does not."""
+    world = new_world(default_ttl_ns=100)
+    store(world, A, ONES)
+    world.engine.pin(A, pin, world.now_ns)
+    expire(world, 200)
+    assert world.engine.session_info(A).pin is pin
+    other = Pin.HARD if pin is Pin.SOFT else Pin.SOFT
+    world.engine.pin(A, other, world.now_ns)
+    assert world.engine.session_info(A).last_access_ns == world.now_ns - 200
+    world.engine.unpin(A, world.now_ns)
+    assert world.engine.session_info(A).expires_at_ns == world.now_ns + 100
+    stats = world.engine.stats()
+    assert (stats.num_soft_pins, stats.num_hard_pins) == (0, 0)
+
+
+def test_pins_are_counted():
+    """By kind, and no longer than the session is stored."""
+    world = new_world()
+    for key, pin in ((A, Pin.SOFT), (B, Pin.HARD)):
+        store(world, key, ONES)
+        world.engine.pin(key, pin, world.now_ns)
+    stats = world.engine.stats()
+    assert (stats.num_soft_pins, stats.num_hard_pins) == (1, 1)
+    world.engine.flush(None, False, world.now_ns)
+    stats = world.engine.stats()
+    assert (stats.num_soft_pins, stats.num_hard_pins) == (0, 0)
+
+
+def test_very_many_sessions_are_flushed_bit_by_bit():
+    """Each call drops a bounded number, over leased ones; it drops none when none are left."""
+    world = new_world()
+    keys = [A._replace(session_id=str(number)) for number in range(4)]
+    for key in keys:
+        store(world, key, ONES)
+    prepare_load(world, keys[0], ONES)
+    answers = [world.engine.flush_some(2, world.now_ns) for _ in range(3)]
+    assert [answer.num_sessions for answer in answers] == [2, 1, 0]
+    assert answers[-1].skipped_leased == (keys[0],)
+    world.pump()
+    assert world.engine.stats().num_sessions == 1

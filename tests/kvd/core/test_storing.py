@@ -4,7 +4,7 @@ import pytest
 
 from kvd.core.actions import IoOutcome, SpaceFreed
 from kvd.core.errors import InvalidRequestError, LeaseLostError, TooManyLeasesError
-from kvd.core.records import Lookup
+from kvd.core.records import Lookup, Pin
 from tests.kvd.core.turns import (
     ONES,
     OWNER,
@@ -166,7 +166,7 @@ def test_no_space_when_waiting_cannot_help():
     """With everything pinned and no SSD there is nothing to wait for."""
     world = new_world(num_slots=1, num_extents=0)
     store(world, A, ONES)
-    world.engine.pin(A, world.now_ns)
+    world.engine.pin(A, Pin.HARD, world.now_ns)
     assert prepare_store(world, B, TWOS).refused == "no_space"
     assert counter(world, "stores_refused") == 1
 
@@ -206,7 +206,7 @@ def test_no_session_beyond_the_bound_when_none_can_go():
     """If every session is pinned or queued, a new one is not stored."""
     world = new_world(max_sessions=1)
     store(world, A, ONES)
-    world.engine.pin(A, world.now_ns)
+    world.engine.pin(A, Pin.HARD, world.now_ns)
     assert complete_store(world, prepare_store(world, B, TWOS)) == 0
     assert world.engine.stats().num_sessions == 1
 

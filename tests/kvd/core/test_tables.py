@@ -1,10 +1,14 @@
 """The small tables: slots, extents, TTL clock."""
 
+import random
+
 import pytest
 
+from kvd.core.extent_shape import ExtentShape
 from kvd.core.extents import ExtentTable
 from kvd.core.slots import SlotState, SlotTable
 from kvd.core.ttl import TtlClock
+from shared.kv_layout import Component, KVLayout, Layer
 from tests.kvd.core.turns import A, B
 
 
@@ -28,22 +32,101 @@ def test_slots_are_freed_and_committed_once():
         slots.commit(0)
 
 
+def test_an_arena_is_made_and_given_up():
+    """Slots come and go all at once, and only when none is in use."""
+    slots = SlotTable(0)
+    slots.add(2)
+    slot_id, _ = slots.allocate()
+    with pytest.raises(AssertionError):
+        slots.drop()
+    slots.free(slot_id)
+    slots.drop()
+    assert (len(slots), slots.num_free) == (0, 0)
+
+
 def test_returned_extents_are_reused_first():
     """The volume grows only when nothing was given back."""
-    extents = ExtentTable(3)
-    assert [extents.allocate(), extents.allocate()] == [0, 1]
-    extents.free(0)
-    assert [extents.allocate(), extents.allocate()] == [0, 2]
+    extents = ExtentTable(3, sectors_per_extent=5)
+    assert [extents.allocate(5), extents.allocate(5)] == [0, 5]
+    extents.free(0, 5)
+    assert [extents.allocate(5), extents.allocate(4)] == [0, 10]
     assert (extents.num_free, extents.num_used, len(extents)) == (0, 3, 3)
+    assert extents.num_used_sectors == 14
+    assert not extents.can_allocate(1)
     with pytest.raises(AssertionError):
-        extents.allocate()
+        extents.allocate(5)
+
+
+def test_short_runs_share_an_extent():
+    """First fit among packing extents; one that is empty again is a whole one."""
+    extents = ExtentTable(2, sectors_per_extent=8)
+    runs = [extents.allocate(n) for n in (3, 4, 1, 2)]
+    assert runs == [0, 3, 7, 8]
+    assert extents.num_free == 0
+    assert extents.can_allocate(4)
+    assert not extents.can_allocate(8)
+    extents.free(3, 4)
+    assert extents.allocate(2) == 3
+    assert extents.num_free_packed == 2 + 6
+    for run, num_sectors in zip((0, 3, 7, 8), (3, 2, 1, 2), strict=True):
+        extents.free(run, num_sectors)
+    assert (extents.num_free, extents.num_used_sectors, extents.num_free_packed) == (2, 0, 0)
+    with pytest.raises(KeyError):
+        extents.free(0, 3)
+
+
+def test_packing_agrees_with_a_list_of_sectors():
+    """Whatever is allocated and freed, runs never overlap and none is lost."""
+    rng = random.Random(7)  # noqa: S311
+    extents = ExtentTable(40, sectors_per_extent=70)
+    taken: dict[int, int] = {}
+    for _ in range(3000):
+        num_sectors = rng.choice([1, 2, 3, 9, 20, 35, 36, 70])
+        if taken and rng.random() < 0.48:
+            run = rng.choice(list(taken))
+            extents.free(run, taken.pop(run))
+        elif extents.can_allocate(num_sectors):
+            taken[extents.allocate(num_sectors)] = num_sectors
+        sectors = [s for run, n in taken.items() for s in range(run, run + n)]
+        assert len(sectors) == len(set(sectors)) == extents.num_used_sectors
+        assert extents.num_used == len({sector // 70 for sector in sectors})
+
+
+def test_fewer_extents_may_be_allowed_than_are_in_use():
+    """What is in use stays; nothing more is to be had until enough is given back."""
+    extents = ExtentTable(3, sectors_per_extent=5)
+    runs = [extents.allocate(5) for _ in range(3)]
+    extents.set_capacity(1)
+    assert extents.num_free == 0
+    for run in runs[:2]:
+        extents.free(run, 5)
+    assert extents.num_free == 0
+    extents.set_capacity(4)
+    assert extents.num_free == 3
 
 
 def test_restored_extents_leave_their_gaps_free():
     """Recovery finds some extents in use; the others can be had."""
-    extents = ExtentTable(4)
-    extents.restore({1, 2})
-    assert [extents.allocate(), extents.allocate()] == [0, 3]
+    extents = ExtentTable(4, sectors_per_extent=5)
+    assert extents.restore([5, 10, 12], [5, 2, 2]).all()
+    assert [extents.allocate(n) for n in (5, 1, 5)] == [0, 14, 15]
+    assert (extents.num_used, extents.num_used_sectors) == (4, 5 + 4 + 5 + 1 + 5)
+
+
+def test_rows_that_cannot_be_are_not_restored():
+    """Outside the tier, across an extent's end, or on top of another: the first one counts."""
+    extents = ExtentTable(4, sectors_per_extent=5)
+    rows = [(5, 5), (5, 5), (5, 2), (0, 2), (1, 2), (0, 5), (8, 4), (20, 5), (-5, 5), (19, 2)]
+    is_sound = extents.restore([run for run, _ in rows], [n for _, n in rows])
+    assert is_sound.tolist() == [True, False, False, True] + [False] * 6
+    assert extents.num_used_sectors == 7
+
+
+def test_a_table_is_restored_empty():
+    """No rows, nothing in use."""
+    extents = ExtentTable(2, sectors_per_extent=5)
+    assert extents.restore([], []).tolist() == []
+    assert extents.num_free == 2
 
 
 def test_the_earliest_deadline_counts():
@@ -57,3 +140,16 @@ def test_the_earliest_deadline_counts():
     assert clock.next_deadline_ns() == 10
     assert clock.pop_due(9) is None
     assert [clock.pop_due(40), clock.pop_due(40), clock.pop_due(40)] == [A, B, None]
+
+
+def test_an_extent_has_the_used_rows_only():
+    """Header, then each layer's rows in whole sectors; a full block is as large as its slot."""
+    layers = (
+        Layer((Component("k", (4, 256), "float32"),)),
+        Layer(()),
+        Layer((Component("k", (1, 8), "float32"), Component("v", (1, 8), "float32"))),
+    )
+    shape = ExtentShape(KVLayout("0f", layers, block_tokens=16))
+    assert shape.header_bytes == 4096
+    assert [shape.num_sectors(n) for n in (1, 2, 16)] == [3, 4, 18]
+    assert shape.sectors_per_extent == shape.num_sectors(16)

@@ -1,5 +1,6 @@
 """Whole loads and stores against a CacheWorld, for tests that are about something else."""
 
+from kvd.core.actions import HashSlot
 from kvd.core.engine import Limits
 from kvd.core.records import LoadAnswer, Lookup, StoreAnswer, Tier
 from shared.session_key import SessionKey
@@ -39,10 +40,11 @@ def complete_store(world: CacheWorld, answer: StoreAnswer, *, success: bool = Tr
 def store(
     world: CacheWorld, key: SessionKey, tokens: list[int], *, settle: bool = True
 ) -> StoreAnswer:
-    """Store a whole sequence; then let SSD writes and the index finish, if `settle`."""
+    """Store a whole sequence and let it be hashed; if `settle`, let everything finish."""
     answer = prepare_store(world, key, tokens)
     if answer.lease_id:
         complete_store(world, answer)
+    world.finish_all(HashSlot)
     if settle:
         world.quiesce()
     return answer
