@@ -1,8 +1,10 @@
-"""Runs the cache engine's actions on bounded threads and brings the completions back to the loop.
+"""Carries out the cache engine's actions and brings the completions back to the loop.
 
-    ReadBlock              read pool, shared by all layouts
-    WriteBlock             this layout's writer thread: one sync for all that waits
-    Put…, Drop…            the manifest's writer thread, in order
+    Read…, Verify…, HashSlot   the I/O pool, shared by all layouts; see its priorities
+    WriteBlock                 the I/O pool, then this layout's syncer; see block_writing.py
+    PutSlot, ClearSlot         the journal, at once
+    TrackLoad, UntrackLoad     the progress words, at once
+    Put…, Drop…                the manifest's writer thread, in order
 
 Every action with an op_id is answered exactly once, on the event loop, whatever happens in the
 thread. What may be under way is bounded by the engine: a read or write holds a slot, a drop an
@@ -11,54 +13,110 @@ extent.
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Executor
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
+from kvd.block_reading import BlockReading
+from kvd.block_writing import BlockWriter
+from kvd.checksums import BlockHasher
+from kvd.completions import Completions
 from kvd.core.actions import (
+    ClearSlot,
     DropBlock,
     DropSession,
+    HashSlot,
     IoOutcome,
     PutBlock,
     PutSession,
+    PutSlot,
     ReadBlock,
+    TrackLoad,
+    UntrackLoad,
+    VerifyExtent,
+    VerifySlot,
     WriteBlock,
 )
 from kvd.core.engine import CacheEngine
-from kvd.tiers.batch_worker import BatchWorker
+from kvd.core.records import SlotRecord, StoredBlock, WritingSlot
+from kvd.load_tracking import LoadTracker
+from kvd.process_identity import ProcessIdentity
+from kvd.tiers.arena import Arena
+from kvd.tiers.io_pool import IoPool, Priority
 from kvd.tiers.manifest import Manifest
-from kvd.tiers.ssd import SegmentVolume, Written
-from shared.arena_map import ArenaMap
+from kvd.tiers.volume import SegmentVolume
+from shared.kv_layout import KVLayout
 from shared.log import get_logger
 
-MAX_WRITE_BATCH = 64  # blocks in one sync: enough to share its cost, few enough to report soon
-
-Performable: TypeAlias = ReadBlock | WriteBlock | PutBlock | PutSession | DropSession | DropBlock
+Performable: TypeAlias = (
+    ReadBlock
+    | VerifySlot
+    | VerifyExtent
+    | HashSlot
+    | WriteBlock
+    | PutSlot
+    | ClearSlot
+    | TrackLoad
+    | UntrackLoad
+    | PutBlock
+    | PutSession
+    | DropSession
+    | DropBlock
+)
 Completion: TypeAlias = Callable[[CacheEngine, int], None]  # called with the engine and now_ns
 
 log = get_logger(__name__)
 
 
+@dataclass(frozen=True)
+class Owners:
+    """What the performer asks about the engines that hold leases, by their owner id.
+
+    Attributes:
+        identity_of: the process, for the journal.
+        wake_of: called when a progress word of one of its loads has changed; from any thread.
+    """
+
+    identity_of: Callable[[int], ProcessIdentity]
+    wake_of: Callable[[int], Callable[[], None]]
+
+
+class _Ended(NamedTuple):
+    """An operation on its way to the engine; with an op_id it is one that loads may wait for."""
+
+    completion: Completion
+    op_id: int | None = None
+    is_good: bool = True
+
+
 class Performer:
-    """Performs the actions of one layout's engine."""
+    """Performs the actions of one layout's engine. Slot operations need an arena: see use_arena."""
 
     def __init__(
         self,
-        layout: str,
-        slots: ArenaMap,
+        layout: KVLayout,
         volume: SegmentVolume,
         manifest: Manifest,
-        read_pool: Executor,
+        io_pool: IoPool,
+        owners: Owners,
     ) -> None:
         self._layout = layout
-        self._slots = slots
         self._volume = volume
         self._manifest = manifest
-        self._read_pool = read_pool
-        self._writer: BatchWorker[WriteBlock] = BatchWorker(
-            f"kvd-write-{layout[:6]}", self._write, MAX_WRITE_BATCH
+        self._io_pool = io_pool
+        self._owners = owners
+        self._hasher = BlockHasher(layout)
+        self._arena: Arena | None = None
+        self._tracker: LoadTracker | None = None
+        self._writer = BlockWriter(
+            io_pool,
+            volume,
+            f"kvd-sync-{layout.fingerprint[:6]}",
+            self._memory,
+            self._write_done,
         )
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._complete: Callable[[Completion], None] | None = None
+        self._completions: Completions[_Ended | None] = Completions(self._handle)
+        self._num_loads = 0  # tracked ever: reads are ordered by the load they came with
         self.num_pending = 0  # operations that will still be answered
         self.num_uncommitted = 0  # blocks on SSD that a restart would not find yet
 
@@ -66,86 +124,178 @@ class Performer:
         self, loop: asyncio.AbstractEventLoop, complete: Callable[[Completion], None]
     ) -> None:
         """Open for actions; `complete` is called on the loop for each that is done."""
-        self._loop = loop
         self._complete = complete
+        self._completions.start(loop)
         self._writer.start()
+
+    def use_arena(self, arena: Arena | None) -> None:
+        """Take the layout's arena, or give it up: then no slot is in use and no load tracked."""
+        self._arena = arena
+        num_layers = len(self._layout.layers)
+        self._tracker = None if arena is None else LoadTracker(arena.progress, num_layers)
+
+    def progress_index(self, lease_id: int) -> int | None:
+        """Index of a pending load's progress word; None if it has none."""
+        return None if self._tracker is None else self._tracker.index_of(lease_id)
 
     def perform(self, action: Performable) -> None:
         """Start one action; returns at once."""
         match action:
-            case ReadBlock():
-                self.num_pending += 1
-                self._read_pool.submit(self._read, action)
-            case WriteBlock():
-                self.num_pending += 1
-                self._writer.put(action)
+            case PutSlot(slot_id, record):
+                self._put_slot(slot_id, record)
+            case ClearSlot(slot_id):
+                self._slots().journal.clear(slot_id)
+            case TrackLoad(lease_id, owner, op_ids):
+                self._num_loads += 1
+                self._loads().track(lease_id, op_ids, self._owners.wake_of(owner))
+            case UntrackLoad(lease_id):
+                self._loads().untrack(lease_id)
             case PutBlock(block):
                 self.num_uncommitted += 1
-                self._manifest.put_block(self._layout, block, self._block_committed)
+                self._manifest.put_block(self._layout.fingerprint, block, self._block_committed)
             case PutSession(session):
-                self._manifest.put_session(self._layout, session)
+                self._manifest.put_session(self._layout.fingerprint, session)
             case DropSession(key):
-                self._manifest.drop_session(self._layout, key)
-            case DropBlock(op_id, key):
+                self._manifest.drop_session(self._layout.fingerprint, key)
+            case _:
                 self.num_pending += 1
-                dropped = _drop_completion(op_id)
-                self._manifest.drop_block(self._layout, key, lambda: self._report(dropped))
+                self._begin(action)
 
     def close(self) -> None:
-        """Drop the writes that have not begun and wait for those that have; blocks."""
-        self._writer.close(discard=True)
+        """Sync and report the writes that have ended; blocks. The I/O pool is closed before."""
+        self._writer.close()
+
+    # -------------------------------------------------------------------------------- operations
+
+    def _begin(
+        self, action: ReadBlock | VerifySlot | VerifyExtent | HashSlot | WriteBlock | DropBlock
+    ) -> None:
+        """Start an action that is answered."""
+        match action:
+            case ReadBlock():
+                self._read(action)
+            case VerifySlot():
+                self._loads().begin(action.op_id)
+                priority = Priority.URGENT_VERIFY if action.urgent else Priority.BACKGROUND
+                self._io_pool.submit(priority, 0, lambda _: self._verify(action))
+            case VerifyExtent():
+                self._verify_extent(action)
+            case HashSlot():
+                self._io_pool.submit(Priority.HASH, 0, lambda _: self._hash(action))
+            case WriteBlock():
+                self._writer.write(action)
+            case DropBlock(op_id, key):
+                dropped = _Ended(lambda engine, now_ns: engine.drop_done(op_id, now_ns))
+                self._manifest.drop_block(
+                    self._layout.fingerprint, key, lambda: self._report(dropped)
+                )
+
+    def _read(self, action: ReadBlock) -> None:
+        tracker, op_id = self._loads(), action.op_id
+        tracker.begin(op_id)
+        read = self._volume.reading(
+            action.extent,
+            action.key,
+            action.num_tokens,
+            self._memory(action.slot_id),
+            layered=action.layered,
+        )
+
+        def done(outcome: IoOutcome, stored: StoredBlock | None) -> None:
+            def complete(engine: CacheEngine, now_ns: int) -> None:
+                engine.read_done(op_id, outcome, stored, now_ns)
+
+            self._report(_Ended(complete, op_id, outcome is IoOutcome.OK))
+
+        def advanced(num_layers: int) -> None:
+            tracker.advanced(op_id, num_layers)
+
+        order = (self._num_loads, op_id)
+        BlockReading(self._io_pool, read, Priority.READ, order, advanced, done).start()
+
+    def _verify_extent(self, action: VerifyExtent) -> None:
+        read = self._volume.reading(
+            action.extent, action.key, action.num_tokens, None, layered=False
+        )
+
+        def done(outcome: IoOutcome, _stored: StoredBlock | None) -> None:
+            self._report(_verified(action.op_id, outcome))
+
+        order = (0, action.op_id)
+        BlockReading(self._io_pool, read, Priority.BACKGROUND, order, _ignore, done).start()
+
+    def _put_slot(self, slot_id: int, record: SlotRecord) -> None:
+        writer = None
+        if isinstance(record, WritingSlot):
+            writer = self._owners.identity_of(record.owner)
+        self._slots().journal.put(slot_id, record, writer)
+
+    def _slots(self) -> Arena:
+        assert self._arena is not None, "slots exist where there is an arena"  # noqa: S101
+        return self._arena
+
+    def _loads(self) -> LoadTracker:
+        assert self._tracker is not None, "slots exist where there is an arena"  # noqa: S101
+        return self._tracker
+
+    def _memory(self, slot_id: int) -> memoryview:
+        return self._slots().slots.slot(slot_id)
 
     # ------------------------------------------------------------------------- in other threads
 
-    def _read(self, action: ReadBlock) -> None:
+    def _hash(self, action: HashSlot) -> None:
         try:
-            memory = self._slots.slot(action.slot_id)
-            outcome = self._volume.read(action.extent, memory, action.checksums)
+            checksums = self._hasher.checksums(self._memory(action.slot_id), action.num_tokens)
         except Exception:
             # The edge: an op without an answer would hold its slot for ever.
-            log.exception("read_failed_unexpectedly", extent=action.extent)
-            outcome = IoOutcome.TRANSIENT
-        self._report(lambda engine, now_ns: engine.read_done(action.op_id, outcome, now_ns))
+            log.exception("hash_failed_unexpectedly", slot_id=action.slot_id)
+            checksums = b""
+        op_id = action.op_id
+        self._report(_Ended(lambda engine, now_ns: engine.hash_done(op_id, checksums, now_ns)))
 
-    def _write(self, batch: list[WriteBlock]) -> None:
+    def _verify(self, action: VerifySlot) -> None:
         try:
-            pairs = [(action.extent, self._slots.slot(action.slot_id)) for action in batch]
-            written = self._volume.write(pairs)
+            memory = self._memory(action.slot_id)
+            is_good = self._hasher.matches(memory, action.num_tokens, action.checksums)
+            outcome = IoOutcome.OK if is_good else IoOutcome.CORRUPT
         except Exception:
             # The edge, as above.
-            log.exception("write_failed_unexpectedly", blocks=len(batch))
-            written = [Written(IoOutcome.TRANSIENT)] * len(batch)
-        for action, result in zip(batch, written, strict=True):
-            self._report(_write_completion(action.op_id, result))
+            log.exception("verify_failed_unexpectedly", slot_id=action.slot_id)
+            outcome = IoOutcome.TRANSIENT
+        if outcome is IoOutcome.OK:
+            self._loads().advanced(action.op_id, len(self._layout.layers))
+        self._report(_verified(action.op_id, outcome))
+
+    def _write_done(self, op_id: int, outcome: IoOutcome) -> None:
+        self._report(_Ended(lambda engine, now_ns: engine.write_done(op_id, outcome, now_ns)))
 
     def _block_committed(self) -> None:
-        assert self._loop is not None, "the performer is started before it performs"  # noqa: S101
-        self._loop.call_soon_threadsafe(self._count_committed)
+        self._completions.put(None)
 
-    def _report(self, completion: Completion) -> None:
-        assert self._loop is not None, "the performer is started before it performs"  # noqa: S101
-        self._loop.call_soon_threadsafe(self._on_loop, completion)
+    def _report(self, ended: _Ended) -> None:
+        self._completions.put(ended)
 
     # ------------------------------------------------------------------------------ on the loop
 
-    def _count_committed(self) -> None:
-        self.num_uncommitted -= 1
-
-    def _on_loop(self, completion: Completion) -> None:
+    def _handle(self, ended: _Ended | None) -> None:
+        """Tell the engine of an operation; None: a block's row is committed."""
         assert self._complete is not None, "the performer is started"  # noqa: S101
+        if ended is None:
+            self.num_uncommitted -= 1
+            return
         self.num_pending -= 1
-        self._complete(completion)
+        self._complete(ended.completion)
+        # After the engine has had its say: it may have given the load another operation.
+        if ended.op_id is not None and self._tracker is not None:
+            self._tracker.ended(ended.op_id, is_good=ended.is_good)
 
 
-def _write_completion(op_id: int, written: Written) -> Completion:
+def _verified(op_id: int, outcome: IoOutcome) -> _Ended:
     def complete(engine: CacheEngine, now_ns: int) -> None:
-        engine.write_done(op_id, written.outcome, written.checksums, now_ns)
+        engine.verify_done(op_id, outcome, now_ns)
 
-    return complete
+    return _Ended(complete, op_id, outcome is IoOutcome.OK)
 
 
-def _drop_completion(op_id: int) -> Completion:
-    def complete(engine: CacheEngine, now_ns: int) -> None:
-        engine.drop_done(op_id, now_ns)
-
-    return complete
+def _ignore(_num_layers: int) -> None:
+    """Nobody waits for the layers of a scrub."""

@@ -1,31 +1,53 @@
 """The index: what is committed is found by the next start."""
 
+import errno
 import sqlite3
+import struct
 import threading
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from kvd.core.records import BlockRecord, SessionRecord, Span
-from kvd.tiers.manifest import LayoutRow, Manifest, NewerManifestError, UnusableManifestError
+from kvd.core.records import BlockRecord, Pin, SessionRecord
+from kvd.tiers.faults import NoFaults, WritePoint
+from kvd.tiers.index_database import NewerManifestError, UnusableManifestError
+from kvd.tiers.manifest import LayoutRow, Manifest
+from shared.kv_layout import Component, KVLayout, Layer
 from shared.session_key import SessionKey
 
-LAYOUT = "ab" * 16
-KEY = SessionKey("tenant", "model", "a")
-SPANS = (Span(b"k" * 16, 0, 16, b"d" * 16, b"k" * 16), Span(b"l" * 16, 3, 5, b"e" * 16, b"c" * 16))
-SESSION = SessionRecord(KEY, SPANS, last_access_ns=7, ttl_ns=-1, pinned=True, ended=True)
-BLOCK = BlockRecord(b"k" * 16, b"\1\0\0\0" * 16, 16, 3, (1, 2**64 - 1))
+LAYERS = (Layer((Component("k", (8,), "float32"),)),)
+LAYOUT, OTHER = (KVLayout(model, LAYERS, block_tokens=16) for model in ("ab" * 16, "cd" * 16))
+KEY = SessionKey("tenant", LAYOUT.model, "a")
+SPANS = b"\0" + b"k" * 16 + struct.pack("<I", 16)
+SESSION = SessionRecord(KEY, SPANS, last_access_ns=7, ttl_ns=-1, pin=Pin.HARD, ended=True)
+BLOCK = BlockRecord(b"k" * 16, extent=1 << 40, num_tokens=16)
 
 
 def _ignore():
     """Nobody waits for this commit."""
 
 
+class Recorder(NoFaults):
+    """Notes write points; fails the first commits."""
+
+    def __init__(self, num_failures=0):
+        self.points, self.num_failures = [], num_failures
+
+    def reach(self, point):
+        self.points.append(point)
+        if point is WritePoint.INDEX_ROWS and self.num_failures:
+            self.num_failures -= 1
+            raise OSError(errno.ENOSPC, "injected")
+
+
 @pytest.fixture
 def make(tmp_path):
     made = []
 
-    def manifest():
-        made.append(Manifest(tmp_path / "manifest.db"))
+    def manifest(faults=None):
+        made.append(Manifest(tmp_path / "manifest.db", tmp_path / "volumes", faults or NoFaults()))
         made[-1].open()
         return made[-1]
 
@@ -34,47 +56,85 @@ def make(tmp_path):
         each.close()
 
 
+def _new(manifest, *layouts):
+    for layout in layouts:
+        manifest.put_layout(LayoutRow(layout.fingerprint, b"message", 5))
+    return manifest
+
+
 def _fill(manifest):
-    manifest.put_layout(LayoutRow(LAYOUT, b"message", 5))
+    _new(manifest, LAYOUT)
     manifest.put_salt("tenant", b"s" * 32)
     manifest.put_meta("clock", "text")
-    manifest.put_block(LAYOUT, BLOCK, _ignore)
-    manifest.put_session(LAYOUT, SESSION)
+    manifest.put_block(LAYOUT.fingerprint, BLOCK, _ignore)
+    manifest.put_session(LAYOUT.fingerprint, SESSION)
     manifest.close()
+
+
+def _rows(manifest, layout=LAYOUT):
+    """(blocks, sessions) as records."""
+    rows = manifest.rows(layout)
+    keys = [rows.block_keys[start : start + 16] for start in range(0, len(rows.block_keys), 16)]
+    fields = zip(keys, rows.extents, rows.block_tokens, strict=True)
+    return [BlockRecord(*block) for block in fields], list(rows.sessions)
 
 
 def test_everything_is_found_again(make):
     """Layouts, salts, values, blocks and sessions come back as they were put."""
     _fill(make())
     found = make()
-    assert found.layouts() == [LayoutRow(LAYOUT, b"message", 5)]
+    assert found.layouts() == [LayoutRow(LAYOUT.fingerprint, b"message", 5)]
     assert found.salts() == {"tenant": b"s" * 32}
     assert (found.meta("clock"), found.meta("nothing")) == ("text", "")
-    assert list(found.blocks(LAYOUT)) == [BLOCK]
-    assert list(found.sessions(LAYOUT)) == [SESSION]
+    assert _rows(found) == ([BLOCK], [SESSION])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    blocks=st.dictionaries(
+        st.binary(min_size=16, max_size=16),
+        st.tuples(st.integers(0, 1 << 62), st.integers(1, 1 << 20)),
+    )
+)
+def test_columns_belong_together(tmp_path_factory, blocks):
+    """Whatever the keys: each comes with its own extent and length."""
+    directory = tmp_path_factory.mktemp("index")
+    manifest = Manifest(directory / "manifest.db", directory / "volumes", NoFaults())
+    manifest.open()
+    _new(manifest, LAYOUT)
+    records = [BlockRecord(key, *place) for key, place in blocks.items()]
+    for record in records:
+        manifest.put_block(LAYOUT.fingerprint, record, _ignore)
+    manifest.close()
+    found = Manifest(directory / "manifest.db", directory / "volumes", NoFaults())
+    found.open()
+    assert sorted(_rows(found)[0], key=lambda block: block.key) == sorted(
+        records, key=lambda block: block.key
+    )
+    assert isinstance(found.rows(LAYOUT).extents, np.ndarray)
+    found.close()
 
 
 def test_rows_are_replaced_and_removed(make):
     """A later row takes the place of an earlier one; dropped rows are gone."""
-    manifest = make()
-    manifest.put_session(LAYOUT, SESSION)
-    changed = SessionRecord(KEY, SPANS[:1], last_access_ns=9)
-    manifest.put_session(LAYOUT, changed)
-    manifest.put_block(LAYOUT, BLOCK, _ignore)
-    manifest.drop_block(LAYOUT, BLOCK.key, _ignore)
+    manifest = _new(make(), LAYOUT)
+    manifest.put_session(LAYOUT.fingerprint, SESSION)
+    changed = SessionRecord(KEY, b"\0", last_access_ns=9)
+    manifest.put_session(LAYOUT.fingerprint, changed)
+    manifest.put_block(LAYOUT.fingerprint, BLOCK, _ignore)
+    manifest.drop_block(LAYOUT.fingerprint, BLOCK.key, _ignore)
     manifest.close()
     found = make()
-    assert list(found.sessions(LAYOUT)) == [changed]
-    assert list(found.blocks(LAYOUT)) == []
-    found.drop_session(LAYOUT, KEY)
+    assert _rows(found) == ([], [changed])
+    found.drop_session(LAYOUT.fingerprint, KEY)
     found.close()
-    assert list(make().sessions(LAYOUT)) == []
+    assert _rows(make()) == ([], [])
 
 
 def test_committed_is_told_after_the_commit(make, tmp_path):
     """When a drop is reported, another connection no longer sees the row."""
-    manifest = make()
-    manifest.put_block(LAYOUT, BLOCK, _ignore)
+    manifest = _new(make(), LAYOUT)
+    manifest.put_block(LAYOUT.fingerprint, BLOCK, _ignore)
     seen = []
     done = threading.Event()
 
@@ -83,37 +143,50 @@ def test_committed_is_told_after_the_commit(make, tmp_path):
             seen.extend(other.execute("SELECT * FROM blocks").fetchall())
         done.set()
 
-    manifest.drop_block(LAYOUT, BLOCK.key, committed)
+    manifest.drop_block(LAYOUT.fingerprint, BLOCK.key, committed)
     assert done.wait(30)
     assert seen == []
 
 
-def test_sessions_come_least_recently_used_first(make):
-    """The order of use survives."""
-    manifest = make()
-    for name, last_access_ns in (("new", 30), ("old", 10), ("middle", 20)):
-        key = SessionKey("tenant", "model", name)
-        manifest.put_session(LAYOUT, SessionRecord(key, SPANS, last_access_ns))
-    manifest.close()
-    names = [session.key.session_id for session in make().sessions(LAYOUT)]
-    assert names == ["old", "middle", "new"]
-
-
 def test_layouts_do_not_see_each_other(make):
-    """Rows belong to their layout."""
-    _fill(make())
+    """Rows belong to their layout, also after it was put again and others have come."""
+    manifest = _new(make(), LAYOUT, OTHER)
+    manifest.put_block(OTHER.fingerprint, BLOCK, _ignore)
+    manifest.close()
+    found = _new(make(), OTHER)
+    other_session = SessionRecord(SessionKey("tenant", OTHER.model, "a"), SPANS, 1)
+    found.put_session(OTHER.fingerprint, other_session)
+    found.put_session(LAYOUT.fingerprint, SESSION)
+    found.close()
     found = make()
-    assert list(found.blocks("cd" * 16)) == list(found.sessions("cd" * 16)) == []
+    assert _rows(found) == ([], [SESSION])
+    assert _rows(found, OTHER) == ([BLOCK], [other_session])
+    with pytest.raises(ValueError, match="not in the index"):
+        found.rows(KVLayout("ef" * 16, LAYERS, block_tokens=16))
 
 
 def test_rows_that_cannot_be_decoded_are_left_out(make, tmp_path):
     """One damaged row costs itself, not the start."""
     _fill(make())
     with sqlite3.connect(tmp_path / "manifest.db") as db:
-        db.execute("UPDATE blocks SET token_ids = x'00'")
-        db.execute("UPDATE sessions SET spans = x'0011'")
+        db.execute("UPDATE blocks SET key = x'00'")
+        db.execute("UPDATE sessions SET pin = 9")
+        db.execute("UPDATE salts SET salt = x'00'")
+        db.execute("UPDATE layouts SET extents_per_segment = 0")
     found = make()
-    assert list(found.blocks(LAYOUT)) == list(found.sessions(LAYOUT)) == []
+    assert _rows(found) == ([], [])
+    assert (found.salts(), found.layouts()) == ({}, [])
+
+
+def test_a_name_that_is_no_text_is_left_out(make, tmp_path):
+    """Bytes that are no UTF-8 do not end the start."""
+    _fill(make())
+    with sqlite3.connect(tmp_path / "manifest.db") as db:
+        db.execute("UPDATE sessions SET session_id = CAST(x'61ff62' AS TEXT)")
+    assert _rows(make()) == ([BLOCK], [])
+
+
+# ------------------------------------------------------------------------------ unusable files
 
 
 def test_a_file_that_is_no_database_is_moved_aside(make, tmp_path):
@@ -127,20 +200,83 @@ def test_a_file_that_is_no_database_is_moved_aside(make, tmp_path):
         assert aside.read_bytes() == b"junk" * 1000
 
 
+def test_foreign_tables_are_damage(make, tmp_path):
+    """A table whose columns are not ours cannot be used."""
+    _fill(make())
+    with sqlite3.connect(tmp_path / "manifest.db") as db:
+        db.execute("ALTER TABLE blocks RENAME COLUMN extent TO eytent")
+    assert make().layouts() == []
+    assert (tmp_path / "manifest.db.corrupt-1").exists()
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_flipped_bytes_never_end_the_start(tmp_path_factory, data):
+    """Whatever is flipped: the index opens, or says that it is newer; reading it does not fail."""
+    directory = tmp_path_factory.mktemp("index")
+    path = directory / "manifest.db"
+    manifest = Manifest(path, directory / "volumes", NoFaults())
+    manifest.open()
+    _fill(manifest)
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(content)
+    found = Manifest(path, directory / "volumes", NoFaults())
+    try:
+        found.open()
+    except NewerManifestError:
+        return
+    assert len(found.layouts()) <= 1
+    assert len(found.salts()) <= 1
+    blocks, sessions = _rows_or_none(found)
+    assert len(blocks) <= 1
+    assert len(sessions) <= 1
+    found.close()
+
+
+def _rows_or_none(manifest):
+    try:
+        return _rows(manifest)
+    except ValueError:
+        return [], []  # the layout's own row is damaged
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["at once", "after a kill in between"])
+def test_an_older_schema_is_set_aside_with_its_volumes(make, tmp_path, killed):
+    """Its segments mean nothing to us: both are renamed, together, and the start is empty."""
+    with sqlite3.connect(tmp_path / "manifest.db") as db:
+        db.execute("CREATE TABLE layouts (fingerprint TEXT)")
+        db.execute("PRAGMA user_version = 1")
+    (tmp_path / "volumes").mkdir()
+    (tmp_path / "volumes" / "00000.segment").write_bytes(b"data")
+    if killed:
+        (tmp_path / "volumes").rename(tmp_path / "volumes.schema-1-1")
+    manifest = make()
+    assert manifest.layouts() == []
+    assert (tmp_path / "volumes.schema-1-1" / "00000.segment").read_bytes() == b"data"
+    assert not (tmp_path / "volumes").exists()
+    with sqlite3.connect(tmp_path / "manifest.db.schema-1-1") as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (1,)
+
+
 def test_a_newer_schema_is_left_alone(make, tmp_path):
     """A newer release's index is neither used nor moved."""
     _fill(make())
     with sqlite3.connect(tmp_path / "manifest.db") as db:
-        db.execute("PRAGMA user_version = 2")
-    with pytest.raises(NewerManifestError, match="schema 2"):
+        db.execute("PRAGMA user_version = 3")
+    with pytest.raises(NewerManifestError, match="schema 3"):
         make()
-    assert not list(tmp_path.glob("*.corrupt*"))
+    assert [path.name for path in tmp_path.glob("manifest.db.*")] == []
 
 
 def test_a_directory_that_is_not_there(tmp_path):
     """What cannot be opened is not damaged."""
     with pytest.raises(UnusableManifestError, match="writable"):
-        Manifest(tmp_path / "nowhere" / "manifest.db").open()
+        Manifest(tmp_path / "nowhere" / "manifest.db", tmp_path / "volumes", NoFaults()).open()
+
+
+# --------------------------------------------------------------------------------- commits
 
 
 def test_a_locked_database_is_tried_again(make, tmp_path):
@@ -154,3 +290,36 @@ def test_a_locked_database_is_tried_again(make, tmp_path):
     other.close()
     manifest.close()
     assert make().meta("a") == "2"
+
+
+def test_a_failed_commit_is_tried_again(make):
+    """What the disk refuses is kept until it does not; each try passes its write points."""
+    faults = Recorder(num_failures=1)
+    manifest = make(faults)
+    done = threading.Event()
+    manifest.put_meta("a", "1")
+    manifest.when_committed(done.set)
+    assert done.wait(30)
+    manifest.close()
+    assert make().meta("a") == "1"
+    begun, rows, committed = (
+        WritePoint.INDEX_BEGUN,
+        WritePoint.INDEX_ROWS,
+        WritePoint.INDEX_COMMITTED,
+    )
+    expected = [WritePoint.INDEX_CREATED, begun, rows, begun, rows, committed]
+    assert faults.points[:6] == expected
+    assert WritePoint.CLOCK_SAVED in faults.points
+
+
+def test_what_waits_is_bounded(make, monkeypatch):
+    """With a disk that takes nothing records are given up, drops never."""
+    manifest = _new(make(), LAYOUT)
+    monkeypatch.setattr("kvd.tiers.manifest.MAX_QUEUED", 0)
+    told = []
+    manifest.put_block(LAYOUT.fingerprint, BLOCK, lambda: told.append("block"))
+    manifest.put_session(LAYOUT.fingerprint, SESSION)
+    done = threading.Event()
+    manifest.drop_block(LAYOUT.fingerprint, BLOCK.key, done.set)
+    assert done.wait(30)
+    assert (manifest.num_left_out, told) == (2, ["block"])

@@ -1,0 +1,100 @@
+"""One read through the I/O pool: its first group of layers alone, then all others at once.
+
+The header in the first group says how the others are verified. It is answered when no job of it is
+left, so that nothing writes to its slot any more.
+"""
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
+
+from kvd.core.actions import IoOutcome
+from kvd.core.records import StoredBlock
+from kvd.tiers.extent_read import ExtentRead
+from kvd.tiers.io_pool import IoPool, Priority
+from kvd.tiers.staging import Staging
+from shared.log import get_logger
+
+Done: TypeAlias = Callable[[IoOutcome, StoredBlock | None], None]
+
+log = get_logger(__name__)
+
+
+class BlockReading:
+    """See the module docstring.
+
+    Args:
+        pool: runs the groups.
+        read: what to read.
+        priority: in the pool.
+        order: the load and the block; the group goes between them, so that of several blocks the
+            first layers come first.
+        advanced: told how many layers, from the first on, are there; in a thread of the pool.
+        done: the answer, in a thread of the pool.
+    """
+
+    def __init__(
+        self,
+        pool: IoPool,
+        read: ExtentRead,
+        priority: Priority,
+        order: tuple[int, int],
+        advanced: Callable[[int], None],
+        done: Done,
+    ) -> None:
+        self._pool = pool
+        self._read = read
+        self._priority = priority
+        self._order = order
+        self._advanced = advanced
+        self._done = done
+        self._lock = threading.Lock()
+        self._outcomes: list[IoOutcome | None] = [None] * len(read.groups)
+        self._num_running = 1
+        self._num_good = 0  # groups, from the first on
+
+    def start(self) -> None:
+        """Begin; returns at once."""
+        self._submit(0)
+
+    def _submit(self, index: int) -> None:
+        load, block = self._order
+        num_bytes = self._read.groups[index].num_bytes
+        job = partial(self._run, index)
+        self._pool.submit(self._priority, num_bytes, job, (load, index, block))
+
+    def _run(self, index: int, staging: Staging) -> None:
+        try:
+            outcome = self._read.run(index, staging) if self._failure() is None else IoOutcome.OK
+        except Exception:
+            # The edge: an operation without an answer would hold its slot for ever.
+            log.exception("read_failed_unexpectedly")
+            outcome = IoOutcome.TRANSIENT
+        more = range(1, len(self._read.groups)) if index == 0 and outcome is IoOutcome.OK else ()
+        with self._lock:
+            self._outcomes[index] = outcome
+            self._num_running += len(more) - 1
+            is_last = not self._num_running
+            if self._failure() is None:
+                self._advance()
+        for following in more:
+            self._submit(following)
+        if is_last:
+            failure = self._failure()
+            self._done(failure or IoOutcome.OK, None if failure else self._read.stored)
+
+    def _advance(self) -> None:
+        """Tell of the groups that are there without a gap."""
+        before = self._num_good
+        while (
+            self._num_good < len(self._outcomes) and self._outcomes[self._num_good] is IoOutcome.OK
+        ):
+            self._num_good += 1
+        if self._num_good > before:
+            self._advanced(self._read.groups[self._num_good - 1].layers.stop)
+
+    def _failure(self) -> IoOutcome | None:
+        """The outcome of the first group that failed."""
+        failed = (o for o in self._outcomes if o not in (None, IoOutcome.OK))
+        return next(failed, None)

@@ -1,0 +1,90 @@
+"""Writes of one layout: each through the I/O pool, then one sync for all that ended meanwhile."""
+
+from collections.abc import Callable
+
+from kvd.core.actions import IoOutcome, WriteBlock
+from kvd.core.records import StoredBlock
+from kvd.tiers.batch_worker import BatchWorker
+from kvd.tiers.io_pool import IoPool, Priority
+from kvd.tiers.staging import Staging
+from kvd.tiers.volume import SegmentVolume, Written
+from shared.log import get_logger
+from shared.units import SECTOR_BYTES
+
+MAX_SYNC_BATCH = 64  # blocks in one sync: enough to share its cost, few enough to report soon
+
+log = get_logger(__name__)
+
+
+class BlockWriter:
+    """See the module docstring.
+
+    Args:
+        pool: runs the writes.
+        volume: written to.
+        name: of the syncer's thread.
+        memory_of: slot id → its memory.
+        done: told the outcome of each op, in some thread; OK means that it is durable.
+    """
+
+    def __init__(
+        self,
+        pool: IoPool,
+        volume: SegmentVolume,
+        name: str,
+        memory_of: Callable[[int], memoryview],
+        done: Callable[[int, IoOutcome], None],
+    ) -> None:
+        self._pool = pool
+        self._volume = volume
+        self._memory_of = memory_of
+        self._done = done
+        self._syncer: BatchWorker[tuple[int, Written]] = BatchWorker(
+            name, self._sync, MAX_SYNC_BATCH
+        )
+
+    def start(self) -> None:
+        """Open for writes."""
+        self._syncer.start()
+
+    def write(self, action: WriteBlock) -> None:
+        """Begin a write; returns at once."""
+        num_bytes = self._volume.shape.num_sectors(action.num_tokens) * SECTOR_BYTES
+
+        def job(staging: Staging) -> None:
+            self._write(action, staging)
+
+        self._pool.submit(Priority.WRITE, num_bytes, job)
+
+    def close(self) -> None:
+        """Sync and report what has been written; blocks. The pool is closed before."""
+        self._syncer.close()
+
+    def _write(self, action: WriteBlock, staging: Staging) -> None:
+        try:
+            written = self._volume.write(
+                action.extent,
+                action.key,
+                action.num_tokens,
+                StoredBlock(action.token_ids, action.checksums),
+                self._memory_of(action.slot_id),
+                staging,
+            )
+        except Exception:
+            # The edge: an op without an answer would hold its slot for ever.
+            log.exception("write_failed_unexpectedly", extent=action.extent)
+            written = Written(IoOutcome.TRANSIENT, 0, 0)
+        if written.outcome is IoOutcome.OK:
+            self._syncer.put((action.op_id, written))
+        else:
+            self._done(action.op_id, written.outcome)
+
+    def _sync(self, batch: list[tuple[int, Written]]) -> None:
+        try:
+            outcomes = self._volume.sync([written for _, written in batch])
+        except Exception:
+            # The edge, as above.
+            log.exception("sync_failed_unexpectedly", blocks=len(batch))
+            outcomes = [IoOutcome.TRANSIENT] * len(batch)
+        for (op_id, _), outcome in zip(batch, outcomes, strict=True):
+            self._done(op_id, outcome)

@@ -1,0 +1,102 @@
+"""How far pending loads have come, in layers: what their progress words say (D13).
+
+A load's layers are ready when all its reads and verifies have brought them: the least of these
+operations counts. Operations may serve several loads, and a load may get new ones in the place of
+one that failed. Called by the event loop, except advanced(), which I/O threads call.
+"""
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from kvd.tiers.progress import Progress
+
+
+@dataclass
+class _Load:
+    """One load; `layers` by operation."""
+
+    word: int | None
+    layers: dict[int, int] = field(default_factory=dict)
+    published: int = 0
+
+
+class LoadTracker:
+    """The loads of one layout.
+
+    Args:
+        progress: the words of its arena.
+        num_layers: of the layout: an operation that has ended well has brought them all.
+    """
+
+    def __init__(self, progress: Progress, num_layers: int) -> None:
+        self._progress = progress
+        self._num_layers = num_layers
+        self._lock = threading.Lock()
+        self._running: dict[int, int] = {}  # operation → layers it has brought
+        self._loads: dict[int, _Load] = {}  # by lease
+        self._leases_of: dict[int, set[int]] = {}  # by operation
+
+    def begin(self, op_id: int) -> None:
+        """An operation that loads may wait for has begun."""
+        with self._lock:
+            self._running[op_id] = 0
+
+    def track(self, lease_id: int, op_ids: Iterable[int], wake: Callable[[], None]) -> None:
+        """Publish a load's layers; again for the same load: these operations count from now on."""
+        with self._lock:
+            load = self._loads.get(lease_id)
+            if load is None:
+                load = self._loads[lease_id] = _Load(self._progress.open(lease_id, wake))
+            self._forget_operations(lease_id, load)
+            # One that is not running any more has ended well, or its load would not wait for it.
+            load.layers = {op_id: self._running.get(op_id, self._num_layers) for op_id in op_ids}
+            for op_id in load.layers:
+                self._leases_of.setdefault(op_id, set()).add(lease_id)
+            self._publish(lease_id, load)
+
+    def untrack(self, lease_id: int) -> None:
+        """The load is over."""
+        with self._lock:
+            load = self._loads.pop(lease_id, None)
+            if load is not None:
+                self._forget_operations(lease_id, load)
+                self._progress.close(lease_id)
+
+    def index_of(self, lease_id: int) -> int | None:
+        """Index of a load's progress word; None if it has none."""
+        load = self._loads.get(lease_id)
+        return None if load is None else load.word
+
+    def advanced(self, op_id: int, num_layers: int) -> None:
+        """An operation has brought layers [0, num_layers), verified."""
+        with self._lock:
+            if op_id not in self._running:
+                return
+            self._running[op_id] = num_layers
+            for lease_id in self._leases_of.get(op_id, ()):
+                load = self._loads[lease_id]
+                load.layers[op_id] = num_layers
+                self._publish(lease_id, load)
+
+    def ended(self, op_id: int, *, is_good: bool) -> None:
+        """An operation has been reported; loads that still count on a failed one have failed."""
+        with self._lock:
+            self._running.pop(op_id, None)
+            leases = self._leases_of.pop(op_id, set())
+            if not is_good:
+                for lease_id in leases:
+                    self._progress.fail(lease_id)
+
+    def _publish(self, lease_id: int, load: _Load) -> None:
+        ready = min(load.layers.values(), default=self._num_layers)
+        if ready > load.published and load.word is not None:
+            load.published = ready
+            self._progress.publish(lease_id, ready)
+
+    def _forget_operations(self, lease_id: int, load: _Load) -> None:
+        for op_id in load.layers:
+            leases = self._leases_of.get(op_id, set())
+            leases.discard(lease_id)
+            if not leases:
+                self._leases_of.pop(op_id, None)

@@ -1,0 +1,153 @@
+"""One layout's arena: its slots, which engines map, its journal, and its progress words (D2, D4).
+
+The slots' memory is sealed against resizing where it is a memfd, so that an engine that holds its
+descriptor can neither shrink it under us (SIGBUS) nor grow it. Who creates, finds and removes
+arenas is kvd/tiers/arena_store.py.
+"""
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+
+import psutil
+
+from kvd.tiers import page_advice
+from kvd.tiers.journal import Journal
+from kvd.tiers.progress import Progress
+from shared.arena_map import ArenaMap
+from shared.errors import StateError
+from shared.units import format_bytes
+
+AUTO_FRACTION = 0.25  # of the memory that is available when kvd starts
+MIN_SLOTS = 2  # one to read while another is written
+PREFAULT_CHUNK_BYTES = 64 << 20  # about 20 ms of the kernel's time
+LEASE_ID_SHIFT = 40  # lease ids of one kvd: its epoch, then a number
+
+
+class ArenaTooSmallError(StateError):
+    """The DRAM tier cannot hold even a few blocks of this layout."""
+
+    reason = "arena_too_small"
+
+
+def dram_bytes(configured: int | None) -> int:
+    """Size of the DRAM tier: as configured, or a fraction of what is available now."""
+    if configured is not None:
+        return configured
+    return int(psutil.virtual_memory().available * AUTO_FRACTION)
+
+
+def num_slots_for(arena_bytes: int, slot_bytes: int) -> int:
+    """How many slots fit.
+
+    Raises:
+        ArenaTooSmallError: fewer than MIN_SLOTS.
+    """
+    num_slots = arena_bytes // slot_bytes
+    if num_slots < MIN_SLOTS:
+        raise ArenaTooSmallError(
+            f"{format_bytes(arena_bytes)} of DRAM hold {num_slots} blocks of "
+            f"{format_bytes(slot_bytes)}, {MIN_SLOTS} are needed",
+            "raise dram.bytes",
+        )
+    return num_slots
+
+
+class Arena:
+    """The memory of one layout.
+
+    Attributes:
+        arena_id: random, hex; a client that finds the same one again keeps its mapping.
+        fd: of the slots: what engines get.
+        slots: kvd's own mapping.
+        journal: see kvd/tiers/journal.py.
+        progress: see kvd/tiers/progress.py.
+        epoch: how many kvds have used the arena, from a random start.
+        pages: "hugetlb", "thp" or "small": what the memory is made of.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        slots: ArenaMap,
+        journal: Journal,
+        progress: Progress,
+        epoch: int,
+        pages: str,
+        remove: Callable[[], None],
+    ) -> None:
+        """Take over `fd`. `remove` takes the arena away from where the next kvd would find it."""
+        self.arena_id = journal.header.arena_id.hex()
+        self.fd = fd
+        self.slots = slots
+        self.journal = journal
+        self.progress = progress
+        self.epoch = epoch
+        self.pages = pages
+        self._remove = remove
+        self._closing = threading.Event()
+
+    @property
+    def first_lease_id(self) -> int:
+        """Lease ids from here on were never given out by an earlier kvd of this arena."""
+        return self.epoch << LEASE_ID_SHIFT
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory the slots take once they are all allocated."""
+        return self.slots.memory.nbytes
+
+    def physical_bytes(self) -> int:
+        """Bytes of memory the slots take now."""
+        return os.fstat(self.fd).st_blocks * 512  # whatever the page size is
+
+    def prefault(self) -> int:
+        """Allocate every page, so that no copy waits for the kernel to zero one; takes seconds.
+
+        Allocation leaves contents alone: it may run while engines already write.
+
+        Returns:
+            Bytes allocated; fewer than the arena if the machine has no more memory to give.
+        """
+        memory = self.slots.memory
+        for start in range(0, memory.nbytes, PREFAULT_CHUNK_BYTES):
+            if self._closing.is_set():
+                return start
+            if not self._allocate(memory, start):
+                return start
+        return memory.nbytes
+
+    def stop_prefault(self) -> None:
+        """Let a running prefault return after its current chunk."""
+        self._closing.set()
+
+    def close(self, *, keep: bool = False) -> None:
+        """Give up descriptors and mappings; engines that map the slots keep that memory alive.
+
+        Args:
+            keep: leave the arena for the next kvd, where it can be left at all.
+        """
+        self.stop_prefault()
+        if not keep:
+            self._remove()
+        self.slots.close()
+        self.journal.close()
+        self.progress.close_all()
+        os.close(self.fd)
+
+    def _allocate(self, memory: memoryview, start: int) -> bool:
+        """Allocate one chunk; False if there is no memory for it."""
+        chunk = memory[start : start + PREFAULT_CHUNK_BYTES]
+        try:
+            page_advice.populate(chunk)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                return False
+        else:
+            return True
+        try:  # an older kernel; this way gives small pages
+            os.posix_fallocate(self.fd, start, chunk.nbytes)
+        except OSError:
+            return False
+        return True

@@ -1,0 +1,329 @@
+"""Creates arenas, finds those of the last kvd, and removes what nobody will use again (D4).
+
+Where they lie is the business of kvd/tiers/arena_places.py. Rules that hold whatever happens:
+1. an arena is adopted only if every size, its layout, its boot and its pairing are proven by its
+   journal's header and the files themselves; otherwise it is removed, with the reason in the log;
+2. its header is written before the next kvd can find it.
+"""
+
+import mmap
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvd.clock import read_boot_id
+from kvd.core.records import AdoptedSlot
+from kvd.tiers import arena_file, page_advice
+from kvd.tiers.arena import Arena
+from kvd.tiers.arena_file import SlotsFile
+from kvd.tiers.arena_places import PARTS, ArenaDirectory, ArenaPlace, FdStore, Nowhere
+from kvd.tiers.faults import Faults, NoFaults, WritePoint
+from kvd.tiers.journal import (
+    HEADER_BYTES,
+    ArenaHeader,
+    Journal,
+    JournaledWrite,
+    UnfitArenaError,
+    header_of,
+    journal_bytes,
+    record_bytes_of,
+    unpack_header,
+)
+from kvd.tiers.progress import Progress
+from shared.arena_map import ArenaMap
+from shared.errors import StateError
+from shared.kv_layout import KVLayout
+from shared.log import get_logger
+from shared.units import SECTOR_BYTES, align_up
+
+DEFAULT_DIRECTORY = Path("/dev/shm")  # noqa: S108  # checked to be ours before it is used
+FIRST_EPOCHS = 1 << 20  # a new arena begins at one of these, so that old lease ids mean nothing
+
+log = get_logger(__name__)
+
+
+class HugepagesUnavailableError(StateError):
+    """dram.hugepages = "on", and there are not enough."""
+
+    reason = "hugepages_unavailable"
+
+
+@dataclass(frozen=True)
+class ArenaOptions:
+    """Section [dram] of the settings, as far as arenas go.
+
+    Attributes:
+        keep: "fdstore", "file" or "none"; see resolve_keep for "auto".
+        directory: for "file".
+        hugepages: "auto", "on" (refuse to go without) or "off".
+        numa_node: None: wherever the kernel likes.
+    """
+
+    keep: str = "none"
+    directory: Path = DEFAULT_DIRECTORY
+    hugepages: str = "auto"
+    numa_node: int | None = None
+
+
+def resolve_keep(
+    configured: str, allowed_uids: Sequence[int], environ: Mapping[str, str] = os.environ
+) -> str:
+    """Turn dram.keep into "fdstore", "file" or "none".
+
+    A file cannot be sealed: an engine of our own user could truncate it. Where foreign users
+    attach, "auto" keeps nothing outside systemd.
+    """
+    has_supervisor = bool(environ.get("NOTIFY_SOCKET"))
+    if configured == "fdstore" and not has_supervisor:
+        log.warning("dram_not_kept", reason="dram.keep is fdstore, but systemd is not there")
+        return "none"
+    if configured != "auto":
+        return configured
+    if has_supervisor:
+        return "fdstore"
+    foreign = set(allowed_uids) - {0, os.geteuid()}
+    return "none" if foreign else "file"
+
+
+@dataclass(frozen=True)
+class KeptArena:
+    """Memory of an earlier kvd. Whoever gets it adopts it or discards it.
+
+    Attributes:
+        place: "fdstore" or "file".
+    """
+
+    fingerprint: str
+    place: str
+    slots_fd: int
+    journal_fd: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its slots."""
+        return os.fstat(self.slots_fd).st_size if self.slots_fd >= 0 else 0
+
+
+@dataclass(frozen=True)
+class Adoption:
+    """An arena taken over, and what its slots hold; all others are free.
+
+    Attributes:
+        adopted: to be verified before their first use.
+        writing: slots that a process may still write to, if it lives: see Engines.watch_orphans.
+    """
+
+    arena: Arena
+    adopted: tuple[AdoptedSlot, ...]
+    writing: tuple[JournaledWrite, ...]
+
+
+class ArenaStore:
+    """The arenas of one kvd.
+
+    Args:
+        options: how to make and keep them.
+        state_dir: locked by this kvd; names its directory of files.
+        num_words: progress words of each arena: how many loads can be under way at once.
+        faults: see kvd/tiers/faults.py.
+    """
+
+    def __init__(
+        self,
+        options: ArenaOptions,
+        state_dir: Path,
+        num_words: int,
+        faults: Faults | None = None,
+    ) -> None:
+        self._options = options
+        self._num_words = num_words
+        self._faults = faults or NoFaults()
+        self._boot_id = read_boot_id()
+        directory = ArenaDirectory(options.directory, state_dir, self._faults)
+        self._places: dict[str, ArenaPlace] = {
+            place.name: place for place in (Nowhere(), FdStore(), directory)
+        }
+
+    # ---------------------------------------------------------------------------------- finding
+
+    def find(self) -> dict[str, KeptArena]:
+        """Return what earlier kvds have left, by layout fingerprint. Once, at start.
+
+        What is there in part, or in a place that is not used any more, is removed here.
+        """
+        kept: dict[str, KeptArena] = {}
+        for place in self._places.values():
+            for fingerprint, parts in place.found().items():
+                fds = [parts.get(part, -1) for part in PARTS]
+                found = KeptArena(fingerprint, place.name, *fds)
+                if place.name != self._options.keep:
+                    self.discard(found, f"dram.keep is {self._options.keep}, not {place.name}")
+                elif -1 in fds:
+                    self.discard(found, "half of it is missing")
+                else:
+                    kept[fingerprint] = found
+        return kept
+
+    def adopt(self, layout: KVLayout, kept: KeptArena) -> Adoption | None:
+        """Take an arena over; None if it does not fit, which is logged, and it is removed."""
+        try:
+            header = self._fitting_header(layout, kept)
+            journal = Journal(kept.journal_fd, layout, header.num_slots, self._faults)
+            slots = ArenaMap(kept.slots_fd, layout.block_bytes, header.num_slots)
+            adopted, writing = journal.read_all()
+        except (UnfitArenaError, OSError, ValueError) as error:
+            self.discard(kept, str(error))
+            return None
+        pages = "hugetlb" if os.fstat(kept.slots_fd).st_blksize > SECTOR_BYTES else "thp"
+        memory = SlotsFile(kept.slots_fd, slots, pages)
+        self._advise(memory)
+        arena = self._arena(layout, memory, journal, self._places[kept.place])
+        os.close(kept.journal_fd)  # systemd, or the directory, has it
+        log.info(
+            "arena_adopted",
+            layout=layout.fingerprint,
+            slots=header.num_slots,
+            committed=len(adopted),
+            writing=len(writing),
+        )
+        return Adoption(arena, tuple(adopted), tuple(writing))
+
+    def discard(self, kept: KeptArena, reason: str) -> None:
+        """Remove an arena that will not be adopted; engines that map it keep their memory."""
+        log.warning("arena_discarded", layout=kept.fingerprint, place=kept.place, reason=reason)
+        for fd in (kept.slots_fd, kept.journal_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._places[kept.place].remove(kept.fingerprint)
+
+    # --------------------------------------------------------------------------------- creating
+
+    def create(self, layout: KVLayout, num_slots: int) -> Arena:
+        """Make an arena, and leave it where the next kvd finds it.
+
+        Raises:
+            HugepagesUnavailableError: dram.hugepages is "on", and there are not enough.
+            OSError: there is no memory for it.
+        """
+        try:
+            return self._create(layout, num_slots, self._places[self._options.keep])
+        except OSError as error:
+            if self._options.keep != "file":
+                raise
+            log.warning("dram_not_kept", directory=str(self._options.directory), error=str(error))
+            return self._create(layout, num_slots, self._places["none"])
+
+    def _create(self, layout: KVLayout, num_slots: int, place: ArenaPlace) -> Arena:
+        name = layout.fingerprint
+        place.remove(name)
+        memory = self._new_slots(layout, num_slots, place)
+        journal_fd = -1
+        try:
+            journal_fd = place.new_file(name, "journal", journal_bytes(layout, num_slots))
+            os.posix_fallocate(journal_fd, 0, os.fstat(journal_fd).st_size)  # no SIGBUS later
+            self._faults.reach(WritePoint.ARENA_FILES)
+            journal = Journal(journal_fd, layout, num_slots, self._faults)
+            inode = os.fstat(memory.fd).st_ino
+            header = header_of(layout, num_slots, self._boot_id, inode)
+            journal.write_header(header, secrets.randbelow(FIRST_EPOCHS))
+            self._faults.reach(WritePoint.ARENA_HEADER)
+            self._advise(memory)
+            place.keep(name, dict(zip(PARTS, (memory.fd, journal_fd), strict=True)))
+            self._faults.reach(WritePoint.ARENA_KEPT)
+            return self._arena(layout, memory, journal, place)
+        except BaseException:
+            os.close(memory.fd)
+            place.remove(name)
+            raise
+        finally:
+            if journal_fd >= 0:
+                os.close(journal_fd)
+
+    def _new_slots(self, layout: KVLayout, num_slots: int, place: ArenaPlace) -> SlotsFile:
+        """Memory for the slots, of huge pages if that is possible and wanted."""
+        name, num_bytes = layout.fingerprint, layout.block_bytes * num_slots
+        hugepages = self._options.hugepages
+        if place.is_sealed and hugepages != "off":  # a file has the pages of its file system
+            try:
+                return arena_file.huge_memfd(f"kvd-{name}-slots", layout.block_bytes, num_slots)
+            except OSError as error:
+                if hugepages == "on":
+                    raise HugepagesUnavailableError(
+                        f"{num_bytes} bytes of huge pages are not free ({error.strerror})",
+                        "raise vm.nr_hugepages, or set dram.hugepages to auto",
+                    ) from error
+        fd = place.new_file(name, "slots", align_up(num_bytes, SECTOR_BYTES))
+        try:
+            return SlotsFile(fd, ArenaMap(fd, layout.block_bytes, num_slots), "thp")
+        except BaseException:
+            os.close(fd)
+            raise
+
+    # ---------------------------------------------------------------------------------- inside
+
+    def _arena(
+        self, layout: KVLayout, memory: SlotsFile, journal: Journal, place: ArenaPlace
+    ) -> Arena:
+        """Join the parts; the epoch is raised: from here on it is another kvd's time."""
+        fingerprint = layout.fingerprint
+        return Arena(
+            memory.fd,
+            memory.slots,
+            journal,
+            Progress(self._num_words),
+            journal.raise_epoch(),
+            memory.pages,
+            lambda: place.remove(fingerprint),
+        )
+
+    def _advise(self, memory: SlotsFile) -> None:
+        """Say what the kernel may know of the pages; failing at it costs speed only."""
+        if self._options.numa_node is not None:
+            try:
+                page_advice.bind_to_node(memory.slots.memory, self._options.numa_node)
+            except OSError as error:
+                log.warning(
+                    "numa_node_not_bound", node=self._options.numa_node, error=error.strerror
+                )
+        if memory.pages == "thp" and self._options.hugepages != "off":
+            try:
+                page_advice.ask_huge_pages(memory.slots.memory)
+            except OSError as error:
+                log.info("huge_pages_not_advised", error=error.strerror)
+
+    def _fitting_header(self, layout: KVLayout, kept: KeptArena) -> ArenaHeader:
+        """Return the header of an arena that this kvd can take over.
+
+        Raises:
+            UnfitArenaError: saying why it cannot.
+            OSError: its journal cannot be read.
+        """
+        header = unpack_header(_first_page(kept.journal_fd))
+        slots = os.fstat(kept.slots_fd)
+        must_be_sealed = self._places[kept.place].is_sealed
+        for fits, problem in (
+            (header.boot_id.hex() == self._boot_id.replace("-", ""), "it is of another boot"),
+            (header.layout.hex() == layout.fingerprint, "it is of another layout"),
+            (header.slot_bytes == layout.block_bytes, f"slots of {header.slot_bytes} bytes"),
+            (header.record_bytes == record_bytes_of(layout), "its journal's records differ"),
+            (header.num_slots > 0, "it has no slots"),
+            (slots.st_size >= header.slot_bytes * header.num_slots, f"{slots.st_size} bytes only"),
+            (slots.st_ino == header.slots_inode, "slots and journal are not of one arena"),
+            (
+                not must_be_sealed or arena_file.is_sealed(kept.slots_fd),
+                "its memory is not sealed",
+            ),
+        ):
+            if not fits:
+                raise UnfitArenaError(problem)
+        return header
+
+
+def _first_page(fd: int) -> bytes:
+    """Return the header's bytes; mapped, because not every file system of memory can be read."""
+    if os.fstat(fd).st_size < HEADER_BYTES:
+        raise UnfitArenaError("its journal has no header")
+    with mmap.mmap(fd, os.fstat(fd).st_blksize, prot=mmap.PROT_READ) as page:
+        return page[:HEADER_BYTES]

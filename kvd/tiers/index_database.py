@@ -1,0 +1,195 @@
+"""The database file of the index: its tables, and what becomes of one that we cannot use.
+
+SQLite in WAL mode. A file that is damaged, or of an older schema, is renamed, never deleted; an
+older one together with its volumes, whose extents nothing else describes. A newer one is refused.
+"""
+
+import contextlib
+import sqlite3
+from collections.abc import Iterable
+from pathlib import Path
+
+from kvd.tiers.faults import Faults, WritePoint
+from shared.errors import ConfigError
+from shared.log import get_logger
+
+SCHEMA_VERSION = 2
+_WAL_FORMAT = 2  # the highest value of bytes 18 and 19 of a database file
+BUSY_S = 5.0  # SQLite's wait for somebody's lock (a backup, an operator's sqlite3)
+
+_SCHEMA = """
+BEGIN IMMEDIATE;
+CREATE TABLE IF NOT EXISTS meta (
+    name TEXT PRIMARY KEY, value TEXT NOT NULL
+) WITHOUT ROWID, STRICT;
+CREATE TABLE IF NOT EXISTS layouts (
+    id INTEGER PRIMARY KEY,
+    fingerprint TEXT NOT NULL UNIQUE,
+    message BLOB NOT NULL,                  -- kvd.v1.KVLayout, serialised
+    extents_per_segment INTEGER NOT NULL    -- where an extent lies: fixed for the volume's life
+) STRICT;
+CREATE TABLE IF NOT EXISTS salts (
+    tenant TEXT PRIMARY KEY, salt BLOB NOT NULL
+) WITHOUT ROWID, STRICT;
+CREATE TABLE IF NOT EXISTS blocks (
+    layout INTEGER NOT NULL, key BLOB NOT NULL,
+    extent INTEGER NOT NULL,                -- first sector in the volume
+    num_tokens INTEGER NOT NULL,
+    PRIMARY KEY (layout, key)
+) WITHOUT ROWID, STRICT;
+CREATE TABLE IF NOT EXISTS sessions (
+    layout INTEGER NOT NULL, tenant TEXT NOT NULL, session_id TEXT NOT NULL,
+    spans BLOB NOT NULL,                    -- see kvd/core/packing.py
+    last_access_ns INTEGER NOT NULL,        -- of kvd's clock
+    ttl_ns INTEGER,                         -- NULL: the default
+    pin INTEGER NOT NULL, ended INTEGER NOT NULL,
+    PRIMARY KEY (layout, tenant, session_id)
+) WITHOUT ROWID, STRICT;
+"""
+
+log = get_logger(__name__)
+
+
+class NewerManifestError(ConfigError):
+    """The state directory was written by a newer release."""
+
+    reason = "newer_manifest"
+
+
+class UnusableManifestError(ConfigError):
+    """The index cannot be opened, although it may be fine."""
+
+    reason = "unusable_manifest"
+
+
+class _OlderSchemaError(Exception):
+    """The database is of an older release."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(version)
+        self.version = version
+
+
+def open_database(path: Path, volumes: Path, faults: Faults) -> sqlite3.Connection:
+    """Open or create the index; set an unusable one aside and start empty.
+
+    Args:
+        path: of the database.
+        volumes: the directory of the segments that it describes.
+        faults: see kvd/tiers/faults.py.
+
+    Raises:
+        NewerManifestError: the schema is newer than this release.
+        UnusableManifestError: the file system does not let us.
+    """
+    try:
+        try:
+            return _connect(path, faults)
+        except _OlderSchemaError as error:
+            _set_older_aside(path, volumes, error.version, faults)
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+            if not _is_damage(error):  # locked, no access, disk full
+                raise
+            moved = _rename(_with_companions(path), ".corrupt-{}")
+            log.error("manifest_corrupt", error=str(error), moved_to=moved)  # noqa: TRY400
+        return _connect(path, faults)
+    except (sqlite3.Error, OSError) as error:
+        raise UnusableManifestError(
+            f"cannot open the index {path} ({error})",
+            "make state_dir a writable directory with free space",
+        ) from error
+
+
+def _is_damage(error: sqlite3.DatabaseError | UnicodeDecodeError) -> bool:
+    """Whether opening failed because of the file's contents.
+
+    SQLite has a class for some damage only; what is left of it are errors in statements, which ours
+    do not have, and messages that quote what is no text.
+    """
+    if isinstance(error, UnicodeDecodeError) or type(error) is sqlite3.DatabaseError:
+        return True
+    return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR
+
+
+def _check_header(path: Path) -> None:
+    """Find damage for which SQLite would take the file for one that may only be read."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        if any(version > _WAL_FORMAT for version in file.read(20)[18:]):
+            raise sqlite3.DatabaseError("its header has an unknown format")
+
+
+def _connect(path: Path, faults: Faults) -> sqlite3.Connection:
+    _check_header(path)
+    db = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False, isolation_level=None)
+    try:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = FULL")  # a committed row survives a power cut
+        (verdict,) = db.execute("PRAGMA quick_check(1)").fetchone()
+        if verdict != "ok":
+            raise sqlite3.DatabaseError(verdict)  # noqa: TRY301
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        if version > SCHEMA_VERSION:
+            raise NewerManifestError(  # noqa: TRY301
+                f"{path} has schema {version}, this release knows {SCHEMA_VERSION}",
+                "start the release that wrote it, or name another state_dir",
+            )
+        if 0 < version < SCHEMA_VERSION:
+            raise _OlderSchemaError(version)  # noqa: TRY301
+        faults.reach(WritePoint.INDEX_CREATED)
+        db.executescript(f"{_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+        _check_tables(db)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _check_tables(db: sqlite3.Connection) -> None:
+    """Raise DatabaseError unless the tables are the ones of a new database."""
+    with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as new:
+        new.executescript(f"{_SCHEMA} COMMIT;")
+        query = (  # as bytes: a damaged one may be no text
+            "SELECT CAST(sql AS BLOB) FROM sqlite_schema WHERE type = 'table' ORDER BY name"
+        )
+        if db.execute(query).fetchall() != new.execute(query).fetchall():
+            raise sqlite3.DatabaseError("its tables are not the ones of its schema")
+
+
+def _set_older_aside(path: Path, volumes: Path, version: int, faults: Faults) -> None:
+    """Rename an older index and its volumes; the index last, so that a kill only delays it."""
+    suffix = f".schema-{version}-{{}}"
+    moved = [_rename([volumes], suffix)] if volumes.exists() else []
+    faults.reach(WritePoint.INDEX_SET_ASIDE)
+    moved.append(_rename(_with_companions(path), suffix))
+    log.warning(
+        "manifest_older",
+        schema=version,
+        moved_to=" ".join(moved),
+        remedy="delete them, or give them their old names back and start the release of then",
+    )
+
+
+def _with_companions(path: Path) -> list[Path]:
+    """A database and what SQLite keeps beside it, the database itself last."""
+    return [path.with_name(path.name + suffix) for suffix in ("-wal", "-shm", "")]
+
+
+def _rename(paths: Iterable[Path], suffix: str) -> str:
+    """Rename what exists of `paths`, of which the last one does.
+
+    Args:
+        paths: in one directory.
+        suffix: to append to the last one's name, a number in place of {} that makes it new.
+
+    Returns:
+        The last one's new path.
+    """
+    *companions, main = paths
+    number = 1
+    while (moved := main.with_name(main.name + suffix.format(number))).exists():
+        number += 1
+    for companion in companions:
+        if companion.exists():
+            companion.rename(moved.with_name(moved.name + companion.name.removeprefix(main.name)))
+    main.rename(moved)
+    return str(moved)

@@ -1,0 +1,161 @@
+"""The threads of the SSD tier and of hashing: one bounded pool for all layouts, by priority.
+
+    READ            a load waits: ordered by (load, group of layers, block)
+    URGENT_VERIFY   a load waits for a slot's bytes to be checked
+    HASH            a stored block waits to be written
+    WRITE
+    BACKGROUND      scrubbing
+
+Invariants:
+1. the first job in this order is the next to start; it waits when its bytes would exceed the budget
+   in flight, unless nothing is in flight;
+2. while writes or background jobs run, one more thread than configured stands by for the others,
+   and half of the budget is theirs: a read does not wait for the end of a write.
+
+The queue has no bound of its own: what is put holds a slot, or is one scrub.
+"""
+
+import heapq
+import threading
+from collections.abc import Callable
+from enum import IntEnum
+from typing import NamedTuple, TypeAlias
+
+from kvd.tiers.staging import Staging
+from shared.log import get_logger
+
+Job: TypeAlias = Callable[[Staging], None]
+
+log = get_logger(__name__)
+
+
+class Priority(IntEnum):
+    """Who goes first."""
+
+    READ = 0
+    URGENT_VERIFY = 1
+    HASH = 2
+    WRITE = 3
+    BACKGROUND = 4
+
+
+class _Queued(NamedTuple):
+    """A job in the heap; `number` is unique, so that jobs themselves are never compared."""
+
+    priority: Priority
+    order: tuple[int, ...]
+    number: int
+    num_bytes: int
+    job: Job
+
+
+class IoPool:
+    """See the module docstring. For any thread.
+
+    Args:
+        num_threads: how many jobs run at once, but for the thread that stands by.
+        max_bytes_in_flight: of I/O that has begun and not ended.
+    """
+
+    def __init__(self, num_threads: int, max_bytes_in_flight: int) -> None:
+        self._num_threads = num_threads
+        self._max_bytes = max_bytes_in_flight
+        self._queue: list[_Queued] = []
+        self._num_queued = 0  # ever
+        self._bytes_in_flight = 0
+        self._num_running = 0
+        self._num_patient = 0  # writes and background jobs that run
+        self._patient_bytes = 0  # in flight of them
+        self._changed = threading.Condition()
+        self._closing = False
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Bytes of the I/O that runs."""
+        return self._bytes_in_flight
+
+    def __len__(self) -> int:
+        """Jobs that have not begun."""
+        return len(self._queue)
+
+    def start(self) -> None:
+        """Start the threads."""
+        for index in range(self._num_threads + 1):
+            thread = threading.Thread(target=self._run, name=f"kvd-io-{index}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def submit(
+        self, priority: Priority, num_bytes: int, job: Job, order: tuple[int, ...] = ()
+    ) -> None:
+        """Queue a job; never blocks. It must not raise: nobody would hear it.
+
+        Args:
+            priority: see the module docstring.
+            num_bytes: of I/O that it does; 0 for work that is none.
+            job: called in a thread of the pool, with that thread's staging buffer.
+            order: among jobs of the same priority the least goes first, then the earliest.
+        """
+        with self._changed:
+            self._num_queued += 1
+            queued = _Queued(priority, order, self._num_queued, num_bytes, job)
+            heapq.heappush(self._queue, queued)
+            self._wake()
+
+    def close(self) -> None:
+        """Drop what has not begun, and wait for what has; blocks."""
+        with self._changed:
+            self._closing = True
+            self._queue.clear()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        staging = Staging()
+        ended: _Queued | None = None
+        while (queued := self._next(ended)) is not None:
+            try:
+                queued.job(staging)
+            except Exception:
+                # The edge: the thread outlives a faulty job.
+                log.exception("io_job_failed", priority=queued.priority.name)
+            ended = queued
+
+    def _next(self, ended: _Queued | None) -> _Queued | None:
+        """Note the end of a job and wait for the one to run next; None when the pool closes."""
+        with self._changed:
+            if ended is not None:
+                self._count(ended, -1)
+            while not self._closing:
+                if self._queue and self._may_start(self._queue[0]):
+                    queued = heapq.heappop(self._queue)
+                    self._count(queued, 1)
+                    self._wake()  # one end may make room for several: each wakes the next
+                    return queued
+                self._changed.wait()
+        return None
+
+    def _wake(self) -> None:
+        """Wake a thread if there is a job for it: a vain wake-up costs as much as a small I/O."""
+        if self._queue and self._may_start(self._queue[0]):
+            self._changed.notify()
+
+    def _may_start(self, queued: _Queued) -> bool:
+        in_flight = self._bytes_in_flight
+        if in_flight and in_flight + queued.num_bytes > self._max_bytes:
+            return False
+        if queued.priority < Priority.WRITE:
+            return self._num_running < self._num_threads + (self._num_patient > 0)
+        in_flight = self._patient_bytes
+        if in_flight and in_flight + queued.num_bytes > self._max_bytes // 2:
+            return False
+        return self._num_running < self._num_threads
+
+    def _count(self, queued: _Queued, sign: int) -> None:
+        self._num_running += sign
+        self._bytes_in_flight += sign * queued.num_bytes
+        if queued.priority >= Priority.WRITE:
+            self._num_patient += sign
+            self._patient_bytes += sign * queued.num_bytes

@@ -1,0 +1,220 @@
+"""The files of one volume: segments, allocated as extents in them are first written.
+
+    <state>/volumes/<layout fingerprint>/00000.segment
+                                         00001.segment
+
+Each grows in steps to extents_per_segment whole extents. A step is a fraction of what the budget
+has left, so that of several volumes none takes all before it needs it. Descriptors are opened once
+and kept. Nothing here deletes a file because reading it failed.
+
+Threads: any number, except shrink() and close(), which no I/O may run beside.
+"""
+
+import contextlib
+import errno
+import os
+import threading
+from pathlib import Path
+
+from kvd.tiers.direct_io import probe_direct, set_direct
+from kvd.tiers.faults import Faults, WritePoint
+from kvd.tiers.space_budget import SpaceBudget
+from shared.log import get_logger
+
+_STEP = 8  # a segment grows by this part of the free budget at a time
+_WITHOUT_FALLOCATE = {errno.EOPNOTSUPP, errno.EINVAL}
+
+log = get_logger(__name__)
+
+
+class SegmentFiles:
+    """See the module docstring.
+
+    Args:
+        directory: of the volume.
+        extent_bytes: of a whole extent.
+        extents_per_segment: fixed for the volume's life.
+        budget: of all volumes.
+        direct: "auto" and "on" read and write past the page cache if the file system lets us; it is
+            worth a warning when it does not with "on". "off" does not try.
+        faults: see kvd/tiers/faults.py.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        extent_bytes: int,
+        extents_per_segment: int,
+        budget: SpaceBudget,
+        direct: str,
+        faults: Faults,
+    ) -> None:
+        self._directory = directory
+        self._extent_bytes = extent_bytes
+        self._full_bytes = extent_bytes * extents_per_segment
+        self._budget = budget
+        self._direct = direct
+        self._faults = faults
+        self._fds: dict[int, int] = {}  # segment → descriptor
+        self._sizes: dict[int, int] = {}  # segment → allocated bytes, whole extents
+        self._lock = threading.Lock()  # guards both
+        self.is_direct = False
+        self.buffered_reason = "it is switched off"  # "" when direct
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Of all segments, as the budget counts them."""
+        return sum(tuple(self._sizes.values()))
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What the file system says that the segments take."""
+        num_blocks = 0
+        for segment in tuple(self._sizes):
+            with contextlib.suppress(OSError):  # somebody removed it
+                num_blocks += self._path(segment).stat().st_blocks
+        return num_blocks * 512
+
+    def open(self) -> None:
+        """Make the directory, find out whether direct I/O works, count the segments that are there.
+
+        Raises:
+            OSError: the directory cannot be made or read.
+        """
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self._direct != "off":
+            self.is_direct = probe_direct(self._directory)
+            self._use_buffered("" if self.is_direct else "its file system has no direct I/O")
+        for path in self._directory.glob("*.segment"):
+            if path.stem.isdigit():
+                size = path.stat().st_size // self._extent_bytes * self._extent_bytes
+                self._sizes[int(path.stem)] = min(size, self._full_bytes)
+        self._budget.add_existing(self.reserved_bytes)
+
+    def for_reading(self, segment: int) -> int:
+        """Descriptor of a segment.
+
+        Raises:
+            FileNotFoundError: it does not exist.
+            OSError: it cannot be opened.
+        """
+        fd = self._fds.get(segment)
+        return self._open(segment) if fd is None else fd
+
+    def for_writing(self, segment: int, end: int) -> int:
+        """Descriptor of a segment whose first `end` bytes are allocated.
+
+        Raises:
+            OSError: ENOSPC if the budget or the file system is exhausted.
+        """
+        fd = self._fds.get(segment)
+        if fd is not None and self._sizes.get(segment, 0) >= end:
+            return fd
+        with self._lock:
+            if self._sizes.get(segment, 0) < end:
+                self._allocate(segment, end)
+        return self.for_reading(segment)
+
+    def go_buffered(self, why: str) -> bool:
+        """Stop using direct I/O; False if it was not used any more."""
+        with self._lock:
+            if not self.is_direct:
+                return False
+            self.is_direct = False
+            for fd in self._fds.values():
+                set_direct(fd, on=False)
+        self._use_buffered(why)
+        return True
+
+    def shrink(self, num_extents: int) -> None:
+        """Give back the space of every extent from `num_extents` on; none of them is in use.
+
+        Raises:
+            OSError: the file system refuses.
+        """
+        for segment in sorted(self._sizes):
+            keep = max(0, num_extents * self._extent_bytes - segment * self._full_bytes)
+            size = self._sizes[segment]
+            if keep >= size:
+                continue
+            if keep:
+                os.truncate(self._path(segment), keep)
+                self._sizes[segment] = keep
+            else:
+                self._path(segment).unlink()
+                del self._sizes[segment]
+                if segment in self._fds:
+                    os.close(self._fds.pop(segment))
+            self._budget.give_back(size - keep)
+            self._faults.reach(WritePoint.SEGMENT_REMOVED)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._budget.give_back(self.reserved_bytes)
+        self._sizes.clear()
+        while self._fds:
+            os.close(self._fds.popitem()[1])
+
+    def _open(self, segment: int) -> int:
+        with self._lock:
+            if segment not in self._fds:
+                fd = os.open(self._path(segment), os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    set_direct(fd, on=self.is_direct)
+                except OSError:
+                    os.close(fd)
+                    raise
+                self._fds[segment] = fd
+            return self._fds[segment]
+
+    def _allocate(self, segment: int, end: int) -> None:
+        """Allocate a segment up to `end` or beyond, so that no write finds the disk full."""
+        had = self._sizes.get(segment, 0)
+        step = max(0, self._budget.free_bytes()) // _STEP // self._extent_bytes * self._extent_bytes
+        for wanted in (min(self._full_bytes, end + step), end):
+            granted = self._budget.reserve(end - had, wanted - had, self._extent_bytes)
+            if not granted:
+                break
+            try:
+                self._extend(segment, had, had + granted)
+            except OSError as error:
+                self._budget.give_back(granted)
+                if error.errno != errno.ENOSPC or wanted == end:
+                    raise
+            else:
+                self._sizes[segment] = had + granted
+                return
+        raise OSError(errno.ENOSPC, "the SSD tier has no space for another segment")
+
+    def _extend(self, segment: int, had: int, size: int) -> None:
+        # Not by the kept descriptor: where fallocate is emulated it writes single bytes.
+        fd = os.open(self._path(segment), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._faults.reach(WritePoint.SEGMENT_CREATED)
+            os.posix_fallocate(fd, 0, size)
+            os.fsync(fd)
+            self._sync_directory()
+            self._faults.reach(WritePoint.SEGMENT_ALLOCATED)
+        except OSError as error:
+            if error.errno not in _WITHOUT_FALLOCATE:
+                os.ftruncate(fd, had)  # a failed fallocate keeps what it took
+                raise
+        finally:
+            os.close(fd)
+
+    def _sync_directory(self) -> None:
+        """Make the names of new segments survive a power cut."""
+        fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def _path(self, segment: int) -> Path:
+        return self._directory / f"{segment:05}.segment"
+
+    def _use_buffered(self, why: str) -> None:
+        self.buffered_reason = why
+        if why:
+            report = log.warning if self._direct == "on" else log.info
+            report("ssd_buffered", directory=str(self._directory), reason=why)

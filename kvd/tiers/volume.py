@@ -1,0 +1,242 @@
+"""The SSD tier's bytes of one layout: extents with headers, in segment files.
+
+A full block moves in one I/O between its extent and its slot, header first. A partial block is
+packed: only its used rows are on SSD, and they go through a staging buffer. Every read verifies the
+header and each layer slice (D11). Which extents are in use is the cache engine's business; the
+bytes of a header are in kvd/FORMATS.md.
+
+Outcomes, never exceptions: OK; CORRUPT (the bytes are not what was written, or are not there);
+TRANSIENT (the device failed, the bytes may still be good); FULL (no space).
+
+Threads: reads and writes from any number, sync() from one; shrink() and close() beside none.
+"""
+
+import errno
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from kvd.core.actions import IoOutcome
+from kvd.core.records import StoredBlock
+from kvd.tiers.direct_io import read_fully, write_fully
+from kvd.tiers.extent_format import ExtentFormat, GroupPlan
+from kvd.tiers.extent_read import ExtentRead
+from kvd.tiers.faults import Faults, WritePoint
+from kvd.tiers.layer_groups import LAYERED_IO_BYTES
+from kvd.tiers.segment_files import SegmentFiles
+from kvd.tiers.space_budget import SpaceBudget
+from kvd.tiers.staging import STAGED_IO_BYTES, Staging
+from shared.kv_layout import KVLayout
+from shared.log import get_logger
+from shared.units import SECTOR_BYTES
+
+T = TypeVar("T")
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+log = get_logger(__name__)
+
+
+class Written(NamedTuple):
+    """A write that has ended; unless it failed, sync() says whether it is durable."""
+
+    outcome: IoOutcome
+    segment: int
+    num_failed_syncs: int  # of the segment, before the write began
+
+
+class SegmentVolume:
+    """The extents of one layout.
+
+    Args:
+        directory, extents_per_segment, budget, direct, faults: see SegmentFiles.
+        layout: of the blocks.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        layout: KVLayout,
+        extents_per_segment: int,
+        budget: SpaceBudget,
+        direct: str,
+        faults: Faults,
+    ) -> None:
+        self._format = ExtentFormat(layout)
+        self.shape = self._format.shape
+        self._segment_sectors = extents_per_segment * self.shape.sectors_per_extent
+        self._budget = budget
+        self._faults = faults
+        self._files = SegmentFiles(
+            directory, self.shape.full_bytes, extents_per_segment, budget, direct, faults
+        )
+        self._failed_syncs: dict[int, int] = {}  # segment → how many
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether reads and writes go past the page cache."""
+        return self._files.is_direct
+
+    @property
+    def buffered_reason(self) -> str:
+        """Why not; "" when direct."""
+        return self._files.buffered_reason
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Space that the segments take in the file system."""
+        return self._files.allocated_bytes
+
+    def physical_extents(self) -> int:
+        """How many extents there is space for: those allocated, and what budget and disk allow."""
+        num_bytes = self._files.reserved_bytes + self._budget.free_bytes()
+        return max(0, num_bytes // self.shape.full_bytes)
+
+    def open(self) -> None:
+        """Raise OSError if the directory cannot be made or read."""
+        self._files.open()
+
+    def shrink(self, num_extents: int) -> None:
+        """Give back the space of whole extents from `num_extents` on; none of them is in use."""
+        self._files.shrink(num_extents)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files.close()
+
+    # ----------------------------------------------------------------------------------- reading
+
+    def reading(
+        self, extent: int, key: bytes, num_tokens: int, memory: memoryview | None, *, layered: bool
+    ) -> ExtentRead:
+        """Plan a read into a slot, or into nothing if only to verify it; does no I/O.
+
+        Layered reads have a group for about each mebibyte; others as few as may be.
+        """
+        is_staged = memory is None or not self._format.is_full(num_tokens)
+        least_bytes = float(STAGED_IO_BYTES) if is_staged else math.inf
+        groups = self._format.plan(num_tokens, LAYERED_IO_BYTES if layered else least_bytes)
+
+        def read(offset: int, buffers: list[memoryview]) -> bool:
+            return self._read_at(extent, offset, buffers)
+
+        return ExtentRead(self._format, key, num_tokens, memory, groups, read)
+
+    def _read_at(self, extent: int, offset: int, buffers: list[memoryview]) -> bool:
+        """Fill buffers from an extent's byte `offset` on; False if its file ends before."""
+        segment, start = self._place(extent)
+        self._faults.before_read(extent)
+        fd = self._files.for_reading(segment)
+        return self._retried(lambda: read_fully(fd, buffers, start + offset))
+
+    # ----------------------------------------------------------------------------------- writing
+
+    def write(
+        self,
+        extent: int,
+        key: bytes,
+        num_tokens: int,
+        block: StoredBlock,
+        memory: memoryview,
+        staging: Staging,
+    ) -> Written:
+        """Write a slot to its extent; blocks. It is not durable before sync()."""
+        segment, start = self._place(extent)
+        num_failed = self._failed_syncs.get(segment, 0)
+        try:
+            self._faults.before_write(extent)
+            fd = self._files.for_writing(segment, self._whole_extents_end(start))
+            if self._format.is_full(num_tokens):
+                header = staging.take(self._format.header.num_bytes)
+                self._format.header.pack_into(header, key, num_tokens, block)
+                self._retried(lambda: write_fully(fd, [header, memory], start))
+            else:
+                for offset, packed in self._packed(key, num_tokens, block, memory, staging):
+                    self._write_part(fd, packed, start + offset)
+            self._faults.reach(WritePoint.EXTENT_WRITTEN)
+        except OSError as error:
+            log.warning("ssd_write_failed", extent=extent, error=str(error))
+            return Written(_outcome(error), segment, num_failed)
+        return Written(IoOutcome.OK, segment, num_failed)
+
+    def sync(self, batch: Sequence[Written]) -> list[IoOutcome]:
+        """Make writes durable, with one sync per segment."""
+        failed: dict[int, IoOutcome] = {}
+        for segment in {written.segment for written in batch if written.outcome is IoOutcome.OK}:
+            try:
+                os.fdatasync(self._files.for_reading(segment))
+                self._faults.reach(WritePoint.SEGMENT_SYNCED)
+            except OSError as error:
+                # What the kernel could not write it forgets: all since the last sync is lost, what
+                # was written by now but is not in this batch too.
+                self._failed_syncs[segment] = self._failed_syncs.get(segment, 0) + 1
+                failed[segment] = _outcome(error)
+                log.warning("ssd_sync_failed", segment=segment, error=str(error))
+        return [self._synced(written, failed) for written in batch]
+
+    def _synced(self, written: Written, failed: dict[int, IoOutcome]) -> IoOutcome:
+        if written.outcome is not IoOutcome.OK:
+            return written.outcome
+        if written.segment in failed:
+            return failed[written.segment]
+        is_lost = written.num_failed_syncs != self._failed_syncs.get(written.segment, 0)
+        return IoOutcome.TRANSIENT if is_lost else IoOutcome.OK
+
+    def _packed(
+        self,
+        key: bytes,
+        num_tokens: int,
+        block: StoredBlock,
+        memory: memoryview,
+        staging: Staging,
+    ) -> Iterator[tuple[int, memoryview]]:
+        """(offset in the extent, bytes) of a partial block, piece by piece."""
+        for index, group in enumerate(self._format.plan(num_tokens, STAGED_IO_BYTES)):
+            header_bytes = 0 if index else self._format.header.num_bytes
+            buffer = staging.take(header_bytes + group.num_bytes)
+            if header_bytes:
+                self._format.header.pack_into(buffer, key, num_tokens, block)
+            self._gather(group, num_tokens, memory, buffer[header_bytes:])
+            yield group.offset - header_bytes, buffer
+
+    def _gather(
+        self, group: GroupPlan, num_tokens: int, memory: memoryview, packed: memoryview
+    ) -> None:
+        """Copy used rows together; what lies behind them in the slot is nobody else's to see."""
+        offset = 0
+        for layer in group.layers:
+            end = offset + self._format.slice_bytes(layer, num_tokens)
+            for first, last in self._format.rows.runs(layer, num_tokens):
+                packed[offset : offset + last - first] = memory[first:last]
+                offset += last - first
+            packed[offset:end] = bytes(end - offset)
+            offset = end
+
+    def _write_part(self, fd: int, packed: memoryview, offset: int) -> None:
+        self._retried(lambda: write_fully(fd, [packed], offset))
+
+    # ------------------------------------------------------------------------------------ inside
+
+    def _retried(self, transfer: Callable[[], T]) -> T:
+        """Transfer; once more through the page cache if the file system refuses direct I/O."""
+        try:
+            return transfer()
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self._files.go_buffered(str(error)):
+                raise
+        return transfer()
+
+    def _place(self, extent: int) -> tuple[int, int]:
+        """(segment, byte offset in it)."""
+        segment, sector = divmod(extent, self._segment_sectors)
+        return segment, sector * SECTOR_BYTES
+
+    def _whole_extents_end(self, start: int) -> int:
+        """End of the whole extent that has byte `start` of a segment."""
+        return (start // self.shape.full_bytes + 1) * self.shape.full_bytes
+
+
+def _outcome(error: OSError) -> IoOutcome:
+    return IoOutcome.FULL if error.errno in _FULL else IoOutcome.TRANSIENT

@@ -1,0 +1,100 @@
+"""Volumes of a small layout over real files, with memory fit for direct I/O."""
+
+import mmap
+import os
+from pathlib import Path
+
+from kvd.checksums import BlockHasher
+from kvd.core.records import StoredBlock
+from kvd.tiers.faults import NoFaults
+from kvd.tiers.space_budget import SpaceBudget
+from kvd.tiers.staging import Staging
+from kvd.tiers.volume import SegmentVolume
+from shared.kv_layout import Component, KVLayout, Layer
+
+# Slices of 1, 0, 10 and 2 sectors; the last one fills its padding to the byte.
+LAYOUT = KVLayout(
+    "ab" * 16,
+    (
+        Layer((Component("k", (2, 8), "float32"), Component("v", (3,), "bfloat16"))),
+        Layer(()),
+        Layer((Component("k", (600,), "float32"), Component("v", (1,), "float32"))),
+        Layer((Component("k", (128,), "float32"),)),
+    ),
+    block_tokens=16,
+)
+
+
+def new_slot(layout: KVLayout = LAYOUT) -> memoryview:
+    """A zeroed slot, aligned as in an arena."""
+    return memoryview(mmap.mmap(-1, layout.block_bytes))
+
+
+def random_slot(layout: KVLayout = LAYOUT) -> memoryview:
+    slot = new_slot(layout)
+    slot[:] = os.urandom(layout.block_bytes)
+    return slot
+
+
+class Block:
+    """A block in a slot: what is written, and what a read must bring."""
+
+    def __init__(self, num_tokens: int = 16, layout: KVLayout = LAYOUT) -> None:
+        self.key = os.urandom(16)
+        self.num_tokens = num_tokens
+        self.slot = random_slot(layout)
+        self.hasher = BlockHasher(layout)
+        checksums = self.hasher.checksums(self.slot, num_tokens)
+        self.stored = StoredBlock(os.urandom(4 * num_tokens), checksums)
+
+    def is_in(self, slot: memoryview) -> bool:
+        """Whether another slot's used bytes are this block's."""
+        return self.hasher.matches(slot, self.num_tokens, self.stored.checksums)
+
+
+class Disk:
+    """Makes volumes in one directory, and moves blocks to and from them in this thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.staging = Staging()
+        self.made: list[SegmentVolume] = []
+
+    def volume(
+        self, total_bytes=None, extents_per_segment=3, direct="auto", faults=None, layout=LAYOUT
+    ) -> SegmentVolume:
+        """Close the last volume and open its successor."""
+        self.close()
+        budget = SpaceBudget(total_bytes, 0, self.directory)
+        faults = faults or NoFaults()
+        volume = SegmentVolume(
+            self.directory / "v", layout, extents_per_segment, budget, direct, faults
+        )
+        volume.open()
+        self.made.append(volume)
+        return volume
+
+    def write(self, extent: int, block: Block):
+        """Write a block and make it durable."""
+        volume = self.made[-1]
+        written = volume.write(
+            extent, block.key, block.num_tokens, block.stored, block.slot, self.staging
+        )
+        return volume.sync([written])[0]
+
+    def read(self, extent: int, block: Block, slot: memoryview | None, *, layered=False):
+        """Outcome of the read's groups, one after the other, and what the header says."""
+        read = self.made[-1].reading(extent, block.key, block.num_tokens, slot, layered=layered)
+        for index in range(len(read.groups)):
+            outcome = read.run(index, self.staging)
+            if outcome.value != "ok":
+                return outcome, None
+        return outcome, read.stored
+
+    def segments(self) -> dict[str, int]:
+        """Size of each file in the volume's directory."""
+        return {path.name: path.stat().st_size for path in (self.directory / "v").iterdir()}
+
+    def close(self) -> None:
+        while self.made:
+            self.made.pop().close()

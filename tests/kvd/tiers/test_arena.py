@@ -1,0 +1,126 @@
+"""One arena: its size, its seals, its pages."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvd.tiers import page_advice
+from kvd.tiers.arena import ArenaTooSmallError, dram_bytes, num_slots_for
+from kvd.tiers.arena_store import (
+    ArenaOptions,
+    ArenaStore,
+    HugepagesUnavailableError,
+    resolve_keep,
+)
+from shared.kv_layout import Component, KVLayout, Layer
+from tests.synthetic_engine import MODEL, small_layout
+
+LAYOUT = small_layout()
+# Blocks of 128 MiB: an arena larger than any machine needs few of them, and a small journal.
+HUGE_LAYOUT = KVLayout(MODEL, (Layer((Component("k", (256, 128), "float32"),)),) * 64, 16)
+
+
+def store_of(tmp_path, **options):
+    return ArenaStore(ArenaOptions(**options), tmp_path, num_words=4)
+
+
+@pytest.fixture
+def arena(tmp_path):
+    made = store_of(tmp_path).create(LAYOUT, 3)
+    yield made
+    made.close()
+
+
+def test_the_arena_cannot_be_resized(arena):
+    """An engine that holds the descriptor can neither shrink nor grow it, nor undo that."""
+    for size in (0, 1 << 30):
+        with pytest.raises(PermissionError):
+            os.ftruncate(arena.fd, size)
+
+
+@pytest.mark.parametrize("hugepages", ["auto", "off"])
+def test_prefault_allocates_everything_and_keeps_contents(tmp_path, hugepages):
+    """All pages are there afterwards, and what was written before still is."""
+    arena = store_of(tmp_path, hugepages=hugepages).create(LAYOUT, 3)
+    arena.slots.slot(1)[:3] = b"abc"
+    assert arena.prefault() == arena.num_bytes >= 3 * LAYOUT.block_bytes
+    assert os.fstat(arena.fd).st_blocks * 512 >= 3 * LAYOUT.block_bytes
+    assert bytes(arena.slots.slot(1)[:3]) == b"abc"
+    arena.close()
+
+
+def test_prefault_works_on_an_older_kernel(arena, monkeypatch):
+    """One that does not know MADV_POPULATE_WRITE: 99 stands for what it does not know."""
+    monkeypatch.setattr(page_advice, "MADV_POPULATE_WRITE", 99)
+    assert arena.prefault() == arena.num_bytes
+    assert os.fstat(arena.fd).st_blocks * 512 >= 3 * LAYOUT.block_bytes
+
+
+def test_prefault_stops_when_told(arena):
+    """A stop during the start does not wait for gigabytes of pages."""
+    arena.stop_prefault()
+    assert arena.prefault() == 0
+
+
+def test_sizes():
+    """As configured, or a share of what is free; fewer than two blocks are refused."""
+    assert dram_bytes(4096) == 4096
+    assert dram_bytes(None) > 0
+    assert num_slots_for(8192 * 3 + 1, 8192) == 3
+    with pytest.raises(ArenaTooSmallError, match=r"dram\.bytes"):
+        num_slots_for(8192, 8192)
+
+
+def test_huge_pages_that_are_not_there(tmp_path):
+    """More than the machine can have free: "auto" goes without, "on" says what to do."""
+    num_slots = (1 << 42) // HUGE_LAYOUT.block_bytes  # 4 TiB, of which no page is touched
+    with pytest.raises(HugepagesUnavailableError, match=r"vm\.nr_hugepages"):
+        store_of(tmp_path, hugepages="on").create(HUGE_LAYOUT, num_slots)
+    arena = store_of(tmp_path, hugepages="auto").create(HUGE_LAYOUT, num_slots)
+    assert arena.pages == "thp"
+    arena.close()
+
+
+def _free_huge_pages():
+    return int(Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages").read_text("ascii"))
+
+
+@pytest.mark.skipif(_free_huge_pages() < 4, reason="no huge pages are reserved on this machine")
+def test_huge_pages_that_are_there(tmp_path):
+    """They are reserved, sealed, and given back at the end."""
+    before = _free_huge_pages()
+    arena = store_of(tmp_path, hugepages="on").create(LAYOUT, 200)
+    assert arena.pages == "hugetlb"
+    assert arena.prefault() == arena.num_bytes
+    assert _free_huge_pages() == before - arena.num_bytes // (2 << 20)
+    with pytest.raises(PermissionError):
+        os.ftruncate(arena.fd, 0)
+    arena.close()
+    assert _free_huge_pages() == before
+
+
+@pytest.mark.parametrize("node", [0, 1023, 5000])
+def test_a_numa_node_costs_a_warning_at_most(tmp_path, node):
+    """Whether there is such a node or not, the arena works."""
+    arena = store_of(tmp_path, numa_node=node).create(LAYOUT, 3)
+    assert arena.prefault() == arena.num_bytes
+    arena.close()
+
+
+def test_the_node_that_exists_is_bound(arena):
+    """Every machine has node 0, and none has node 1023."""
+    page_advice.bind_to_node(arena.slots.memory, 0)
+    with pytest.raises(OSError, match="Invalid"):
+        page_advice.bind_to_node(arena.slots.memory, 1023)
+
+
+def test_where_dram_is_kept():
+    """In the fd store under systemd, else as files, unless strangers could truncate them."""
+    systemd, none = {"NOTIFY_SOCKET": "/run/x"}, {}
+    assert resolve_keep("auto", (), systemd) == "fdstore"
+    assert resolve_keep("auto", (12345,), systemd) == "fdstore"
+    assert resolve_keep("auto", (os.geteuid(), 0), none) == "file"
+    assert resolve_keep("auto", (12345,), none) == "none"
+    assert resolve_keep("fdstore", (), none) == "none"
+    assert resolve_keep("file", (12345,), systemd) == "file"

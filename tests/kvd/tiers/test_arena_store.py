@@ -1,0 +1,413 @@
+"""Arenas that outlive their kvd: found again, adopted with what they hold, or removed."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvd.core.records import CommittedSlot, WritingSlot
+from kvd.process_identity import ProcessIdentity
+from kvd.tiers.arena_store import ArenaOptions, ArenaStore
+from kvd.tiers.faults import NoFaults, WritePoint
+from shared.kv_layout import Component, KVLayout, Layer
+from tests.synthetic_engine import MODEL, small_layout
+
+LAYOUT = small_layout()
+# Blocks of 128 MiB: an arena larger than any disk needs few of them, and a small journal.
+HUGE_LAYOUT = KVLayout(MODEL, (Layer((Component("k", (256, 128), "float32"),)),) * 64, 16)
+RECORD = CommittedSlot(3, b"k" * 16, 2, bytes(8), bytes(8 * len(LAYOUT.layers)))
+POINTS = [point for point in WritePoint if point.name.startswith("ARENA")]
+
+
+@pytest.fixture
+def options(tmp_path):
+    directory = tmp_path / "shm"
+    directory.mkdir()
+    return ArenaOptions(keep="file", directory=directory)
+
+
+@pytest.fixture
+def store(options, tmp_path):
+    return ArenaStore(options, tmp_path / "state", num_words=4)
+
+
+@pytest.fixture
+def files(options):
+    """Paths of what is kept right now."""
+
+    def found():
+        return sorted(path for path in options.directory.rglob("*") if path.is_file())
+
+    return found
+
+
+def kept_arena(store, layout=LAYOUT):
+    """Make an arena with a record and some bytes, and end as a kvd does that is restarted."""
+    arena = store.create(layout, 4)
+    arena.slots.slot(1)[:5] = b"bytes"
+    arena.journal.put(1, RECORD)
+    arena.journal.put(2, WritingSlot(4, 99, owner=1), ProcessIdentity(77, 5, b"i" * 16))
+    facts = (arena.arena_id, arena.epoch)
+    arena.close(keep=True)
+    return facts
+
+
+def test_a_kept_arena_is_adopted(store, files):
+    """Same id, same bytes, its records, a new epoch; nobody else may read the files."""
+    arena_id, epoch = kept_arena(store)
+    assert [path.stat().st_mode & 0o777 for path in files()] == [0o600, 0o600]
+    assert files()[0].parent.stat().st_mode & 0o777 == 0o700
+    kept = store.find()[LAYOUT.fingerprint]
+    assert kept.num_bytes == 4 * LAYOUT.block_bytes
+    adoption = store.adopt(LAYOUT, kept)
+    arena = adoption.arena
+    assert (arena.arena_id, arena.epoch) == (arena_id, epoch + 1)
+    assert arena.first_lease_id == (epoch + 1) << 40
+    assert bytes(arena.slots.slot(1)[:5]) == b"bytes"
+    assert [(slot.slot_id, slot.block) for slot in adoption.adopted] == [(1, RECORD)]
+    assert [(write.slot_id, write.writer.pid) for write in adoption.writing] == [(2, 77)]
+    arena.close()
+    assert not files()
+
+
+def test_an_arena_that_is_not_kept_leaves_nothing(store, files, options):
+    """Neither files nor the directory."""
+    store.create(LAYOUT, 4).close()
+    assert not list(options.directory.iterdir())
+    assert not store.find()
+
+
+def test_descriptors_and_mappings_are_given_back(store):
+    """However often an arena is made, kept, adopted, discarded."""
+
+    def cycle():
+        kept_arena(store)
+        store.adopt(LAYOUT, store.find()[LAYOUT.fingerprint]).arena.close(keep=True)
+        store.discard(store.find()[LAYOUT.fingerprint], "a test")
+
+    def resources():
+        maps = Path("/proc/self/maps").read_text("ascii").splitlines()
+        mapped = [line for line in maps if "kvd-" in line]
+        return len(list(Path("/proc/self/fd").iterdir())), mapped
+
+    cycle()
+    before = resources()
+    for _ in range(5):
+        cycle()
+    assert resources() == before
+
+
+def _flip(path, offset):
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def _replace(path):
+    path.rename(f"{path}.before")
+    path.write_bytes(bytes(1 << 20))
+    path.chmod(0o600)
+
+
+SPOILS = {
+    "another version": ("journal", lambda path: _flip(path, 8), "version"),
+    "a damaged header": ("journal", lambda path: _flip(path, 20), "damaged"),
+    "no header": ("journal", lambda path: path.write_bytes(bytes(1 << 16)), "no journal header"),
+    "an empty journal": ("journal", lambda path: path.write_bytes(b""), "header"),
+    "a cut journal": ("journal", lambda path: os.truncate(path, 4096), "bytes"),
+    "cut slots": ("slots", lambda path: os.truncate(path, 8192), "8192 bytes only"),
+    "no slots": ("slots", lambda path: path.unlink(), "missing"),
+    "no journal": ("journal", lambda path: path.unlink(), "missing"),
+    "open to others": ("slots", lambda path: path.chmod(0o666), "missing"),
+    "a second name": ("slots", lambda path: os.link(path, f"{path}.too"), "missing"),
+    "a symlink": (
+        "slots",
+        lambda path: (path.rename(f"{path}.moved"), path.symlink_to(f"{path}.moved")),
+        "missing",
+    ),
+    "other slots": (
+        "slots",
+        lambda path: (
+            path.rename(f"{path}.x"),
+            path.write_bytes(bytes(1 << 20)),
+            path.chmod(0o600),
+        ),
+        "not of one arena",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPOILS)
+def test_what_does_not_fit_is_removed_with_its_reason(store, files, capsys, name):
+    """One log line says why, and no memory stays behind."""
+    kept_arena(store)
+    part, spoil, reason = SPOILS[name]
+    (path,) = [path for path in files() if path.suffix == f".{part}"]
+    spoil(path)
+    kept = store.find().get(LAYOUT.fingerprint)
+    assert kept is None or store.adopt(LAYOUT, kept) is None
+    assert [path for path in files() if path.suffix in {".slots", ".journal"}] == []
+    lines = [line for line in capsys.readouterr().out.splitlines() if "arena_discarded" in line]
+    assert len(lines) == 1
+    assert reason in lines[0]
+    store.create(LAYOUT, 4).close()
+
+
+def test_another_layout_another_size_another_boot_are_refused(store, files, options, tmp_path):
+    """What the header says must be what this kvd would have written."""
+    kept_arena(store)
+    kept = store.find()[LAYOUT.fingerprint]
+    assert store.adopt(small_layout(num_layers=3), kept) is None
+    kept_arena(store)
+    rebooted = ArenaStore(options, tmp_path / "state", num_words=4)
+    rebooted._boot_id = "00000000-0000-4000-8000-000000000000"
+    assert rebooted.adopt(LAYOUT, rebooted.find()[LAYOUT.fingerprint]) is None
+    assert not files()
+
+
+def test_files_are_removed_when_they_are_not_kept_any_more(store, files, options, tmp_path):
+    """After a change of dram.keep nobody has to look for leaked memory."""
+    kept_arena(store)
+    none = ArenaStore(ArenaOptions("none", options.directory), tmp_path / "state", num_words=4)
+    assert none.find() == {}
+    assert not files()
+
+
+def test_state_directories_do_not_share_arenas(store, options, tmp_path):
+    """Two kvds on one machine each find their own."""
+    kept_arena(store)
+    other = ArenaStore(options, tmp_path / "other", num_words=4)
+    assert other.find() == {}
+    assert list(store.find()) == [LAYOUT.fingerprint]
+
+
+def _path_of(arena):
+    return str(Path(f"/proc/self/fd/{arena.fd}").readlink())
+
+
+def test_a_directory_that_others_made_is_not_used(store, options, files):
+    """kvd then works without keeping its DRAM, and touches nothing there."""
+    kept_arena(store)
+    directory = files()[0].parent
+    directory.chmod(0o777)
+    assert store.find() == {}
+    arena = store.create(LAYOUT, 4)
+    assert _path_of(arena).startswith("/memfd:")
+    arena.close()
+    assert len(files()) == 2
+
+
+def test_a_directory_without_room_is_not_used(store):
+    """More than the file system has: a memfd is taken instead, of which no page is touched."""
+    arena = store.create(HUGE_LAYOUT, (1 << 42) // HUGE_LAYOUT.block_bytes)
+    assert _path_of(arena).startswith("/memfd:")
+    arena.close()
+
+
+class KillAt(NoFaults):
+    """Ends the process at a write point."""
+
+    def __init__(self, point):
+        self.point = point
+
+    def reach(self, point):
+        if point is self.point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_kill_while_arenas_are_made_leaves_none_or_a_sound_one(
+    store, options, tmp_path, files, point
+):
+    """The next kvd adopts it or removes it, and can make its own."""
+    child = os.fork()
+    if child == 0:
+        doomed = ArenaStore(options, tmp_path / "state", 4, KillAt(point))
+        arena = doomed.create(LAYOUT, 4)
+        arena.close()
+        os._exit(3)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    kept = store.find().get(LAYOUT.fingerprint)
+    adoption = store.adopt(LAYOUT, kept) if kept else None
+    if adoption is None:
+        assert not files()
+    else:
+        assert (adoption.adopted, adoption.writing) == ((), ())
+        adoption.arena.close()
+    store.create(LAYOUT, 4).close()
+    assert not files()
+
+
+LEAVING = """
+import sys
+from pathlib import Path
+from kvd.tiers.arena_store import ArenaOptions, ArenaStore
+from tests.synthetic_engine import small_layout
+options = ArenaOptions(keep="file", directory=Path(sys.argv[1]))
+arena = ArenaStore(options, Path(sys.argv[2]), 4).create(small_layout(), 4)
+arena.slots.slot(3)[:4] = b"left"
+print(arena.arena_id, flush=True)
+input()
+"""
+
+
+def test_a_killed_process_leaves_its_arena(store, options, tmp_path):
+    """SIGKILL of the process that made it, which never closed anything."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", LEAVING, str(options.directory), str(tmp_path / "state")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    arena_id = process.stdout.readline().strip()
+    process.kill()
+    process.communicate()
+    arena = store.adopt(LAYOUT, store.find()[LAYOUT.fingerprint]).arena
+    assert arena.arena_id == arena_id
+    assert bytes(arena.slots.slot(3)[:4]) == b"left"
+    arena.close()
+
+
+# One life of a kvd under a supervisor: takes its arena over or makes one, says what is in it.
+SUPERVISED = """
+import os, sys
+from pathlib import Path
+from kvd.core.records import CommittedSlot
+from kvd.tiers.arena_store import ArenaOptions, ArenaStore
+from tests.synthetic_engine import small_layout
+layout = small_layout()
+store = ArenaStore(ArenaOptions(keep="fdstore"), Path(sys.argv[1]), 4)
+kept = store.find().get(layout.fingerprint)
+adoption = store.adopt(layout, kept) if kept else None
+arena = adoption.arena if adoption else store.create(layout, 4)
+content = bytes(arena.slots.slot(1)[:4]).hex()
+arena.slots.slot(1)[:4] = b"kept"
+print("KVD", arena.arena_id, arena.epoch, content, flush=True)
+if sys.stdin.readline() == "end":
+    arena.close()
+    print("KVD closed", flush=True)
+"""
+
+
+class Supervisor:
+    """Keeps descriptors by name as systemd does, and starts kvds with them."""
+
+    def __init__(self, directory):
+        self.stored = {}
+        self.directory = directory
+        self.address = str(directory / "notify")
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.sock.bind(self.address)
+        self.sock.setblocking(False)
+
+    def listen(self):
+        """Take what was sent so far."""
+        while True:
+            try:
+                data, fds, _, _ = socket.recv_fds(self.sock, 1000, 4)
+            except BlockingIOError:
+                return
+            lines = dict(line.split("=", 1) for line in data.decode().split("\n"))
+            if lines.get("FDSTOREREMOVE") == "1" and lines["FDNAME"] in self.stored:
+                os.close(self.stored.pop(lines["FDNAME"]))
+            if lines.get("FDSTORE") == "1":
+                self.stored[lines["FDNAME"]] = fds[0]
+
+    def start(self):
+        """Start a kvd; return it and the line it says."""
+        names, fds = list(self.stored), list(self.stored.values())
+
+        def announce():
+            for number, fd in enumerate(fds):
+                os.dup2(fd, 50 + number)
+            for number in range(len(fds)):
+                os.dup2(50 + number, 3 + number)
+            os.environ["LISTEN_PID"] = str(os.getpid())
+            command = [sys.executable, "-c", SUPERVISED, str(self.directory)]
+            os.execv(sys.executable, command)  # noqa: S606  # never returns to Popen
+
+        environ = {"NOTIFY_SOCKET": self.address, "LISTEN_FDS": str(len(fds))}
+        environ["LISTEN_FDNAMES"] = ":".join(names)
+        before = dict(os.environ)
+        os.environ.update(environ)
+        try:
+            process = subprocess.Popen(
+                ["/bin/true"],
+                preexec_fn=announce,  # noqa: PLW1509  # no thread of the test holds a lock
+                close_fds=False,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+        while not (line := process.stdout.readline()).startswith("KVD"):
+            assert line, "it has ended"
+        self.listen()
+        return process, line.split()[1:]
+
+    def close(self):
+        for fd in self.stored.values():
+            os.close(fd)
+        self.sock.close()
+
+
+@pytest.fixture
+def supervisor(tmp_path):
+    made = Supervisor(tmp_path)
+    yield made
+    made.close()
+
+
+def test_dram_survives_a_kill_under_a_supervisor(supervisor):
+    """Descriptors in its store, SIGKILL, a new process that finds its predecessor's bytes."""
+    first, (arena_id, epoch, content) = supervisor.start()
+    assert content == "00000000"
+    assert sorted(supervisor.stored) == [
+        f"kvd-{LAYOUT.fingerprint}-journal",
+        f"kvd-{LAYOUT.fingerprint}-slots",
+    ]
+    first.kill()
+    first.communicate()
+    second, facts = supervisor.start()
+    assert facts == [arena_id, str(int(epoch) + 1), b"kept".hex()]
+    output, _ = second.communicate("end")
+    assert "KVD closed" in output
+    supervisor.listen()
+    assert not supervisor.stored
+    third, facts = supervisor.start()
+    assert facts[0] != arena_id
+    third.communicate("end")
+
+
+def test_half_of_an_arena_in_the_store_is_removed(supervisor):
+    """The process makes a new one under the same names."""
+    first, (arena_id, _, _) = supervisor.start()
+    first.kill()
+    first.communicate()
+    os.close(supervisor.stored.pop(f"kvd-{LAYOUT.fingerprint}-journal"))
+    second, facts = supervisor.start()
+    assert facts[0] != arena_id
+    assert len(supervisor.stored) == 2
+    second.communicate("end")
+
+
+def test_memory_that_is_not_sealed_is_not_adopted(supervisor):
+    """What an engine could truncate under us, whoever has put it there."""
+    first, (arena_id, _, _) = supervisor.start()
+    first.kill()
+    first.communicate()
+    name = f"kvd-{LAYOUT.fingerprint}-slots"
+    unsealed = os.memfd_create("unsealed")
+    os.ftruncate(unsealed, os.fstat(supervisor.stored[name]).st_size)
+    os.close(supervisor.stored[name])
+    supervisor.stored[name] = unsealed
+    second, facts = supervisor.start()
+    assert facts[0] != arena_id
+    second.communicate("end")

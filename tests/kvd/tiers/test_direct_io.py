@@ -1,0 +1,94 @@
+"""Whole transfers, however little the kernel does at a time."""
+
+import errno
+import mmap
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd.tiers import direct_io
+from kvd.tiers.layer_groups import layer_groups
+from shared.units import SECTOR_BYTES
+
+SIZES = (2 * SECTOR_BYTES, 3 * SECTOR_BYTES)
+
+
+def _buffers(content=b""):
+    views = [memoryview(mmap.mmap(-1, size)) for size in SIZES]
+    for view, start in zip(views, (0, SIZES[0]), strict=True):
+        piece = content[start : start + len(view)]
+        view[: len(piece)] = piece
+    return views
+
+
+def _joined(buffers):
+    return b"".join(map(bytes, buffers))
+
+
+@pytest.fixture
+def file(tmp_path):
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    yield fd
+    os.close(fd)
+
+
+@pytest.mark.parametrize("step", [4096, 5000, 9000, 1 << 20])
+def test_short_transfers_go_on(file, monkeypatch, step):
+    """A kernel that moves `step` bytes at a time moves everything in the end."""
+    read, write = os.preadv, os.pwritev
+
+    def short(transfer):
+        def limited(fd, buffers, offset):
+            return transfer(fd, [buffers[0][:step]], offset)
+
+        return limited
+
+    monkeypatch.setattr(os, "preadv", short(read))
+    monkeypatch.setattr(os, "pwritev", short(write))
+    content = os.urandom(sum(SIZES))
+    direct_io.write_fully(file, _buffers(content), SECTOR_BYTES)
+    found = _buffers()
+    assert direct_io.read_fully(file, found, SECTOR_BYTES)
+    assert _joined(found) == content
+
+
+@pytest.mark.parametrize("missing", [1, SECTOR_BYTES, 4 * SECTOR_BYTES + 1])
+def test_the_end_of_a_file_is_seen(file, missing):
+    """Fewer bytes than asked for are not enough, wherever the file ends."""
+    os.ftruncate(file, sum(SIZES) - missing)
+    assert not direct_io.read_fully(file, _buffers(), 0)
+    os.ftruncate(file, sum(SIZES))
+    assert direct_io.read_fully(file, _buffers(), 0)
+
+
+def test_a_device_that_takes_nothing_is_full(file, monkeypatch):
+    """A write of no bytes would otherwise be tried for ever."""
+    monkeypatch.setattr(os, "pwritev", lambda *_: 0)
+    with pytest.raises(OSError, match="No space") as caught:
+        direct_io.write_fully(file, _buffers(), 0)
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_the_probe_leaves_nothing(tmp_path):
+    """It says the same each time; a directory that is not there has no direct I/O."""
+    first = direct_io.probe_direct(tmp_path)
+    assert direct_io.probe_direct(tmp_path) is first
+    assert list(tmp_path.iterdir()) == []
+    assert not direct_io.probe_direct(tmp_path / "nowhere")
+
+
+@given(st.lists(st.integers(0, 100), min_size=1), st.integers(1, 300))
+def test_groups_cover_all_layers(sizes, least):
+    """In order, each as large as asked for, unless all layers together are not."""
+    groups = layer_groups(sizes, least)
+    assert [layer for group in groups for layer in group] == list(range(len(sizes)))
+    totals = [sum(sizes[layer] for layer in group) for group in groups]
+    assert min(totals) >= least or len(groups) == 1
+
+
+def test_groups_are_as_small_as_may_be():
+    """What is asked for is not exceeded by a whole layer, but for what is left at the end."""
+    assert layer_groups([1, 1, 1, 1, 1], 2) == (range(2), range(2, 5))
+    assert layer_groups([4, 4], float("inf")) == (range(2),)

@@ -1,0 +1,140 @@
+"""Progress words: written by kvd, read in another mapping, waited for in threads."""
+
+import asyncio
+import mmap
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvd.tiers.progress import Progress, Wakeup
+from shared.progress_words import LoadFailedError, LoadProgress, ProgressWords
+
+LEASE = (7 << 40) + 1
+
+
+@pytest.fixture
+def progress():
+    made = Progress(4)
+    yield made
+    made.close_all()
+
+
+@pytest.fixture
+def words(progress):
+    return ProgressWords(progress.fd, progress.num_words)
+
+
+def test_layers_are_seen_and_never_taken_back(progress, words):
+    """A wait returns for every layer that was published, at once."""
+    index = progress.open(LEASE, words.wake)
+    load = LoadProgress(words, index, LEASE)
+    progress.publish(LEASE, 3)
+    progress.publish(LEASE, 2)
+    for layer in range(3):
+        load.wait_layer(layer, 0)
+    with pytest.raises(LoadFailedError, match="layer 3"):
+        load.wait_layer(3, 0)
+
+
+def test_engines_can_not_write_them(progress):
+    """Neither through the descriptor they get, nor by opening it anew."""
+    with pytest.raises(PermissionError):
+        mmap.mmap(progress.fd, 4096)
+    again = os.open(f"/proc/self/fd/{progress.fd}", os.O_RDWR)
+    with pytest.raises(PermissionError):
+        mmap.mmap(again, 4096)
+    with pytest.raises(PermissionError):
+        os.pwrite(again, b"1", 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(again, 0)
+    os.close(again)
+
+
+@pytest.mark.parametrize("end", ["fail", "close", "end"])
+def test_a_waiting_thread_is_told_of_the_end(progress, words, end):
+    """A failed load, a lease that ended, an attachment that ended."""
+    load = LoadProgress(words, progress.open(LEASE, words.wake), LEASE)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(load.wait_layer, 0, 60)
+        if end == "end":
+            words.end("kvd is gone")
+        else:
+            getattr(progress, end)(LEASE)
+        with pytest.raises(LoadFailedError):
+            waiting.result(30)
+
+
+def test_words_of_another_lease_say_nothing(progress, words):
+    """A word that was given back and taken by another load fails the old waiter."""
+    index = progress.open(LEASE, words.wake)
+    progress.close(LEASE)
+    assert progress.open(LEASE + 1, words.wake) == index
+    progress.publish(LEASE, 9)  # a read of the old lease that ends late
+    assert words.word(index) & 0xFFFF == 0
+    progress.publish(LEASE + 1, 5)
+    with pytest.raises(LoadFailedError):
+        LoadProgress(words, index, LEASE).wait_layer(0, 60)
+    LoadProgress(words, index, LEASE + 1).wait_layer(4, 0)
+
+
+def test_words_run_out_and_come_back(progress, words):
+    """A load without a word is possible; a closed one is free again."""
+    assert sorted(progress.open(LEASE + n, words.wake) for n in range(4)) == [0, 1, 2, 3]
+    assert progress.open(LEASE + 9, words.wake) is None
+    progress.publish(LEASE + 9, 1)
+    progress.close(LEASE + 9)
+    progress.close(LEASE + 2)
+    assert progress.open(LEASE + 9, words.wake) == 2
+
+
+def test_many_threads_wait_while_many_publish(progress, words):
+    """Each waiter sees its own load to the end, whoever wakes it."""
+    leases = [LEASE + n for n in range(4)]
+    loads = [LoadProgress(words, progress.open(i, words.wake), i) for i in leases]
+    with ThreadPoolExecutor(12) as pool:
+        waiting = [
+            pool.submit(lambda load=load: [load.wait_layer(n, 60) for n in range(200)])
+            for load in loads * 2
+        ]
+        for lease in leases:
+            pool.submit(lambda lease=lease: [progress.publish(lease, n) for n in range(201)])
+        for future in waiting:
+            future.result(60)
+
+
+def test_too_few_words_are_refused(progress):
+    """Mapping more than there is would end in SIGBUS."""
+    for num_words in (0, 4096):
+        with pytest.raises(ValueError, match="progress words"):
+            ProgressWords(progress.fd, num_words)
+
+
+async def test_the_eventfd_wakes_a_loop():
+    """A write from another thread is seen by the reader; after close it does nothing."""
+    wakeup = Wakeup()
+    seen = asyncio.Event()
+    reader = os.dup(wakeup.fd)
+    asyncio.get_running_loop().add_reader(reader, seen.set)
+    threading.Thread(target=wakeup.wake).start()
+    await asyncio.wait_for(seen.wait(), 30)
+    asyncio.get_running_loop().remove_reader(reader)
+    assert os.eventfd_read(reader) == 1
+    wakeup.close()
+    wakeup.wake()
+    os.close(reader)
+
+
+def test_an_engine_can_not_block_us_by_its_eventfd():
+    """It fills the counter and makes the description we share blocking."""
+    wakeup = Wakeup()
+    theirs = os.dup(wakeup.fd)
+    os.eventfd_write(theirs, (1 << 64) - 2)
+    os.set_blocking(theirs, True)
+    waking = threading.Thread(target=wakeup.wake, daemon=True)
+    waking.start()
+    waking.join(30)
+    assert not waking.is_alive()
+    wakeup.close()
+    os.close(theirs)

@@ -1,0 +1,467 @@
+"""Extents: what is written is read, and everything else is CORRUPT, TRANSIENT or FULL."""
+
+import errno
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvd.core.actions import IoOutcome
+from kvd.core.extent_shape import ExtentShape
+from kvd.tiers.faults import NoFaults, WritePoint
+from kvd.tiers.space_budget import SpaceBudget
+from kvd.tiers.volume import SegmentVolume
+from shared.kv_layout import Component, KVLayout, Layer
+from shared.units import SECTOR_BYTES
+from tests.kvd.tiers.disk import LAYOUT, Block, Disk, new_slot
+
+SHAPE = ExtentShape(LAYOUT)
+WHOLE = SHAPE.sectors_per_extent
+EXTENT = SHAPE.full_bytes
+
+
+class Failing(NoFaults):
+    """Fails with an errno: reads, writes, or reaching a write point; of one extent or all."""
+
+    def __init__(self, number, *, read=False, write=False, point=None, extent=None):
+        self.number, self.read, self.write = number, read, write
+        self.point, self.extent = point, extent
+
+    def before_read(self, extent):
+        if self.read:
+            raise OSError(self.number, "injected")
+
+    def before_write(self, extent):
+        if self.write and self.extent in (None, extent):
+            raise OSError(self.number, "injected")
+
+    def reach(self, point):
+        if point is self.point:
+            self.point = None  # once
+            raise OSError(self.number, "injected")
+
+
+@pytest.mark.parametrize("direct", ["auto", "off"])
+def test_written_blocks_are_read(disk, direct):
+    """Every extent gives back its block and what its header says, also to the next volume."""
+    disk.volume(direct=direct)
+    blocks = {extent * WHOLE: Block() for extent in (7, 0, 3, 2)}
+    for extent, block in blocks.items():
+        assert disk.write(extent, block) is IoOutcome.OK
+    for _ in range(2):
+        for extent, block in blocks.items():
+            slot = new_slot()
+            assert disk.read(extent, block, slot) == (IoOutcome.OK, block.stored)
+            assert slot == block.slot
+        disk.volume(direct=direct)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_tokens=st.lists(st.integers(1, LAYOUT.block_tokens), min_size=1, max_size=4),
+    layered=st.booleans(),
+)
+def test_packed_blocks_round_trip(num_tokens, layered):
+    """Of a partial block the used rows come back, from as few sectors as hold them; no others."""
+    with tempfile.TemporaryDirectory() as directory:
+        disk = Disk(Path(directory))
+        disk.volume()
+        extent, written = 0, []
+        for tokens in num_tokens:
+            block = Block(tokens)
+            assert disk.write(extent, block) is IoOutcome.OK
+            written.append((extent, block))
+            extent += SHAPE.num_sectors(tokens)
+            extent += -extent % WHOLE if tokens == LAYOUT.block_tokens else 0
+            if extent % WHOLE + WHOLE // 2 > WHOLE:
+                extent += -extent % WHOLE
+        for extent, block in written:
+            slot, before = new_slot(), bytes(LAYOUT.block_bytes)
+            assert disk.read(extent, block, slot, layered=layered) == (IoOutcome.OK, block.stored)
+            assert block.is_in(slot)
+            if block.num_tokens < LAYOUT.block_tokens:
+                assert sum(a != b for a, b in zip(bytes(slot), before, strict=True)) <= (
+                    LAYOUT.token_bytes * block.num_tokens
+                )
+            assert disk.read(extent, block, None) == (IoOutcome.OK, block.stored)
+        disk.close()
+
+
+def test_unused_rows_are_not_on_disk(disk):
+    """Rows behind the used ones may be of another session: a packed extent has zeros there."""
+    disk.volume()
+    block = Block(1)
+    disk.write(0, block)
+    content = (disk.directory / "v" / "00000.segment").read_bytes()
+    used = LAYOUT.token_bytes
+    assert sum(byte != 0 for byte in content) <= used + 64 + 8 * 4 + 4
+
+
+def test_large_blocks_move_in_groups(disk):
+    """Layered reads bring a mebibyte at a time, scrubs and packed blocks four, others it all."""
+    layers = tuple(Layer((Component("k", (1 << 13,), "float32"),)) for _ in range(24))
+    layout = KVLayout("cd" * 16, layers, block_tokens=16)  # slices of 512 KiB
+    disk.volume(layout=layout, extents_per_segment=2)
+    full, partial = Block(16, layout), Block(15, layout)
+    volume = disk.made[-1]
+
+    def num_groups(block, slot, *, layered):
+        return len(volume.reading(0, block.key, block.num_tokens, slot, layered=layered).groups)
+
+    slot = new_slot(layout)
+    assert [num_groups(full, slot, layered=layered) for layered in (True, False)] == [12, 1]
+    assert [num_groups(partial, slot, layered=layered) for layered in (True, False)] == [8, 2]
+    assert num_groups(full, None, layered=False) == 3
+    for extent, block in ((0, full), (volume.shape.sectors_per_extent, partial)):
+        assert disk.write(extent, block) is IoOutcome.OK
+        for layered in (True, False):
+            slot = new_slot(layout)
+            assert disk.read(extent, block, slot, layered=layered)[0] is IoOutcome.OK
+            assert block.is_in(slot)
+        assert disk.read(extent, block, None)[0] is IoOutcome.OK
+
+
+# ------------------------------------------------------------------------------- wrong bytes
+
+
+def _flip(path, position):
+    with path.open("r+b") as file:
+        file.seek(position)
+        byte = file.read(1)[0]
+        file.seek(position)
+        file.write(bytes([byte ^ 4]))
+
+
+@pytest.mark.parametrize("num_tokens", [16, 5])
+def test_a_flipped_bit_is_corrupt(disk, num_tokens):
+    """In each field of the header, the checksums, the token ids, and both ends of each slice."""
+    disk.volume(direct="off")
+    block = Block(num_tokens)
+    disk.write(0, block)
+    path = disk.directory / "v" / "00000.segment"
+    positions = [0, 4, 8, 16, 32, 48, 52, 64, 64 + 31, 64 + 32, 64 + 32 + 4 * num_tokens - 1]
+    offset = SHAPE.header_bytes
+    for index, layer in enumerate(LAYOUT.layers):
+        if layer.components:
+            positions += [offset, offset + layer.token_bytes * num_tokens - 1]
+        offset += SHAPE.slice_bytes(index, num_tokens)
+    for position in positions:
+        _flip(path, position)
+        assert disk.read(0, block, new_slot()) == (IoOutcome.CORRUPT, None), position
+        assert disk.read(0, block, None) == (IoOutcome.CORRUPT, None)
+        _flip(path, position)
+    assert disk.read(0, block, new_slot())[0] is IoOutcome.OK
+
+
+def test_padding_does_not_count(disk):
+    """What is neither used nor described may be anything."""
+    disk.volume(direct="off")
+    block = Block(5)
+    disk.write(0, block)
+    for position in (SHAPE.header_bytes - 1, SHAPE.header_bytes + SECTOR_BYTES - 1):
+        _flip(disk.directory / "v" / "00000.segment", position)
+    slot = new_slot()
+    assert disk.read(0, block, slot)[0] is IoOutcome.OK
+    assert block.is_in(slot)
+
+
+def test_another_block_is_corrupt(disk):
+    """An extent that holds another key, or another length, is not the one looked for."""
+    disk.volume()
+    block, other = Block(), Block()
+    disk.write(0, block)
+    other_length = Block(5)
+    other_length.key = block.key
+    for wrong in (other, other_length):
+        assert disk.read(0, wrong, new_slot()) == (IoOutcome.CORRUPT, None)
+    assert disk.read(WHOLE, block, new_slot()) == (IoOutcome.CORRUPT, None)  # never written
+
+
+def test_another_layout_is_corrupt(disk):
+    """The same sizes do not make it the same layout."""
+    twin = KVLayout("cd" * 16, LAYOUT.layers, LAYOUT.block_tokens)
+    disk.volume()
+    block = Block()
+    disk.write(0, block)
+    disk.volume(layout=twin)
+    assert disk.read(0, block, new_slot()) == (IoOutcome.CORRUPT, None)
+
+
+@pytest.mark.parametrize("direct", ["auto", "off"])
+@pytest.mark.parametrize("size", [0, 5, SHAPE.header_bytes, EXTENT - SECTOR_BYTES, EXTENT - 1])
+def test_missing_bytes_are_corrupt(disk, direct, size):
+    """A file that is too short does not hold the block; it is not deleted for it."""
+    disk.volume(direct=direct)
+    block = Block()
+    disk.write(0, block)
+    path = disk.directory / "v" / "00000.segment"
+    os.truncate(path, size)
+    assert disk.read(0, block, new_slot()) == (IoOutcome.CORRUPT, None)
+    disk.volume(direct=direct)
+    assert disk.read(0, block, new_slot()) == (IoOutcome.CORRUPT, None)
+    assert path.stat().st_size == size
+    assert disk.write(0, block) is IoOutcome.OK  # it is made whole again
+    assert disk.read(0, block, new_slot())[0] is IoOutcome.OK
+
+
+def test_a_missing_file_is_corrupt(disk):
+    """And nothing else is the worse for it."""
+    disk.volume()
+    block, other = Block(), Block()
+    disk.write(0, block)
+    disk.write(3 * WHOLE, other)
+    disk.close()
+    (disk.directory / "v" / "00000.segment").unlink()
+    disk.volume()
+    assert disk.read(0, block, new_slot()) == (IoOutcome.CORRUPT, None)
+    assert disk.read(3 * WHOLE, other, new_slot())[0] is IoOutcome.OK
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), num_tokens=st.sampled_from([1, 5, 15, 16]))
+def test_altered_segments_never_pass(data, num_tokens):
+    """Whatever a segment holds: a read that is OK brought the bytes that were written."""
+    with tempfile.TemporaryDirectory() as directory:
+        disk = Disk(Path(directory))
+        disk.volume(direct="off")
+        block = Block(num_tokens)
+        disk.write(0, block)
+        path = disk.directory / "v" / "00000.segment"
+        size = SHAPE.num_sectors(num_tokens) * SECTOR_BYTES
+        content = bytearray(path.read_bytes())
+        for _ in range(data.draw(st.integers(1, 3))):
+            start = data.draw(st.integers(0, size - 1))
+            piece = data.draw(st.binary(min_size=1, max_size=64))
+            content[start : start + len(piece)] = piece
+        end = data.draw(st.sampled_from([len(content), size, size // 2]))
+        path.write_bytes(content[:end])
+        slot = new_slot()
+        outcome, stored = disk.read(0, block, slot)
+        assert outcome in (IoOutcome.OK, IoOutcome.CORRUPT)
+        if outcome is IoOutcome.OK:
+            assert block.is_in(slot)
+            assert stored == block.stored
+        disk.close()
+
+
+# ---------------------------------------------------------------------------------- failures
+
+
+def test_device_errors_are_transient(disk):
+    """An input/output error says nothing about the bytes."""
+    disk.volume()
+    block = Block()
+    disk.write(0, block)
+    disk.volume(faults=Failing(errno.EIO, read=True, write=True))
+    assert disk.read(0, block, new_slot()) == (IoOutcome.TRANSIENT, None)
+    assert disk.write(WHOLE, Block()) is IoOutcome.TRANSIENT
+    disk.volume()
+    assert disk.read(0, block, new_slot())[0] is IoOutcome.OK
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize(
+    "where", [{"write": True}, {"point": WritePoint.SEGMENT_CREATED}], ids=["write", "allocation"]
+)
+def test_no_space_is_full(disk, number, where):
+    """A full file system or quota is FULL, wherever it shows."""
+    volume = disk.volume(faults=Failing(number, **where), extents_per_segment=1)
+    assert disk.write(0, Block()) is IoOutcome.FULL
+    assert volume.allocated_bytes == 0
+
+
+def test_a_failed_sync_fails_all_since_the_last(disk):
+    """Also what was written meanwhile, and is synced later with success: the kernel forgot it."""
+    volume = disk.volume(faults=Failing(errno.EIO, point=WritePoint.SEGMENT_SYNCED))
+    blocks = [Block() for _ in range(4)]
+
+    def write(index):
+        block = blocks[index]
+        return volume.write(index * WHOLE, block.key, 16, block.stored, block.slot, disk.staging)
+
+    first, meanwhile, elsewhere = write(0), write(1), write(3)  # 3: of another segment
+    assert volume.sync([first]) == [IoOutcome.TRANSIENT]
+    assert volume.sync([meanwhile, elsewhere]) == [IoOutcome.TRANSIENT, IoOutcome.OK]
+    assert volume.sync([write(0)]) == [IoOutcome.OK]
+
+
+def test_one_failure_does_not_fail_the_batch(disk):
+    """Blocks fail one by one."""
+    disk.volume(faults=Failing(errno.EIO, write=True, extent=WHOLE))
+    outcomes = [disk.write(index * WHOLE, Block()) for index in range(3)]
+    assert outcomes == [IoOutcome.OK, IoOutcome.TRANSIENT, IoOutcome.OK]
+
+
+def test_refused_direct_io_goes_through_the_page_cache(disk):
+    """Memory that is not aligned cannot be read into directly: it is read all the same."""
+    volume = disk.volume(direct="on")
+    block = Block()
+    assert disk.write(0, block) is IoOutcome.OK
+    if not volume.is_direct:
+        pytest.skip("the file system has no direct I/O")
+    unaligned = memoryview(bytearray(LAYOUT.block_bytes + 1))[1:]
+    assert disk.read(0, block, unaligned)[0] is IoOutcome.OK
+    assert block.is_in(unaligned)
+    assert not volume.is_direct
+    assert "Invalid argument" in volume.buffered_reason
+    assert disk.write(WHOLE, block) is IoOutcome.OK
+    assert disk.read(WHOLE, block, new_slot())[0] is IoOutcome.OK
+
+
+def test_direct_io_can_be_switched_off(disk):
+    """And what is used is visible."""
+    assert not disk.volume(direct="off").is_direct
+    assert disk.made[-1].buffered_reason
+    volume = disk.volume()
+    assert volume.is_direct is not bool(volume.buffered_reason)
+
+
+# ------------------------------------------------------------------------------------- space
+
+
+def test_segments_are_allocated_when_needed(disk):
+    """Only segments that are written to exist, at their full size."""
+    disk.volume()
+    assert disk.segments() == {}
+    disk.write(7 * WHOLE, Block())
+    assert disk.segments() == {"00002.segment": 3 * EXTENT}
+    disk.write(0, Block())
+    assert disk.segments() == {"00000.segment": 3 * EXTENT, "00002.segment": 3 * EXTENT}
+
+
+def test_the_budget_is_never_exceeded(disk):
+    """Segments grow as far as it goes; beyond is FULL; with more budget they go on growing."""
+    volume = disk.volume(total_bytes=5 * EXTENT + 1)
+    assert volume.physical_extents() == 5
+    assert [disk.write(index * WHOLE, Block()) for index in range(5)] == [IoOutcome.OK] * 5
+    assert disk.segments() == {"00000.segment": 3 * EXTENT, "00001.segment": 2 * EXTENT}
+    assert disk.write(5 * WHOLE, Block()) is IoOutcome.FULL
+    assert (volume.allocated_bytes >= 5 * EXTENT, volume.physical_extents()) == (True, 5)
+    volume = disk.volume(total_bytes=6 * EXTENT)
+    assert volume.physical_extents() == 6
+    assert disk.write(5 * WHOLE, Block()) is IoOutcome.OK
+    assert disk.segments() == {"00000.segment": 3 * EXTENT, "00001.segment": 3 * EXTENT}
+
+
+def test_a_smaller_budget_shows(disk):
+    """When less is allowed than is allocated there is space for no more than is allowed."""
+    volume = disk.volume(total_bytes=6 * EXTENT)
+    for index in range(6):
+        disk.write(index * WHOLE, Block())
+    volume = disk.volume(total_bytes=2 * EXTENT)
+    assert volume.physical_extents() == 2
+    volume.shrink(2)
+    assert disk.segments() == {"00000.segment": 2 * EXTENT}
+    assert volume.physical_extents() == 2
+
+
+def test_a_segment_takes_what_it_needs(disk):
+    """Of a small budget one write takes its extent, not a whole segment."""
+    volume = disk.volume(total_bytes=6 * EXTENT)
+    disk.write(0, Block())
+    assert disk.segments() == {"00000.segment": EXTENT}
+    assert volume.physical_extents() == 6
+
+
+def test_volumes_share_a_budget(tmp_path):
+    """What one has taken the other has not."""
+    budget = SpaceBudget(4 * EXTENT, 0, tmp_path)
+    pair = [SegmentVolume(tmp_path / name, LAYOUT, 3, budget, "auto", NoFaults()) for name in "ab"]
+    for volume in pair:
+        volume.open()
+    disk = Disk(tmp_path)
+    for volume, extent, outcome in (
+        (pair[0], 0, IoOutcome.OK),
+        (pair[0], 2, IoOutcome.OK),
+        (pair[1], 0, IoOutcome.OK),
+        (pair[1], 1, IoOutcome.FULL),
+    ):
+        disk.made = [volume]
+        assert disk.write(extent * WHOLE, Block()) is outcome
+    assert [volume.physical_extents() for volume in pair] == [3, 1]
+    pair[0].shrink(0)
+    assert [volume.physical_extents() for volume in pair] == [3, 4]
+    for volume in pair:
+        volume.close()
+    assert budget.allocated_bytes == 0
+
+
+def test_the_reserve_stays_free(tmp_path):
+    """With a reserve larger than the disk nothing is allocated."""
+    budget = SpaceBudget(None, 1 << 60, tmp_path)
+    volume = SegmentVolume(tmp_path / "v", LAYOUT, 3, budget, "auto", NoFaults())
+    volume.open()
+    disk = Disk(tmp_path)
+    disk.made = [volume]
+    assert disk.write(0, Block()) is IoOutcome.FULL
+    assert volume.physical_extents() == 0
+    volume.close()
+
+
+def test_shrinking_gives_space_back(disk):
+    """Files wholly beyond go, one that is partly beyond is cut; the rest stays as it is."""
+    volume = disk.volume()
+    block = Block()
+    for index in (0, 4, 8):
+        disk.write(index * WHOLE, block)
+    (disk.directory / "v" / "notes.txt").write_text("not ours")
+    volume.shrink(5)
+    expected = {"00000.segment": 3 * EXTENT, "00001.segment": 2 * EXTENT, "notes.txt": 8}
+    assert disk.segments() == expected
+    assert disk.read(4 * WHOLE, block, new_slot())[0] is IoOutcome.OK
+    assert disk.write(8 * WHOLE, block) is IoOutcome.OK  # it comes back when it is needed
+    assert disk.segments() == expected | {"00002.segment": 3 * EXTENT}
+
+
+class Recorder(NoFaults):
+    """Notes the write points in order."""
+
+    def __init__(self):
+        self.points = []
+
+    def reach(self, point):
+        self.points.append(point)
+
+
+def test_write_points(disk):
+    """A kill can fall between each two steps of a write: they are passed in this order."""
+    faults = Recorder()
+    volume = disk.volume(faults=faults)
+    for _ in range(2):
+        disk.write(0, Block())
+    volume.shrink(0)
+    written = [WritePoint.EXTENT_WRITTEN, WritePoint.SEGMENT_SYNCED]
+    allocated = [WritePoint.SEGMENT_CREATED, WritePoint.SEGMENT_ALLOCATED]
+    assert faults.points == [*allocated, *written, *written, WritePoint.SEGMENT_REMOVED]
+
+
+def test_a_real_full_disk(tmp_path):
+    """On a file system of two extents the third is FULL, and the first two stay readable."""
+    mounted = tmp_path / "small"
+    mounted.mkdir()
+    size = 2 * EXTENT + 4 * SECTOR_BYTES
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(mounted)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting needs more rights than we have")
+    try:
+        _fill_real_disk(mounted)
+    finally:
+        subprocess.run(["umount", str(mounted)], check=True)  # noqa: S607
+
+
+def _fill_real_disk(mounted):
+    disk = Disk(mounted)
+    volume = disk.volume(extents_per_segment=1)
+    assert volume.physical_extents() == 2
+    blocks = [Block() for _ in range(3)]
+    outcomes = [disk.write(index * WHOLE, block) for index, block in enumerate(blocks)]
+    assert outcomes == [IoOutcome.OK, IoOutcome.OK, IoOutcome.FULL]
+    (disk.directory / "ballast").write_bytes(b"x" * 3 * SECTOR_BYTES)
+    for index in (0, 1):
+        assert disk.write(index * WHOLE, blocks[index]) is IoOutcome.OK  # allocated before
+        assert disk.read(index * WHOLE, blocks[index], new_slot())[0] is IoOutcome.OK
+    disk.close()
