@@ -11,8 +11,9 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from shared.config import Duration, LoadedSettings, Section, load_settings
+from shared.config import LoadedSettings, load_settings
 from shared.runtime_dir import MAX_MESSAGE_BYTES, MAX_SOCKET_PATH, default_runtime_dir
+from shared.setting_types import Duration, Section
 
 ENV_PREFIX = "INFERENCE"
 SYSTEM_NAME = "inference-svc"  # of RuntimeDirectory= and StateDirectory=

@@ -3,6 +3,8 @@
 import mmap
 import os
 
+from shared.units import align_up
+
 
 class ArenaMap:
     """The slots of one arena, mapped shared and writable.
@@ -23,8 +25,20 @@ class ArenaMap:
             raise ValueError(f"an arena of {os.fstat(fd).st_size} bytes, {size} were announced")
         self.slot_bytes = slot_bytes
         self.num_slots = num_slots
-        self._memory = mmap.mmap(fd, size)
-        self._view: memoryview | None = memoryview(self._memory)
+        # Whole huge pages where the file has them: the kernel unmaps nothing less.
+        mapped = min(align_up(size, os.fstat(fd).st_blksize), os.fstat(fd).st_size)
+        self._view: memoryview | None = memoryview(mmap.mmap(fd, mapped))
+
+    @property
+    def memory(self) -> memoryview:
+        """The memory of all slots, up to the end of its last page.
+
+        Raises:
+            ValueError: the arena is closed.
+        """
+        if self._view is None:
+            raise ValueError("the arena is closed")
+        return self._view
 
     def slot(self, slot_id: int) -> memoryview:
         """The writable memory of one slot, `slot_bytes` long.

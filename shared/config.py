@@ -7,6 +7,10 @@ of section `dram` is written
     bytes = "2GB"
     KVD_DRAM__BYTES=2GB   in the environment (prefix KVD; two underscores between section and key)
 
+A field that maps names to sections is a table of tables: `[tenants.acme]` in the file,
+KVD_TENANTS__ACME__TTL in the environment (always a name in lower case). Its known keys are written
+"tenants.*.ttl"; a name may itself contain dots.
+
 A bad value or an unknown key anywhere refuses the start, and the one-line error lists every problem
 with what is accepted. A flag that is None was not given.
 """
@@ -17,14 +21,15 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from shared.errors import ConfigError
-from shared.units import format_bytes, format_duration, parse_bytes, parse_duration_s
+from shared.setting_types import Section
 
 SOURCES = ("default", "file", "env", "flag")  # weakest first
+ANY_NAME = "*"  # stands for the name of a table in known keys
 
 
 class InvalidSettingsError(ConfigError):
@@ -32,61 +37,6 @@ class InvalidSettingsError(ConfigError):
 
     reason = "invalid_settings"
 
-
-class Section(BaseModel):
-    """Base of every settings model: frozen, and an unknown key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
-
-
-def _to_bytes(value: object) -> object:
-    return parse_bytes(value) if isinstance(value, str) else value
-
-
-def _to_bytes_or_auto(value: object) -> object:
-    return None if value == "auto" else _to_bytes(value)
-
-
-def _to_seconds(value: object) -> object:
-    return parse_duration_s(value) if isinstance(value, str) else value
-
-
-def _to_seconds_or_never(value: object) -> object:
-    return None if value == "never" else _to_seconds(value)
-
-
-def _to_list(value: object) -> object:
-    return (
-        [part.strip() for part in value.split(",") if part.strip()]
-        if isinstance(value, str)
-        else value
-    )
-
-
-def _show_bytes(value: int | None) -> str:
-    return "auto" if value is None else format_bytes(value)
-
-
-def _show_seconds(value: float | None) -> str:
-    return "never" if value is None else format_duration(value)
-
-
-# The serializers are for people (`config show`); model_dump() in Python mode keeps the numbers.
-ByteSize = Annotated[
-    int, BeforeValidator(_to_bytes), PlainSerializer(_show_bytes, when_used="json")
-]
-ByteSizeOrAuto = Annotated[  # None: "auto"
-    int | None, BeforeValidator(_to_bytes_or_auto), PlainSerializer(_show_bytes, when_used="json")
-]
-Duration = Annotated[  # seconds
-    float, BeforeValidator(_to_seconds), PlainSerializer(_show_seconds, when_used="json")
-]
-DurationOrNever = Annotated[  # seconds; None: "never"
-    float | None,
-    BeforeValidator(_to_seconds_or_never),
-    PlainSerializer(_show_seconds, when_used="json"),
-]
-IntList = Annotated[tuple[int, ...], BeforeValidator(_to_list)]  # in the environment: "1000,1001"
 
 S = TypeVar("S", bound=Section)
 
@@ -97,7 +47,8 @@ class LoadedSettings(Generic[S]):
 
     Attributes:
         settings: the frozen, checked model.
-        provenance: dotted key → one of SOURCES, for every key of the model.
+        provenance: dotted key → one of SOURCES, for every key of the model; of tables by name, for
+            those keys that were given.
     """
 
     settings: S
@@ -106,9 +57,10 @@ class LoadedSettings(Generic[S]):
     def rows(self) -> Iterator[tuple[str, str, str]]:
         """Every setting as (dotted key, value for people, source), in the model's order."""
         shown = self.settings.model_dump(mode="json")
+        known = tuple(_leaf_keys(type(self.settings)))
         for key in self.provenance:
             value: Any = shown
-            for part in key.split("."):
+            for part in _path(key, known):
                 value = value[part]
             yield key, _show(value), self.provenance[key]
 
@@ -144,23 +96,26 @@ def load_settings(
     problems += [
         f"{key} ({source}): {_unknown(key, known)}"
         for key, (source, _) in given.items()
-        if key not in known
+        if not _path(key, known)
     ]
-    settings, invalid = _validate(model, {key: v for key, v in given.items() if key in known})
+    usable = {key: value for key, value in given.items() if _path(key, known)}
+    settings, invalid = _validate(model, usable, known)
     problems += invalid
     if problems or settings is None:
         raise InvalidSettingsError("; ".join(problems), "correct the settings and start again")
-    provenance = {key: given[key][0] if key in given else "default" for key in known}
+    fixed = [key for key in known if ANY_NAME not in key]
+    named = sorted(set(given) - set(fixed))
+    provenance = {key: given[key][0] if key in given else "default" for key in (*fixed, *named)}
     return LoadedSettings(settings, provenance)
 
 
 def _validate(
-    model: type[S], given: Mapping[str, tuple[str, object]]
+    model: type[S], given: Mapping[str, tuple[str, object]], known: tuple[str, ...]
 ) -> tuple[S | None, list[str]]:
     """Build the model from flat keys; on failure return what is wrong with each key."""
     nested: dict[str, Any] = {}
     for key, (_, value) in given.items():
-        *sections, name = key.split(".")
+        *sections, name = _path(key, known)
         section = nested
         for part in sections:
             section = section.setdefault(part, {})
@@ -170,9 +125,8 @@ def _validate(
     except ValidationError as error:
         found = {}
         for problem in error.errors(include_url=False):
-            key = next(
-                (k for k in _prefixes(problem["loc"]) if k in given), _dotted(problem["loc"])
-            )
+            location = tuple(part for part in problem["loc"] if part != "[key]")
+            key = next((k for k in _prefixes(location) if k in given), _dotted(location))
             source, value = given.get(key, ("default", None))
             what = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
             found[key] = (
@@ -195,11 +149,22 @@ def _dotted(location: tuple[int | str, ...]) -> str:
 
 def _leaf_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
+        kind: Any = field.annotation
+        if isinstance(get_origin(kind), type) and issubclass(get_origin(kind), Mapping):
+            yield from _leaf_keys(get_args(kind)[1], f"{prefix}{name}.{ANY_NAME}.")
+        elif isinstance(kind, type) and issubclass(kind, BaseModel):
             yield from _leaf_keys(kind, f"{prefix}{name}.")
         else:
             yield prefix + name
+
+
+def _path(key: str, known: tuple[str, ...]) -> list[str]:
+    """Split a dotted key at its sections; [] if there is no such setting."""
+    table, _, inner = key.partition(".")
+    name, _, last = inner.rpartition(".")
+    if name and f"{table}.{ANY_NAME}.{last}" in known:
+        return [table, name, last]
+    return key.split(".") if key in known else []
 
 
 def _read_toml(path: Path | None) -> dict[str, Any]:
@@ -223,7 +188,7 @@ def _flatten(
     flat: dict[str, object] = {}
     for name, value in table.items():
         key = prefix + name
-        if isinstance(value, Mapping) and key not in known:
+        if isinstance(value, Mapping) and not _path(key, known):
             flat.update(_flatten(value, known, key + "."))
         else:
             flat[key] = value
@@ -252,10 +217,14 @@ def _from_environ(
 
 
 def _unknown(key: str, known: tuple[str, ...]) -> str:
-    inside = [name for name in known if name.startswith(key + ".")]
+    # The keys of a table by name are shown with the name that the given key has, or a placeholder.
+    section, _, name = key.partition(".")
+    name = name.rpartition(".")[0] or name or "NAME"
+    known = tuple(k.replace(ANY_NAME, name) for k in known)
+    inside = [k for k in known if k.startswith(key + ".")]
     if inside:
         return f"this is a section, give one of its keys, such as {inside[0]}"
-    same_section = [name for name in known if name.split(".")[0] == key.split(".", maxsplit=1)[0]]
+    same_section = [k for k in known if k.split(".")[0] == section]
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.4) or same_section[:1]
     if close:
         return f"no such setting, did you mean {close[0]}?"

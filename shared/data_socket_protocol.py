@@ -7,8 +7,15 @@ The socket is SOCK_SEQPACKET: one packet is one message, a JSON object with its 
                                   <-      welcome {token, protocol}
     Attach(data_token) over gRPC  ->      binds that stream to this connection's process
     arena {arena_id}              ->
-                                  <-      mapping {slot_bytes, num_slots} + the memfd (SCM_RIGHTS)
-    ... the connection stays open: when it closes, the engine is gone and its leases end ...
+                                  <-      mapping {slot_bytes, num_slots, num_words}
+                                          + slots, progress words, eventfd (SCM_RIGHTS)
+    ... the connection stays open; kvd sends nothing more over it ...
+    leaving {}                    ->      no thread of ours touches a slot any more
+    close
+
+What the end of the connection means: after `leaving`, or with the process dead, every lease ends.
+Otherwise loads end, and slots that were being written stay with the process until it dies or
+attaches again (D10).
 
 Anything unexpected is answered with refused {reason, message}, and the connection is closed.
 """
@@ -17,9 +24,9 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TypeAlias
 
-PROTOCOL = 1  # raised when a message changes its meaning
+PROTOCOL = 2  # raised when a message changes its meaning
 MAX_PACKET_BYTES = 4096
-MAX_FDS = 1  # descriptors in one packet
+MAX_FDS = 3  # descriptors in one packet
 
 
 class MalformedPacketError(ValueError):
@@ -43,10 +50,16 @@ class ArenaRequest:
 
 @dataclass(frozen=True)
 class ArenaMapping:
-    """Answer to ArenaRequest; the arena's descriptor comes in the same packet."""
+    """Answer to ArenaRequest. In the same packet: slots, progress words (read-only), eventfd."""
 
     slot_bytes: int
     num_slots: int
+    num_words: int
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """Last packet of an engine that ends its attachment in order: it holds nothing any more."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +70,13 @@ class Refused:
     message: str
 
 
-Message: TypeAlias = Welcome | ArenaRequest | ArenaMapping | Refused
+Message: TypeAlias = Welcome | ArenaRequest | ArenaMapping | Leaving | Refused
 
-_KINDS: dict[str, type[Welcome] | type[ArenaRequest] | type[ArenaMapping] | type[Refused]] = {
+_KINDS: dict[str, type[Message]] = {
     "welcome": Welcome,
     "arena": ArenaRequest,
     "mapping": ArenaMapping,
+    "leaving": Leaving,
     "refused": Refused,
 }
 _NAMES = {cls: kind for kind, cls in _KINDS.items()}
@@ -83,7 +97,7 @@ def decode(packet: bytes) -> Message:
         fields = json.loads(packet)
         cls = _KINDS[fields.pop("kind")]
         message = cls(**fields)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise MalformedPacketError(f"not a data socket message: {packet[:80]!r}") from error
     for name, kind in cls.__annotations__.items():
         value = getattr(message, name)

@@ -11,6 +11,7 @@ from shared.arena_map import ArenaMap
 from shared.block_key import TOKEN_BYTES
 from shared.errors import UnavailableError
 from shared.pb.kvd.v1 import kvd_pb2
+from shared.progress_words import LoadProgress, ProgressWords
 from shared.session_key import SessionKey
 
 
@@ -24,6 +25,7 @@ class Lookup(Enum):
     """Answer of prepare_load."""
 
     HIT = "hit"
+    PENDING = "pending"  # granted, still being read: a layer may be read once it is ready
     MISS = "miss"
 
 
@@ -59,11 +61,12 @@ class LoadGrant:
     """Slots that may be read until complete_load.
 
     Attributes:
-        lookup: HIT or MISS; on a miss there is no lease and nothing to complete.
+        lookup: on a MISS there is no lease and nothing to complete.
         spans: contiguous, covering [from_token, end_token).
         more: more is stored beyond end_token; ask again after complete_load.
-        miss_reason: slug, "" on a hit.
+        miss_reason: slug, "" unless MISS.
         arena: stays mapped for as long as this grant is referred to.
+        progress: which layers are ready; None unless PENDING.
     """
 
     lookup: Lookup
@@ -73,6 +76,7 @@ class LoadGrant:
     more: bool
     miss_reason: str
     arena: ArenaMap
+    progress: LoadProgress | None = None
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,11 @@ class QueuedJob:
 
 
 _TIERS = {kvd_pb2.TIER_DRAM: "dram", kvd_pb2.TIER_SSD: "ssd"}
+_LOOKUPS = {
+    kvd_pb2.LOOKUP_HIT: Lookup.HIT,
+    kvd_pb2.LOOKUP_PENDING: Lookup.PENDING,
+    kvd_pb2.LOOKUP_MISS: Lookup.MISS,
+}
 
 
 def load_grant(
@@ -117,15 +126,18 @@ def load_grant(
     request: kvd_pb2.PrepareLoadRequest,
     arena: ArenaMap,
     block_tokens: int,
+    words: ProgressWords,
 ) -> LoadGrant:
     """Decode the answer to `request`.
 
     Raises:
-        KvdProtocolError: if it is not a miss or a non-empty contiguous hit inside the arena.
+        KvdProtocolError: if it is not a miss or a non-empty contiguous hit inside the arena, or is
+            pending though that was not asked for.
     """
-    if response.lookup not in (kvd_pb2.LOOKUP_HIT, kvd_pb2.LOOKUP_MISS):
+    lookup = _LOOKUPS.get(response.lookup)
+    if lookup is None or (lookup is Lookup.PENDING and not request.accept_pending):
         raise _nonsense(f"lookup {response.lookup}")
-    hit = response.lookup == kvd_pb2.LOOKUP_HIT
+    is_granted = lookup is not Lookup.MISS
     spans = tuple(
         LoadSpan(
             span.slot_id,
@@ -137,25 +149,45 @@ def load_grant(
         )
         for span in response.spans
     )
-    if hit != bool(spans) or hit != bool(response.lease_id):
-        raise _nonsense(f"a {'hit' if hit else 'miss'} with {len(spans)} spans")
+    if is_granted != bool(spans) or is_granted != bool(response.lease_id):
+        raise _nonsense(f"a {lookup.value} with {len(spans)} spans")
+    end = _checked_end(spans, request, arena, block_tokens)
+    if is_granted and end != response.end_token:
+        raise _nonsense(f"spans up to token {end}, {response.end_token} announced")
+    return LoadGrant(
+        lookup=lookup,
+        lease_id=response.lease_id,
+        spans=spans,
+        end_token=end,
+        more=is_granted and response.more,
+        miss_reason="" if is_granted else response.miss_reason or "miss",
+        arena=arena,
+        progress=_progress(response, words) if lookup is Lookup.PENDING else None,
+    )
+
+
+def _checked_end(
+    spans: Sequence[LoadSpan],
+    request: kvd_pb2.PrepareLoadRequest,
+    arena: ArenaMap,
+    block_tokens: int,
+) -> int:
+    """Return the token after the last span; the spans follow each other inside the request."""
     end = request.from_token
     for span in spans:
         _check_rows(span.slot_id, span.start, span.num_tokens, arena, block_tokens)
         if span.token_offset != end:
             raise _nonsense(f"a span at token {span.token_offset}, {end} comes next")
         end += span.num_tokens
-    if hit and (end != response.end_token or end > len(request.token_ids) // TOKEN_BYTES):
-        raise _nonsense(f"spans up to token {end}, {response.end_token} announced")
-    return LoadGrant(
-        lookup=Lookup.HIT if hit else Lookup.MISS,
-        lease_id=response.lease_id,
-        spans=spans,
-        end_token=end,
-        more=hit and response.more,
-        miss_reason="" if hit else response.miss_reason or "miss",
-        arena=arena,
-    )
+    if spans and end > len(request.token_ids) // TOKEN_BYTES:
+        raise _nonsense(f"spans up to token {end}, beyond the request's")
+    return end
+
+
+def _progress(response: kvd_pb2.PrepareLoadResponse, words: ProgressWords) -> LoadProgress:
+    if response.progress_index >= words.num_words:
+        raise _nonsense(f"progress word {response.progress_index} of {words.num_words}")
+    return LoadProgress(words, response.progress_index, response.lease_id)
 
 
 def store_grant(

@@ -1,10 +1,12 @@
 """One attachment of an engine to a kvd: from the data socket's token to the mapped arena.
 
 The attachment lives while two things live: the Attach stream and the data connection. The end of
-either ends it, and kvd then releases all its leases (D10).
+either ends it. kvd then ends its loads, and keeps the slots of its stores for this process until it
+attaches again, or dies, or has said that it leaves (D10).
 """
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from shared.grpc_status import error_from_rpc
 from shared.kv_layout import KVLayout
 from shared.layout_message import layout_message
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
+from shared.progress_words import ProgressWords
 from shared.runtime_dir import DATA_SOCKET, ENGINE_SOCKET, channel_options
 
 
@@ -32,16 +35,51 @@ class KvdUnavailableError(UnavailableError):
 
 
 @dataclass(frozen=True)
+class Client:
+    """Who attaches.
+
+    Attributes:
+        name: for operators.
+        instance: random hex: with its process it proves that leases are its own.
+    """
+
+    name: str
+    instance: str
+
+
+@dataclass(frozen=True)
+class MappedArena:
+    """A mapping that an attachment takes over from the one before, if it is the same arena."""
+
+    arena_id: str
+    file_id: tuple[int, int]  # device, inode
+    slots: ArenaMap
+
+
+@dataclass(frozen=True)
 class Attachment:
-    """A live attachment. Close it with close()."""
+    """A live attachment. Close it with close().
+
+    Attributes:
+        confirmed_leases: of the leases held before: still ours, and owed a complete_store.
+        lost_leases: of the leases held before: their slots may be others' already.
+    """
 
     engine_id: int
-    arena: ArenaMap
+    mapped: MappedArena
+    progress: ProgressWords
+    wakeup_fd: int
     stub: kvd_pb2_grpc.EngineStub
     channel: grpc.aio.Channel
     events: "grpc.aio.UnaryStreamCall[kvd_pb2.AttachRequest, kvd_pb2.AttachEvent]"
     data: socket
+    confirmed_leases: frozenset[int]
     lost_leases: frozenset[int]
+
+    @property
+    def arena(self) -> ArenaMap:
+        """The slots."""
+        return self.mapped.slots
 
     async def hold(self, on_draining: Callable[[float], None]) -> None:
         """Return when the peer is gone; call `on_draining(deadline_s)` when it announces that."""
@@ -49,33 +87,65 @@ class Attachment:
             asyncio.create_task(self._follow(on_draining)),
             asyncio.create_task(seqpacket.receive(self.data)),  # kvd sends nothing unasked: its end
         }
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError):  # nothing that can be waited for: waits end by deadline
+            loop.add_reader(self.wakeup_fd, self._wake)
         try:
             await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            loop.remove_reader(self.wakeup_fd)
+            self.progress.end("kvd is not attached any more")
             for task in watched:
                 task.cancel()
             await asyncio.gather(*watched, return_exceptions=True)
+
+    def _wake(self) -> None:
+        """Take what kvd has written to the eventfd, and let waiting threads look at their words."""
+        try:
+            is_alive = bool(os.read(self.wakeup_fd, 8))
+        except BlockingIOError:
+            is_alive = True
+        if not is_alive:  # not an eventfd, and it would be readable for ever
+            asyncio.get_running_loop().remove_reader(self.wakeup_fd)
+        self.progress.wake()
 
     async def _follow(self, on_draining: Callable[[float], None]) -> None:
         while isinstance(event := await self.events.read(), kvd_pb2.AttachEvent):  # else: EOF
             if event.HasField("draining"):
                 on_draining(event.draining.deadline_s)
 
-    async def close(self) -> None:
-        """End stream and connection; calls still under way end as cancelled."""
+    async def close(self, *, leaving: bool) -> None:
+        """End stream and connection; calls still under way end as cancelled.
+
+        Args:
+            leaving: no thread of ours touches a slot any more, and none will.
+        """
+        if leaving:
+            with contextlib.suppress(OSError):  # it is gone: then there is nobody to tell
+                seqpacket.send(self.data, packets.encode(packets.Leaving()))
         self.events.cancel()
         self.data.close()
+        os.close(self.wakeup_fd)
         await self.channel.close(None)
 
 
 async def attach(
     runtime_dir: Path,
     layout: KVLayout,
-    engine_name: str,
+    client: Client,
     held_leases: Sequence[int],
+    known: MappedArena | None,
     timeout_s: float,
 ) -> Attachment:
     """Attach to the kvd of `runtime_dir`.
+
+    Args:
+        runtime_dir: where its sockets are.
+        layout: of the blocks to load and store.
+        client: who we are.
+        held_leases: of earlier attachments, whose slots threads of ours may be copying.
+        known: what is mapped already.
+        timeout_s: for all of it.
 
     Raises:
         KvdUnavailableError: nobody is there, or it does not answer within timeout_s.
@@ -93,7 +163,7 @@ async def attach(
     )
     try:
         async with asyncio.timeout(timeout_s):
-            return await _shake_hands(data, channel, layout, engine_name, held_leases)
+            return await _shake_hands(data, channel, layout, client, held_leases, known)
     except BaseException as error:
         data.close()
         await channel.close(None)
@@ -110,10 +180,12 @@ async def _shake_hands(
     data: socket,
     channel: grpc.aio.Channel,
     layout: KVLayout,
-    engine_name: str,
+    client: Client,
     held_leases: Sequence[int],
+    known: MappedArena | None,
 ) -> Attachment:
-    welcome, _ = await _answer(data)
+    welcome, fds = await _answer(data)
+    seqpacket.close_fds(fds)
     if not isinstance(welcome, packets.Welcome) or welcome.protocol != packets.PROTOCOL:
         raise _unexpected(welcome)
     stub = kvd_pb2_grpc.EngineStub(channel)
@@ -122,32 +194,76 @@ async def _shake_hands(
             data_token=welcome.token,
             layout=layout_message(layout),
             held_leases=held_leases,
-            engine_name=engine_name,
+            engine_name=client.name,
+            instance=client.instance,
         )
     )
     first = await events.read()
     if not isinstance(first, kvd_pb2.AttachEvent) or not first.HasField("attached"):
         raise _unexpected(first)
     attached = first.attached
-    arena = await _map_arena(data, attached.arena_id)
-    if (arena.slot_bytes, arena.num_slots) != (layout.block_bytes, attached.num_slots):
-        raise _unexpected(f"{arena.num_slots} slots of {arena.slot_bytes} bytes")
-    lost = frozenset(held_leases) - frozenset(attached.confirmed_leases)
-    return Attachment(attached.engine_id, arena, stub, channel, events, data, lost)
+    mapped, progress, wakeup_fd = await _map_arena(data, attached.arena_id, known)
+    slots = mapped.slots
+    if (slots.slot_bytes, slots.num_slots) != (layout.block_bytes, attached.num_slots):
+        os.close(wakeup_fd)
+        raise _unexpected(f"{slots.num_slots} slots of {slots.slot_bytes} bytes")
+    confirmed = frozenset(held_leases) & frozenset(attached.confirmed_leases)
+    return Attachment(
+        attached.engine_id,
+        mapped,
+        progress,
+        wakeup_fd,
+        stub,
+        channel,
+        events,
+        data,
+        confirmed,
+        frozenset(held_leases) - confirmed,
+    )
 
 
-async def _map_arena(data: socket, arena_id: str) -> ArenaMap:
+async def _map_arena(
+    data: socket, arena_id: str, known: MappedArena | None
+) -> tuple[MappedArena, ProgressWords, int]:
+    """Map what kvd hands out; the eventfd is the caller's to close."""
     seqpacket.send(data, packets.encode(packets.ArenaRequest(arena_id)))
-    mapping, fds = await _answer(data)
+    answer, fds = await _answer(data)
+    keep_fd = -1
     try:
-        if not isinstance(mapping, packets.ArenaMapping) or len(fds) != 1:
-            raise _unexpected(mapping)
-        return ArenaMap(fds[0], mapping.slot_bytes, mapping.num_slots)
+        if not isinstance(answer, packets.ArenaMapping) or len(fds) != packets.MAX_FDS:
+            raise _unexpected(answer)
+        slots_fd, progress_fd, wakeup_fd = fds
+        status = os.fstat(slots_fd)
+        mapped = MappedArena(
+            arena_id,
+            (status.st_dev, status.st_ino),
+            _known_slots(known, arena_id, status, answer)
+            or ArenaMap(slots_fd, answer.slot_bytes, answer.num_slots),
+        )
+        progress = ProgressWords(progress_fd, answer.num_words)
+        os.set_blocking(wakeup_fd, False)
+        keep_fd = wakeup_fd
     except ValueError as error:
         raise _unexpected(error) from error
     finally:
-        for fd in fds:
-            os.close(fd)
+        seqpacket.close_fds([fd for fd in fds if fd != keep_fd])
+    return mapped, progress, keep_fd
+
+
+def _known_slots(
+    known: MappedArena | None,
+    arena_id: str,
+    status: os.stat_result,
+    answer: packets.ArenaMapping,
+) -> ArenaMap | None:
+    """Return the mapping we have, if it is of the same memory: what is registered stays so."""
+    if known is None or (known.arena_id, known.file_id) != (
+        arena_id,
+        (status.st_dev, status.st_ino),
+    ):
+        return None
+    sizes = (known.slots.slot_bytes, known.slots.num_slots)
+    return known.slots if sizes == (answer.slot_bytes, answer.num_slots) else None
 
 
 async def _answer(data: socket) -> tuple[packets.Message, list[int]]:

@@ -8,18 +8,20 @@ answer that makes no sense). None of them retries: the caller recomputes.
 What the caller owes, on every path:
     prepare_load HIT       -> read the slots, then complete_load; if that raises, what was read
                               may not be trusted
+    prepare_load PENDING   -> the same, but no layer before grant.progress.wait_layer has returned
     prepare_store, lease   -> write the slots, then complete_store; if that raises, nothing was
                               stored
 When complete_… is called, no thread may touch the grant's slots any more: they are given to others.
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import grpc
 
+from shared.errors import ReportedError
 from shared.grants import (
     KvdProtocolError,
     LoadGrant,
@@ -65,12 +67,23 @@ class KvdClient(KvdConnection):
         self._jobs_changed = asyncio.Event()
 
     async def prepare_load(
-        self, key: SessionKey, token_ids: bytes, from_token: int, deadline_s: float
+        self,
+        key: SessionKey,
+        token_ids: bytes,
+        from_token: int,
+        deadline_s: float,
+        *,
+        accept_pending: bool = False,
     ) -> LoadGrant:
-        """Lease the stored KV of token_ids[from_token:], in DRAM when this returns.
+        """Lease the stored KV of token_ids[from_token:].
 
-        `token_ids` is little-endian uint32, the session from its first token on; `deadline_s` is
-        how long kvd may read from SSD.
+        Args:
+            key: whose.
+            token_ids: little-endian uint32, the session from its first token on.
+            from_token: KV before it is already with the caller.
+            deadline_s: how long kvd may read from SSD.
+            accept_pending: be answered before that reading ends. Without, everything granted is in
+                DRAM when this returns.
         """
         attachment = self._ready()
         request = kvd_pb2.PrepareLoadRequest(
@@ -79,11 +92,15 @@ class KvdClient(KvdConnection):
             token_ids=token_ids,
             from_token=from_token,
             deadline_s=deadline_s,
+            accept_pending=accept_pending,
         )
         call = self._call(attachment.stub.PrepareLoad, request, deadline_s + GRACE_S)
         response = await self._granted(call, self._give_back_load, attachment)
         with self._ending_on_nonsense(attachment, response.lease_id):
-            return load_grant(response, request, attachment.arena, self._layout.block_tokens)
+            block_tokens = self._layout.block_tokens
+            return load_grant(
+                response, request, attachment.arena, block_tokens, attachment.progress
+            )
 
     async def complete_load(self, grant: LoadGrant) -> None:
         """Give the slots back. If this raises, they may have changed while they were read."""
@@ -160,8 +177,14 @@ class KvdClient(KvdConnection):
 
     # ---------------------------------------------------------------------------------- inside
 
-    async def _while_attached(self, attachment: Attachment) -> None:
-        """Send the queue: full snapshots, each after the previous one's acknowledgement."""
+    async def _while_attached(self, attachment: Attachment, abandoned: Collection[int]) -> None:
+        """Give back what was abandoned; then send the queue.
+
+        Full snapshots, each after the previous one's acknowledgement.
+        """
+        for lease_id in abandoned:
+            with suppress(ReportedError):  # it is lost: then there is nothing to give back
+                await self._give_back_store(attachment, lease_id)
         stream = attachment.stub.PushQueue()
         sequence = 0
         self._jobs_changed.set()  # a new kvd knows nothing yet
@@ -191,12 +214,13 @@ class KvdClient(KvdConnection):
         return int(response.stored_tokens)
 
     def _owner_of(self, grant: LoadGrant | StoreGrant) -> Attachment:
-        """The attachment a grant belongs to; leases end with it."""
-        # Each attachment has its own map; ids of another kvd's leases may repeat.
-        if self._attachment is None or self._attachment.arena is not grant.arena:
+        """The attachment a grant belongs to: its own, or a later one that confirmed its lease."""
+        attachment = self._attachment
+        is_ours = grant.lease_id in self._held  # not among those lost
+        if attachment is None or attachment.arena is not grant.arena or not is_ours:
             self._release(grant.lease_id)
             raise self._unavailable()
-        return self._attachment
+        return attachment
 
     @contextmanager
     def _ending_on_nonsense(self, attachment: Attachment, lease_id: int) -> Iterator[None]:

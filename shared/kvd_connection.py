@@ -5,13 +5,15 @@ States, as `attached` shows them:
     detached --attach succeeds--> attached --Draining--> draining --peer gone--> detached
                                      └───────────────peer gone───────────────────┘
 
-kvd ends our leases when the data connection closes. Slots of an ended attachment may still be read
-or written by threads of ours; that connection therefore stays open until every lease is given back.
+Slots of an ended attachment may still be read or written by threads of ours. kvd gives no slot of a
+store to others before we attach again and say which stores we still hold, or say that we leave, or
+die. What was loaded meanwhile may not be used: its complete_load raises.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine
+import secrets
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -20,11 +22,11 @@ import grpc
 from shared.errors import ReportedError, UnavailableError
 from shared.grpc_status import error_from_rpc
 from shared.kv_layout import KVLayout
-from shared.kvd_attachment import Attachment, KvdUnavailableError, attach
+from shared.kvd_attachment import Attachment, Client, KvdUnavailableError, MappedArena, attach
 from shared.log import get_logger
 
 ATTACH_S = 30.0  # deadline of an attach: kvd may make an arena
-GIVE_BACK_S = 30.0  # how long copies of an ended attachment may go on before we attach again
+INSTANCE_BYTES = 16
 
 log = get_logger(__name__)
 
@@ -66,15 +68,15 @@ class KvdConnection:
         self.on_change: list[Callable[[bool], None]] = []
         self._runtime_dir = runtime_dir
         self._layout = layout
-        self._engine_name = engine_name
+        self._client = Client(engine_name, secrets.token_hex(INSTANCE_BYTES))
         self._reconnect_delay_s = reconnect_delay_s
         self._max_reconnect_delay_s = max_reconnect_delay_s
         self._attachment: Attachment | None = None
+        self._mapped: MappedArena | None = None  # outlives the attachment
         self._draining = False
         self._detached_reason = "not attached yet"
         self._attached_event = asyncio.Event()
         self._held: set[int] = set()  # leases granted and not given back
-        self._none_held = asyncio.Event()
         self._undoing: set[asyncio.Future[None]] = set()  # see _granted
 
     # ------------------------------------------------------------------------------------ life
@@ -102,13 +104,17 @@ class KvdConnection:
             raise self._unavailable() from error
 
     async def run(self) -> None:
-        """Attach and stay attached until cancelled; cancelling ends every lease."""
+        """Attach and stay attached until cancelled.
+
+        Cancelling ends loads. The slots of a store that is not completed stay ours until this
+        process ends: a thread of it may be writing.
+        """
         delay_s = self._reconnect_delay_s
         while True:
             held = sorted(self._held)
             try:
                 attachment = await attach(
-                    self._runtime_dir, self._layout, self._engine_name, held, ATTACH_S
+                    self._runtime_dir, self._layout, self._client, held, self._mapped, ATTACH_S
                 )
             except ReportedError as error:
                 self._note_refusal(error)
@@ -116,18 +122,20 @@ class KvdConnection:
                 delay_s = min(2 * delay_s, self._max_reconnect_delay_s)
                 continue
             delay_s = self._reconnect_delay_s
+            self._mapped = attachment.mapped
             self._held.difference_update(attachment.lost_leases)
             try:
                 await self._hold(attachment)
-                await self._all_given_back()
             finally:
-                await attachment.close()
+                await attachment.close(leaving=not self._held)
             await asyncio.sleep(delay_s)  # a kvd that accepts and closes must not keep us busy
 
     async def _hold(self, attachment: Attachment) -> None:
+        # Given back while nobody was there to be told. From here on whoever gives back tells kvd.
+        abandoned = attachment.confirmed_leases - self._held
         self._attachment = attachment
         self._changed("kvd_attached", engine_id=attachment.engine_id)
-        serving = asyncio.create_task(self._while_attached(attachment))
+        serving = asyncio.create_task(self._while_attached(attachment, abandoned))
         try:
             await attachment.hold(self._on_draining)
         finally:
@@ -141,15 +149,13 @@ class KvdConnection:
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
 
-    async def _while_attached(self, attachment: Attachment) -> None:
-        """For subclasses: run beside the attachment; cancelled at its end."""
+    async def _while_attached(self, attachment: Attachment, abandoned: Collection[int]) -> None:
+        """For subclasses: run beside the attachment; cancelled at its end.
 
-    async def _all_given_back(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GIVE_BACK_S):
-                while self._held:
-                    self._none_held.clear()
-                    await self._none_held.wait()
+        Args:
+            attachment: the new one.
+            abandoned: leases that it confirmed and nobody holds any more: to be given back.
+        """
 
     def _on_draining(self, deadline_s: float) -> None:
         self._draining = True
@@ -185,8 +191,6 @@ class KvdConnection:
     def _release(self, lease_id: int) -> None:
         """Note that a lease is given back, or is about to be."""
         self._held.discard(lease_id)
-        if not self._held:
-            self._none_held.set()
 
     async def _granted(
         self,
@@ -210,6 +214,9 @@ class KvdConnection:
             self._undoing.add(undoing)  # the loop itself holds tasks weakly
             undoing.add_done_callback(self._undoing.discard)
             raise
+        if self._attachment is not attachment:
+            # It has ended since the answer was sent, and kvd was told what we hold: not this.
+            raise self._unavailable()
         self._held.update({response.lease_id} - {0})
         return response
 

@@ -10,6 +10,8 @@ _DURATION_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 8
 _NUMBER_UNIT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$")
 
 NS_PER_S = 1_000_000_000
+MIB = 1 << 20
+GIB = 1 << 30
 SECTOR_BYTES = 4096  # page size, and the alignment direct I/O asks for
 
 

@@ -18,6 +18,7 @@ COUNTERS: Mapping[str, str] = {
     "load_hits": "turns for which kvd had something",
     "load_misses": "turns for which kvd had nothing that may be used",
     "load_errors": "loads that failed; their turns recomputed",
+    "loads_retried": "loads that failed while kvd was still reading, and were asked for again",
     "saves": "turns whose KV was stored",
     "saves_refused": "saves that kvd had no room for",
     "save_errors": "saves that failed",

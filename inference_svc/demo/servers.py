@@ -38,6 +38,8 @@ class DemoServers:
             (
                 *("kvd", "serve", "--runtime-dir", str(self.kvd_dir)),
                 *("--state-dir", str(directory / "kvd-state"), "--dram", "256MB", "--ssd", "1GB"),
+                # So that after the kill everything comes from SSD, and nothing is left in /dev/shm.
+                *("--dram-keep", "none"),
             ),
             f"unix:{self.kvd_dir / READER_SOCKET}",
             directory / "kvd.log",

@@ -5,7 +5,7 @@ touches a slab whose sequence is not running yet. Source: CachedAttention, secti
 decoupled from stored keys).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -43,7 +43,17 @@ class Span(Protocol):
         """Position in the sequence of the first row."""
 
 
-def load_spans(slab: KVSlab, arena: Arena, spans: Sequence[Span], calibration: Calibration) -> None:
+def no_wait(_layer_index: int) -> None:
+    """Every layer is there."""
+
+
+def load_spans(
+    slab: KVSlab,
+    arena: Arena,
+    spans: Sequence[Span],
+    calibration: Calibration,
+    wait_layer: Callable[[int], None] = no_wait,
+) -> None:
     """Append spans to the slab.
 
     Where the last span does not fill its block, its keys before RoPE are kept too: the next store
@@ -55,6 +65,8 @@ def load_spans(slab: KVSlab, arena: Arena, spans: Sequence[Span], calibration: C
         arena: that the slots are in; the caller holds their lease.
         spans: in order, without gaps, the first at `slab.num_tokens`.
         calibration: of the model that the slab and the stored bytes belong to.
+        wait_layer: called before each layer is read; returns once its bytes are in the slots, and
+            may raise.
 
     Raises:
         ValueError: if the spans leave a gap, leave the slot or the slab.
@@ -79,6 +91,7 @@ def load_spans(slab: KVSlab, arena: Arena, spans: Sequence[Span], calibration: C
     save_from = spans[-1].token_offset if is_open else end
     slots = [arena.slot(span.slot_id) for span in spans]
     for layer_index in range(len(calibration.layers)):
+        wait_layer(layer_index)
         _load_layer(slab, slots, spans, calibration, layer_index, save_from)
     slab.save_from = save_from
     slab.num_tokens = end

@@ -6,9 +6,11 @@ Owns the talk with kvd about one slab at a time. Invariants:
     3. every lease that was granted is completed, however the copy ends.
 """
 
+import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -17,13 +19,14 @@ import numpy as np
 from inference_svc.core.counters import Counters
 from inference_svc.runtime.calibration import Calibration
 from inference_svc.runtime.kv_slab import KVSlab
-from inference_svc.runtime.layer_load import load_spans
+from inference_svc.runtime.layer_load import load_spans, no_wait
 from inference_svc.runtime.layer_store import store_blocks
 from inference_svc.runtime.worker_thread import WorkerThread
 from shared.errors import ReportedError
 from shared.grants import LoadGrant, Lookup, QueuedJob, StoreGrant
 from shared.kvd_client import KvdClient
 from shared.log import get_logger
+from shared.progress_words import LoadFailedError, LoadProgress
 from shared.session_key import SessionKey
 
 StoreState = Literal["attached", "detached", "off"]
@@ -183,30 +186,57 @@ class KvdSessionStore:
     async def _load_all(
         self, slab: KVSlab, key: SessionKey, token_ids: Sequence[int], tiers: Counter[str]
     ) -> str:
-        """Load as much as there is; return why it is not all."""
+        """Load as much as there is; return why it is not all.
+
+        kvd is asked for what it is still reading, too. Once such a load has failed, the rest is
+        asked for again without that: kvd then grants only what it could read.
+        """
         wanted = _as_bytes(token_ids)
         deadline_s = time.monotonic() + self._deadline_s
+        accept_pending = True
         while slab.num_tokens < len(token_ids):
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 return "deadline"
-            grant = await self._client.prepare_load(key, wanted, slab.num_tokens, left_s)
+            grant = await self._client.prepare_load(
+                key, wanted, slab.num_tokens, left_s, accept_pending=accept_pending
+            )
             if grant.lookup is Lookup.MISS:
                 return "partial" if slab.num_tokens else grant.miss_reason
-            await self._load_grant(slab, grant)
+            if not await self._load_grant(slab, grant, deadline_s):
+                accept_pending = False
+                continue
             for span in grant.spans:
                 tiers[span.tier] += span.num_tokens
             if not grant.more:
                 break
         return "" if slab.num_tokens == len(token_ids) else "partial"
 
-    async def _load_grant(self, slab: KVSlab, grant: LoadGrant) -> None:
+    async def _load_grant(self, slab: KVSlab, grant: LoadGrant, deadline_s: float) -> bool:
+        """Copy a grant; False if kvd could not read all of it: the slab is as it was before."""
         try:
+            if grant.progress is None:
+                wait_layer: Callable[[int], None] = no_wait
+            else:
+                wait_layer = _waits(grant.progress, deadline_s)
+                # Not on the copy thread, where others would queue behind a slow disk.
+                await asyncio.to_thread(wait_layer, 0)
             await self._copy_thread.run(
-                load_spans, slab, grant.arena, grant.spans, self._calibration
+                load_spans, slab, grant.arena, grant.spans, self._calibration, wait_layer
             )
-        finally:
+        except LoadFailedError as error:
+            if grant.progress is None:
+                raise
+            log.info("load_failed_under_way", error=str(error))
+            self._counters.add("loads_retried")
+            with suppress(ReportedError):  # the lease may have ended with the load
+                await self._client.complete_load(grant)
+            return False
+        except BaseException:
             await self._client.complete_load(grant)
+            raise
+        await self._client.complete_load(grant)
+        return True
 
     async def _save_all(self, slab: KVSlab, key: SessionKey, token_ids: Sequence[int]) -> str:
         """Store as much as there is room for; return why it is not all."""
@@ -247,6 +277,15 @@ class KvdSessionStore:
         if self._last_problem:
             log.info("session_store_works_again", after=self._last_problem)
         self._last_problem = ""
+
+
+def _waits(progress: LoadProgress, deadline_s: float) -> Callable[[int], None]:
+    """Wait for a layer until the deadline, in the thread that will copy it."""
+
+    def wait_layer(layer_index: int) -> None:
+        progress.wait_layer(layer_index, max(0.0, deadline_s - time.monotonic()))
+
+    return wait_layer
 
 
 def _as_bytes(token_ids: Sequence[int]) -> bytes:

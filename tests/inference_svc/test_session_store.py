@@ -1,5 +1,7 @@
 """The session store against a peer that fails or answers nonsense: a miss, and settled."""
 
+import threading
+
 import pytest
 import torch
 
@@ -9,8 +11,10 @@ from inference_svc.runtime.model_loader import load_model
 from inference_svc.runtime.model_runner import Chunk, ModelRunner
 from inference_svc.runtime.session_store import KvdSessionStore
 from inference_svc.runtime.worker_thread import WorkerThread
+from kvd.tiers.progress import Progress
 from shared.grants import KvdProtocolError, LoadGrant, LoadSpan, Lookup, StoreBlock, StoreGrant
 from shared.kvd_attachment import KvdUnavailableError
+from shared.progress_words import LoadProgress, ProgressWords
 from shared.session_key import SessionKey
 
 KEY = SessionKey("default", "m", "s")
@@ -33,13 +37,30 @@ class Peer:
 
     attached = True
 
-    def __init__(self, layout, fail_at="", grant_tokens=16):
+    def __init__(self, layout, fail_at="", grant_tokens=16, pending=""):
         self.arena = MemoryArena(layout.block_bytes, 8)
         self.fail_at = fail_at
         self.grant_tokens = grant_tokens
         self.stored = b""
         self.open_leases = set()
         self.next_lease = 0
+        self.pending = pending  # what becomes of loads under way: "arrives", "fails", "never"
+        self.progress = Progress(4)
+        self.words = ProgressWords(self.progress.fd, 4)
+        self.num_layers = len(layout.layers)
+
+    def pending_progress(self, lease_id):
+        """A load that ends as it was told, in a thread of its own; "never" has no end."""
+        index = self.progress.open(lease_id, self.words.wake)
+
+        def read():
+            for layer in range(self.num_layers):
+                self.progress.publish(lease_id, layer + (self.pending == "arrives"))
+            if self.pending == "fails":
+                self.progress.fail(lease_id)
+
+        threading.Thread(target=read).start()
+        return LoadProgress(self.words, index, lease_id)
 
     def lease(self):
         self.next_lease += 1
@@ -52,20 +73,24 @@ class Peer:
         if self.fail_at == where + " nonsense":
             raise KvdProtocolError("kvd answered nonsense", "check")
 
-    async def prepare_load(self, key, token_ids, from_token, deadline_s):
+    async def prepare_load(self, key, token_ids, from_token, deadline_s, *, accept_pending):
         self.maybe_fail("prepare_load" if from_token == 0 else "second prepare_load")
         num_tokens = min(len(self.stored) // 4, len(token_ids) // 4)
         end = min(from_token + self.grant_tokens, num_tokens)
         if end <= from_token or self.stored[: end * 4] != token_ids[: end * 4]:
-            return self.load_grant(Lookup.MISS, 0, (), from_token, more=False)
+            return self.load_grant(Lookup.MISS, 0, (), from_token, False)
         slot_id = from_token // self.grant_tokens
         if self.fail_at == "slot":
             slot_id = 99
         span = LoadSpan(slot_id, 0, end - from_token, from_token, "dram", 1)
         more = end < num_tokens
-        return self.load_grant(Lookup.HIT, self.lease(), (span,), end, more=more)
+        lease_id = self.lease()
+        if accept_pending and self.pending:
+            progress = self.pending_progress(lease_id)
+            return self.load_grant(Lookup.PENDING, lease_id, (span,), end, more, progress)
+        return self.load_grant(Lookup.HIT, lease_id, (span,), end, more)
 
-    def load_grant(self, lookup, lease_id, spans, end_token, *, more):
+    def load_grant(self, lookup, lease_id, spans, end_token, more, progress=None):
         return LoadGrant(
             lookup=lookup,
             lease_id=lease_id,
@@ -74,10 +99,12 @@ class Peer:
             more=more,
             miss_reason="" if spans else "evicted",
             arena=self.arena,
+            progress=progress,
         )
 
     async def complete_load(self, grant):
         self.open_leases.discard(grant.lease_id)
+        self.progress.close(grant.lease_id)
         self.maybe_fail("complete_load")
 
     async def prepare_store(self, key, token_ids, from_token, deadline_s):
@@ -117,9 +144,9 @@ def copy_thread():
     thread.close()
 
 
-def store_of(model, peer, thread, loads=True):
+def store_of(model, peer, thread, loads=True, deadline_s=30.0):
     counters = Counters()
-    store = KvdSessionStore(peer, model[1], thread, counters, loads=loads, deadline_s=5.0)
+    store = KvdSessionStore(peer, model[1], thread, counters, loads=loads, deadline_s=deadline_s)
     return store, counters
 
 
@@ -179,6 +206,35 @@ async def test_a_load_that_fails_is_a_miss_and_leaves_no_rows(model, copy_thread
     assert counters.snapshot()["load_errors"] == 1
     peer.fail_at = ""
     assert (await store.load(slab, KEY, PROMPT)).tokens == 39
+
+
+@pytest.mark.parametrize("pending", ["arrives", "fails"])
+async def test_a_load_under_way(model, copy_thread, pending):
+    """Layer by layer as they arrive; if they do not, the same tokens by a load that waits."""
+    peer, store, counters = await saved_peer(model, copy_thread, pending=pending)
+    runner, computed = computed_slab(model)
+    slab = runner.new_slab(64, save=True)
+    outcome = await store.load(slab, KEY, PROMPT)
+    assert (outcome.tokens, outcome.tier_tokens, outcome.reason) == (39, {"dram": 39}, "")
+    assert not peer.open_leases
+    assert counters.snapshot()["loads_retried"] == (1 if pending == "fails" else 0)
+    assert counters.snapshot()["load_errors"] == 0
+    last = [
+        runner.step([Chunk(each, tokens, want_logits=True)])
+        for each, tokens in ((computed, [7]), (slab, [PROMPT[-1], 7]))
+    ]
+    assert torch.allclose(*last, atol=1e-5)
+
+
+async def test_a_load_that_never_arrives(model, copy_thread):
+    """The turn waits no longer than the deadline, and is recomputed."""
+    peer, _, _ = await saved_peer(model, copy_thread, pending="never")
+    store, counters = store_of(model, peer, copy_thread, deadline_s=0.2)
+    slab = ModelRunner(*model).new_slab(64, save=True)
+    outcome = await store.load(slab, KEY, PROMPT)
+    assert (outcome.tokens, outcome.reason) == (0, "deadline")
+    assert not peer.open_leases
+    assert counters.snapshot()["load_misses"] == 1
 
 
 @pytest.mark.parametrize("fail_at", ["prepare_store", "complete_store", "slot"])

@@ -1,19 +1,20 @@
 """Settings: precedence, provenance, and every problem in one line."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from pydantic import Field
 
-from shared.config import (
+from shared.config import InvalidSettingsError, load_settings
+from shared.setting_types import (
     ByteSize,
     ByteSizeOrAuto,
     Duration,
     DurationOrNever,
     IntList,
-    InvalidSettingsError,
     Section,
-    load_settings,
+    TenantName,
 )
 
 
@@ -29,10 +30,16 @@ class Sessions(Section):
     uids: IntList = ()
 
 
+class Tenant(Section):
+    ttl: DurationOrNever = None
+    size: ByteSize = 0
+
+
 class Example(Section):
     name: str = "kvd"
     dram: Dram = Dram()
     sessions: Sessions = Sessions()
+    tenants: Mapping[TenantName, Tenant] = Field(default_factory=dict)
 
 
 def _load(path, text="", flags=None, environ=None):
@@ -106,6 +113,40 @@ def test_every_problem_is_named_at_once(tmp_path):
 def test_a_section_is_not_a_value(tmp_path):
     """A scalar where a section belongs is explained."""
     assert "this is a section" in _problems(tmp_path, "dram = 5\n")
+
+
+def test_tables_by_name(tmp_path):
+    """A table of tables takes any valid name, dots included; sources go by key as elsewhere."""
+    loaded = _load(
+        tmp_path,
+        '[tenants.acme]\nttl = "1h"\nsize = "1KB"\n[tenants."a.b"]\nsize = 5\n',
+        environ={"EX_TENANTS__ACME__SIZE": "2KB", "EX_TENANTS__OTHER__TTL": "never"},
+    )
+    assert loaded.settings.tenants == {
+        "acme": Tenant(ttl=3600.0, size=2048),
+        "a.b": Tenant(size=5),
+        "other": Tenant(),
+    }
+    assert ("tenants.a.b.size", "5 B", "file") in loaded.rows()
+    assert ("tenants.acme.size", "2.0 KB", "env") in loaded.rows()
+
+
+def test_problems_in_tables_by_name(tmp_path):
+    """Unknown keys, bad values, bad names and misplaced values are named with their table."""
+    text = (
+        "[tenants.acme]\nttll = 1\nttl = 'soon'\n"
+        "[tenants.x]\ncolour = 1\n[tenants.' no']\nsize = 1\n"
+    )
+    line = _problems(tmp_path, text)
+    for part in (
+        "tenants.acme.ttll (file): no such setting, did you mean tenants.acme.ttl?",
+        "tenants.acme.ttl = 'soon' (file): 'soon' is not a duration",
+        "tenants.x.colour (file): no such setting, did you mean tenants.x.",
+        "tenants. no: tenant ' no' is not valid: use 1-128 letters",
+    ):
+        assert part in line
+    assert "such as tenants.NAME.ttl" in _problems(tmp_path, "tenants = 5\n")
+    assert "such as tenants.acme.ttl" in _problems(tmp_path, "[tenants]\nacme = 5\n")
 
 
 def test_strangers_in_the_environment_are_ignored(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 from shared.arena_map import ArenaMap
 from shared.grants import KvdProtocolError, Lookup, load_grant, store_grant
 from shared.pb.kvd.v1 import kvd_pb2
+from shared.progress_words import LoadFailedError, ProgressWords
 
 BLOCK_TOKENS = 16
 SPAN = kvd_pb2.LoadSpan(slot_id=1, start=0, num_tokens=16, token_offset=0, tier=kvd_pb2.TIER_SSD)
@@ -23,6 +24,14 @@ def arena():
     os.close(fd)
 
 
+@pytest.fixture
+def words():
+    fd = os.memfd_create("words")
+    os.ftruncate(fd, 4096)
+    yield ProgressWords(fd, 4)
+    os.close(fd)
+
+
 def _changed(message, **fields):
     copy = type(message)()
     copy.CopyFrom(message)
@@ -31,12 +40,18 @@ def _changed(message, **fields):
     return copy
 
 
-def _load(arena, spans, end_token=20, lookup=kvd_pb2.LOOKUP_HIT, lease_id=9, num_tokens=40):
-    request = kvd_pb2.PrepareLoadRequest(token_ids=bytes(4 * num_tokens))
-    response = kvd_pb2.PrepareLoadResponse(
-        lookup=lookup, lease_id=lease_id, spans=spans, end_token=end_token, more=True
-    )
-    return load_grant(response, request, arena, BLOCK_TOKENS)
+@pytest.fixture
+def load(arena, words):
+    def loaded(spans, end_token=20, lookup=kvd_pb2.LOOKUP_HIT, num_tokens=40, **fields):
+        request = kvd_pb2.PrepareLoadRequest(
+            token_ids=bytes(4 * num_tokens), accept_pending=fields.pop("accept_pending", False)
+        )
+        response = kvd_pb2.PrepareLoadResponse(
+            lookup=lookup, spans=spans, end_token=end_token, more=True, **{"lease_id": 9, **fields}
+        )
+        return load_grant(response, request, arena, BLOCK_TOKENS, words)
+
+    return loaded
 
 
 def _store(arena, blocks, end_token=32, lease_id=9, **fields):
@@ -47,16 +62,16 @@ def _store(arena, blocks, end_token=32, lease_id=9, **fields):
     return store_grant(response, request, arena, BLOCK_TOKENS)
 
 
-def test_a_hit(arena):
+def test_a_hit(load):
     """A sound hit is taken over as it is."""
-    grant = _load(arena, [SPAN, TAIL])
+    grant = load([SPAN, TAIL])
     assert (grant.lookup, grant.end_token, grant.more) == (Lookup.HIT, 20, True)
     assert [(span.slot_id, span.tier) for span in grant.spans] == [(1, "ssd"), (2, "dram")]
 
 
-def test_a_miss(arena):
+def test_a_miss(load):
     """A miss has nothing to complete, and always a reason."""
-    grant = _load(arena, [], lookup=kvd_pb2.LOOKUP_MISS, lease_id=0)
+    grant = load([], lookup=kvd_pb2.LOOKUP_MISS, lease_id=0)
     assert (grant.lookup, grant.miss_reason, grant.more) == (Lookup.MISS, "miss", False)
 
 
@@ -74,13 +89,13 @@ def test_a_miss(arena):
         [],
     ],
 )
-def test_nonsense_spans(arena, spans):
+def test_nonsense_spans(load, spans):
     """Slots outside the arena, rows outside the block, gaps and wrong ends are refused."""
     with pytest.raises(KvdProtocolError):
-        _load(arena, spans)
+        load(spans)
 
 
-def test_nonsense_lookups(arena):
+def test_nonsense_lookups(load):
     """A hit without a lease, a miss with one, a pending answer, more tokens than asked for."""
     for fields in (
         {"lease_id": 0},
@@ -90,7 +105,30 @@ def test_nonsense_lookups(arena):
         {"num_tokens": 19},
     ):
         with pytest.raises(KvdProtocolError):
-            _load(arena, [SPAN, TAIL], **fields)
+            load([SPAN, TAIL], **fields)
+
+
+PENDING = {"lookup": kvd_pb2.LOOKUP_PENDING, "accept_pending": True}
+
+
+def test_a_pending_grant(load, words):
+    """It is granted, and says which word tells how far it is."""
+    grant = load([SPAN, TAIL], progress_index=3, **PENDING)
+    assert (grant.lookup, grant.more) == (Lookup.PENDING, True)
+    words.end("the end")
+    with pytest.raises(LoadFailedError):
+        grant.progress.wait_layer(0, 60)
+
+
+def test_nonsense_pending_grants(load):
+    """A word that does not exist, a grant without spans or lease."""
+    for spans, fields in (
+        ([SPAN, TAIL], {"progress_index": 4}),
+        ([SPAN, TAIL], {"lease_id": 0}),
+        ([], {}),
+    ):
+        with pytest.raises(KvdProtocolError):
+            load(spans, **PENDING, **fields)
 
 
 def test_a_store(arena):
@@ -117,7 +155,7 @@ def test_nonsense_blocks(arena, blocks):
         _store(arena, blocks)
 
 
-def test_grants_are_values(arena):
+def test_grants_are_values(load):
     """A grant is frozen and can be compared."""
-    grant = _load(arena, [SPAN, TAIL])
+    grant = load([SPAN, TAIL])
     assert replace(grant) == grant

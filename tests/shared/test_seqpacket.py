@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shared import seqpacket
+from shared.data_socket_protocol import MAX_FDS
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ async def test_oversized_packets_are_an_error(pair):
 async def test_too_many_descriptors_are_an_error_and_closed(pair):
     """Descriptors nobody asked for are not kept open."""
     before = _num_open()
-    fds = [os.memfd_create(str(number)) for number in range(3)]
+    fds = [os.memfd_create(str(number)) for number in range(MAX_FDS + 2)]
     seqpacket.send(pair[0], b"packet", fds)
     with pytest.raises(OSError, match="cut short"):
         await seqpacket.receive(pair[1])

@@ -186,6 +186,49 @@ def test_store_refuses_rows_that_are_not_there(tiny, make_arena, rows):
     assert bytes(arena.slot(0)[:16]) == b"\xab" * 16
 
 
+def test_a_layer_is_read_only_once_it_is_there(tiny, make_arena, rows):
+    """Bytes that arrive layer by layer, each just in time, are those of a whole load."""
+    model = tiny("qwen3")
+    layout, history, new = model.calibration.layout, tokens(18, HISTORY), tokens(19, 5)
+    full = make_arena(layout)
+    store_blocks(prefilled(model, history), full, [rows(2, 0, HISTORY)], model.calibration)
+    arriving, waited = make_arena(layout), []
+
+    def wait_layer(layer_index):
+        waited.append(layer_index)
+        start = layout.slice_offsets[layer_index]
+        end = start + layout.slice_bytes(layer_index)
+        arriving.slot(2)[start:end] = full.slot(2)[start:end]
+
+    slab = model.runner.new_slab(96, save=True)
+    load_spans(slab, arriving, [rows(2, 0, HISTORY)], model.calibration, wait_layer)
+    assert waited == list(range(len(layout.layers)))
+    logits = model.runner.step([Chunk(slab, new, want_logits=True)])[0]
+    torch.testing.assert_close(logits, model.stock_logits([*history, *new])[-1], **CLOSE)
+
+
+def test_a_load_that_fails_half_way_leaves_the_rows_before_it(tiny, make_arena, rows):
+    """The rest can be loaded again, or computed."""
+    model = tiny("llama")
+    history, new = tokens(20, 30), tokens(21, 4)
+    arena = make_arena(model.calibration.layout, 4)
+    blocks = [rows(0, 0, 16), rows(3, 16, 14)]
+    store_blocks(prefilled(model, history), arena, blocks, model.calibration)
+
+    def fail(layer_index):
+        if layer_index == 1:
+            raise OSError("the load failed")
+
+    slab = model.runner.new_slab(64, save=True)
+    load_spans(slab, arena, blocks[:1], model.calibration)
+    with pytest.raises(OSError, match="failed"):
+        load_spans(slab, arena, blocks[1:], model.calibration, fail)
+    assert slab.num_tokens == 16
+    load_spans(slab, arena, blocks[1:], model.calibration)
+    logits = model.runner.step([Chunk(slab, new, want_logits=True)])[0]
+    torch.testing.assert_close(logits, model.stock_logits([*history, *new])[-1], **CLOSE)
+
+
 def test_reset_forgets_an_untrusted_load(tiny, make_arena, rows):
     """After reset the slab computes the whole sequence anew, whatever was loaded into it."""
     model = tiny("llama")

@@ -20,6 +20,25 @@ class Lookup(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LOOKUP_HIT: _ClassVar[Lookup]
     LOOKUP_PENDING: _ClassVar[Lookup]
     LOOKUP_MISS: _ClassVar[Lookup]
+
+class Pin(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PIN_NONE: _ClassVar[Pin]
+    PIN_SOFT: _ClassVar[Pin]
+    PIN_HARD: _ClassVar[Pin]
+
+class TtlSource(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TTL_SOURCE_UNSPECIFIED: _ClassVar[TtlSource]
+    TTL_SOURCE_DEFAULT: _ClassVar[TtlSource]
+    TTL_SOURCE_TENANT: _ClassVar[TtlSource]
+    TTL_SOURCE_SESSION: _ClassVar[TtlSource]
+
+class LeaseKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    LEASE_KIND_UNSPECIFIED: _ClassVar[LeaseKind]
+    LEASE_KIND_LOAD: _ClassVar[LeaseKind]
+    LEASE_KIND_STORE: _ClassVar[LeaseKind]
 TIER_UNSPECIFIED: Tier
 TIER_HBM: Tier
 TIER_DRAM: Tier
@@ -28,6 +47,16 @@ LOOKUP_UNSPECIFIED: Lookup
 LOOKUP_HIT: Lookup
 LOOKUP_PENDING: Lookup
 LOOKUP_MISS: Lookup
+PIN_NONE: Pin
+PIN_SOFT: Pin
+PIN_HARD: Pin
+TTL_SOURCE_UNSPECIFIED: TtlSource
+TTL_SOURCE_DEFAULT: TtlSource
+TTL_SOURCE_TENANT: TtlSource
+TTL_SOURCE_SESSION: TtlSource
+LEASE_KIND_UNSPECIFIED: LeaseKind
+LEASE_KIND_LOAD: LeaseKind
+LEASE_KIND_STORE: LeaseKind
 
 class SessionKey(_message.Message):
     __slots__ = ("tenant", "model", "session_id")
@@ -76,16 +105,18 @@ class KVLayout(_message.Message):
     def __init__(self, model: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[Layer, _Mapping]]] = ..., block_tokens: _Optional[int] = ..., position_mode: _Optional[str] = ..., tp_rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("data_token", "layout", "held_leases", "engine_name")
+    __slots__ = ("data_token", "layout", "held_leases", "engine_name", "instance")
     DATA_TOKEN_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     HELD_LEASES_FIELD_NUMBER: _ClassVar[int]
     ENGINE_NAME_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
     data_token: str
     layout: KVLayout
     held_leases: _containers.RepeatedScalarFieldContainer[int]
     engine_name: str
-    def __init__(self, data_token: _Optional[str] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., held_leases: _Optional[_Iterable[int]] = ..., engine_name: _Optional[str] = ...) -> None: ...
+    instance: str
+    def __init__(self, data_token: _Optional[str] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., held_leases: _Optional[_Iterable[int]] = ..., engine_name: _Optional[str] = ..., instance: _Optional[str] = ...) -> None: ...
 
 class AttachEvent(_message.Message):
     __slots__ = ("attached", "draining")
@@ -136,18 +167,20 @@ class LoadSpan(_message.Message):
     def __init__(self, slot_id: _Optional[int] = ..., start: _Optional[int] = ..., num_tokens: _Optional[int] = ..., token_offset: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class PrepareLoadRequest(_message.Message):
-    __slots__ = ("engine_id", "session", "token_ids", "from_token", "deadline_s")
+    __slots__ = ("engine_id", "session", "token_ids", "from_token", "deadline_s", "accept_pending")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FROM_TOKEN_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    ACCEPT_PENDING_FIELD_NUMBER: _ClassVar[int]
     engine_id: int
     session: SessionKey
     token_ids: bytes
     from_token: int
     deadline_s: float
-    def __init__(self, engine_id: _Optional[int] = ..., session: _Optional[_Union[SessionKey, _Mapping]] = ..., token_ids: _Optional[bytes] = ..., from_token: _Optional[int] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+    accept_pending: bool
+    def __init__(self, engine_id: _Optional[int] = ..., session: _Optional[_Union[SessionKey, _Mapping]] = ..., token_ids: _Optional[bytes] = ..., from_token: _Optional[int] = ..., deadline_s: _Optional[float] = ..., accept_pending: bool = ...) -> None: ...
 
 class PrepareLoadResponse(_message.Message):
     __slots__ = ("lookup", "lease_id", "spans", "end_token", "more", "miss_reason", "progress_index")
@@ -318,7 +351,7 @@ class QueueAck(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., send_full: bool = ...) -> None: ...
 
 class SessionInfo(_message.Message):
-    __slots__ = ("session", "num_tokens", "num_blocks", "bytes", "dram_bytes", "ssd_bytes", "dirty_bytes", "shared_blocks", "pinned", "leases", "idle_s", "ttl_s", "expires_in_s", "layout", "ended")
+    __slots__ = ("session", "num_tokens", "num_blocks", "bytes", "dram_bytes", "ssd_bytes", "dirty_bytes", "shared_blocks", "pin", "leases", "idle_s", "ttl_s", "expires_in_s", "layout", "ended", "ttl_source")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -327,13 +360,14 @@ class SessionInfo(_message.Message):
     SSD_BYTES_FIELD_NUMBER: _ClassVar[int]
     DIRTY_BYTES_FIELD_NUMBER: _ClassVar[int]
     SHARED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    PINNED_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
     IDLE_S_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_IN_S_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
+    TTL_SOURCE_FIELD_NUMBER: _ClassVar[int]
     session: SessionKey
     num_tokens: int
     num_blocks: int
@@ -342,17 +376,18 @@ class SessionInfo(_message.Message):
     ssd_bytes: int
     dirty_bytes: int
     shared_blocks: int
-    pinned: bool
+    pin: Pin
     leases: int
     idle_s: float
     ttl_s: float
     expires_in_s: float
     layout: str
     ended: bool
-    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., num_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., dram_bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., dirty_bytes: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., pinned: bool = ..., leases: _Optional[int] = ..., idle_s: _Optional[float] = ..., ttl_s: _Optional[float] = ..., expires_in_s: _Optional[float] = ..., layout: _Optional[str] = ..., ended: bool = ...) -> None: ...
+    ttl_source: TtlSource
+    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., num_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., dram_bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., dirty_bytes: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., pin: _Optional[_Union[Pin, str]] = ..., leases: _Optional[int] = ..., idle_s: _Optional[float] = ..., ttl_s: _Optional[float] = ..., expires_in_s: _Optional[float] = ..., layout: _Optional[str] = ..., ended: bool = ..., ttl_source: _Optional[_Union[TtlSource, str]] = ...) -> None: ...
 
 class BlockInfo(_message.Message):
-    __slots__ = ("key", "token_offset", "start", "num_tokens", "tiers", "slot_id", "extent", "sessions", "dirty")
+    __slots__ = ("key", "token_offset", "start", "num_tokens", "tiers", "slot_id", "extent", "sessions", "dirty", "hashed", "verified")
     KEY_FIELD_NUMBER: _ClassVar[int]
     TOKEN_OFFSET_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
@@ -362,6 +397,8 @@ class BlockInfo(_message.Message):
     EXTENT_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     DIRTY_FIELD_NUMBER: _ClassVar[int]
+    HASHED_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
     key: str
     token_offset: int
     start: int
@@ -371,7 +408,9 @@ class BlockInfo(_message.Message):
     extent: int
     sessions: int
     dirty: bool
-    def __init__(self, key: _Optional[str] = ..., token_offset: _Optional[int] = ..., start: _Optional[int] = ..., num_tokens: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[Tier, str]]] = ..., slot_id: _Optional[int] = ..., extent: _Optional[int] = ..., sessions: _Optional[int] = ..., dirty: bool = ...) -> None: ...
+    hashed: bool
+    verified: bool
+    def __init__(self, key: _Optional[str] = ..., token_offset: _Optional[int] = ..., start: _Optional[int] = ..., num_tokens: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[Tier, str]]] = ..., slot_id: _Optional[int] = ..., extent: _Optional[int] = ..., sessions: _Optional[int] = ..., dirty: bool = ..., hashed: bool = ..., verified: bool = ...) -> None: ...
 
 class ListSessionsRequest(_message.Message):
     __slots__ = ("tenant", "model", "limit", "page_token")
@@ -430,10 +469,12 @@ class FlushResponse(_message.Message):
     def __init__(self, sessions: _Optional[int] = ..., bytes: _Optional[int] = ..., skipped_leased: _Optional[_Iterable[_Union[SessionKey, _Mapping]]] = ...) -> None: ...
 
 class PinRequest(_message.Message):
-    __slots__ = ("session",)
+    __slots__ = ("session", "soft")
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    SOFT_FIELD_NUMBER: _ClassVar[int]
     session: SessionKey
-    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ...) -> None: ...
+    soft: bool
+    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., soft: bool = ...) -> None: ...
 
 class PinResponse(_message.Message):
     __slots__ = ()
@@ -453,28 +494,166 @@ class SetTtlResponse(_message.Message):
     expires_in_s: float
     def __init__(self, expires_in_s: _Optional[float] = ...) -> None: ...
 
+class LeaseInfo(_message.Message):
+    __slots__ = ("lease_id", "kind", "session", "layout", "num_slots", "bytes", "age_s", "pending", "quarantined", "engine_id", "engine_name", "pid", "process_status")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_NAME_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_STATUS_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    kind: LeaseKind
+    session: SessionKey
+    layout: str
+    num_slots: int
+    bytes: int
+    age_s: float
+    pending: bool
+    quarantined: bool
+    engine_id: int
+    engine_name: str
+    pid: int
+    process_status: str
+    def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[_Union[LeaseKind, str]] = ..., session: _Optional[_Union[SessionKey, _Mapping]] = ..., layout: _Optional[str] = ..., num_slots: _Optional[int] = ..., bytes: _Optional[int] = ..., age_s: _Optional[float] = ..., pending: bool = ..., quarantined: bool = ..., engine_id: _Optional[int] = ..., engine_name: _Optional[str] = ..., pid: _Optional[int] = ..., process_status: _Optional[str] = ...) -> None: ...
+
+class ListLeasesRequest(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
+
+class ListLeasesResponse(_message.Message):
+    __slots__ = ("leases",)
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    leases: _containers.RepeatedCompositeFieldContainer[LeaseInfo]
+    def __init__(self, leases: _Optional[_Iterable[_Union[LeaseInfo, _Mapping]]] = ...) -> None: ...
+
+class KillHolderRequest(_message.Message):
+    __slots__ = ("pid",)
+    PID_FIELD_NUMBER: _ClassVar[int]
+    pid: int
+    def __init__(self, pid: _Optional[int] = ...) -> None: ...
+
+class KillHolderResponse(_message.Message):
+    __slots__ = ("num_leases", "num_slots", "gone")
+    NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    num_leases: int
+    num_slots: int
+    gone: bool
+    def __init__(self, num_leases: _Optional[int] = ..., num_slots: _Optional[int] = ..., gone: bool = ...) -> None: ...
+
+class VerifyRequest(_message.Message):
+    __slots__ = ("repair", "model")
+    REPAIR_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    repair: bool
+    model: str
+    def __init__(self, repair: bool = ..., model: _Optional[str] = ...) -> None: ...
+
+class TierVerified(_message.Message):
+    __slots__ = ("num_blocks", "bytes", "num_corrupt")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_CORRUPT_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    bytes: int
+    num_corrupt: int
+    def __init__(self, num_blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., num_corrupt: _Optional[int] = ...) -> None: ...
+
+class VerifyProgress(_message.Message):
+    __slots__ = ("done", "layout", "dram", "ssd", "num_copies", "num_repaired", "num_lost", "num_errors")
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    DRAM_FIELD_NUMBER: _ClassVar[int]
+    SSD_FIELD_NUMBER: _ClassVar[int]
+    NUM_COPIES_FIELD_NUMBER: _ClassVar[int]
+    NUM_REPAIRED_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOST_FIELD_NUMBER: _ClassVar[int]
+    NUM_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    done: bool
+    layout: str
+    dram: TierVerified
+    ssd: TierVerified
+    num_copies: int
+    num_repaired: int
+    num_lost: int
+    num_errors: int
+    def __init__(self, done: bool = ..., layout: _Optional[str] = ..., dram: _Optional[_Union[TierVerified, _Mapping]] = ..., ssd: _Optional[_Union[TierVerified, _Mapping]] = ..., num_copies: _Optional[int] = ..., num_repaired: _Optional[int] = ..., num_lost: _Optional[int] = ..., num_errors: _Optional[int] = ...) -> None: ...
+
 class GetStatsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class TierStats(_message.Message):
-    __slots__ = ("tier", "capacity_bytes", "used_bytes", "num_blocks", "degraded", "degraded_reason")
+    __slots__ = ("tier", "capacity_bytes", "used_bytes", "num_blocks", "degraded", "degraded_reason", "physical_bytes")
     TIER_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DEGRADED_FIELD_NUMBER: _ClassVar[int]
     DEGRADED_REASON_FIELD_NUMBER: _ClassVar[int]
+    PHYSICAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     tier: Tier
     capacity_bytes: int
     used_bytes: int
     num_blocks: int
     degraded: bool
     degraded_reason: str
-    def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., degraded: bool = ..., degraded_reason: _Optional[str] = ...) -> None: ...
+    physical_bytes: int
+    def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., degraded: bool = ..., degraded_reason: _Optional[str] = ..., physical_bytes: _Optional[int] = ...) -> None: ...
+
+class ArenaStats(_message.Message):
+    __slots__ = ("arena_id", "keep", "pages", "epoch", "adopted_blocks", "prefaulted")
+    ARENA_ID_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ADOPTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PREFAULTED_FIELD_NUMBER: _ClassVar[int]
+    arena_id: str
+    keep: str
+    pages: str
+    epoch: int
+    adopted_blocks: int
+    prefaulted: bool
+    def __init__(self, arena_id: _Optional[str] = ..., keep: _Optional[str] = ..., pages: _Optional[str] = ..., epoch: _Optional[int] = ..., adopted_blocks: _Optional[int] = ..., prefaulted: bool = ...) -> None: ...
+
+class VolumeStats(_message.Message):
+    __slots__ = ("direct", "buffered_reason", "admission")
+    DIRECT_FIELD_NUMBER: _ClassVar[int]
+    BUFFERED_REASON_FIELD_NUMBER: _ClassVar[int]
+    ADMISSION_FIELD_NUMBER: _ClassVar[int]
+    direct: bool
+    buffered_reason: str
+    admission: str
+    def __init__(self, direct: bool = ..., buffered_reason: _Optional[str] = ..., admission: _Optional[str] = ...) -> None: ...
+
+class TenantStats(_message.Message):
+    __slots__ = ("tenant", "used_bytes", "has_quota", "quota_bytes", "num_sessions")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HAS_QUOTA_FIELD_NUMBER: _ClassVar[int]
+    QUOTA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    used_bytes: int
+    has_quota: bool
+    quota_bytes: int
+    num_sessions: int
+    def __init__(self, tenant: _Optional[str] = ..., used_bytes: _Optional[int] = ..., has_quota: bool = ..., quota_bytes: _Optional[int] = ..., num_sessions: _Optional[int] = ...) -> None: ...
 
 class LayoutStats(_message.Message):
-    __slots__ = ("layout", "model", "block_tokens", "block_bytes", "num_sessions", "tiers", "dirty_bytes", "leases", "counters")
+    __slots__ = ("layout", "model", "block_tokens", "block_bytes", "num_sessions", "tiers", "dirty_bytes", "leases", "counters", "orphan_leases", "quarantined_slots", "unverified_blocks", "soft_pins", "hard_pins", "arena", "volume", "tenants")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -491,6 +670,14 @@ class LayoutStats(_message.Message):
     DIRTY_BYTES_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    ORPHAN_LEASES_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    UNVERIFIED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SOFT_PINS_FIELD_NUMBER: _ClassVar[int]
+    HARD_PINS_FIELD_NUMBER: _ClassVar[int]
+    ARENA_FIELD_NUMBER: _ClassVar[int]
+    VOLUME_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
     layout: str
     model: str
     block_tokens: int
@@ -500,7 +687,15 @@ class LayoutStats(_message.Message):
     dirty_bytes: int
     leases: int
     counters: _containers.ScalarMap[str, int]
-    def __init__(self, layout: _Optional[str] = ..., model: _Optional[str] = ..., block_tokens: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_sessions: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., dirty_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    orphan_leases: int
+    quarantined_slots: int
+    unverified_blocks: int
+    soft_pins: int
+    hard_pins: int
+    arena: ArenaStats
+    volume: VolumeStats
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantStats]
+    def __init__(self, layout: _Optional[str] = ..., model: _Optional[str] = ..., block_tokens: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_sessions: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., dirty_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., orphan_leases: _Optional[int] = ..., quarantined_slots: _Optional[int] = ..., unverified_blocks: _Optional[int] = ..., soft_pins: _Optional[int] = ..., hard_pins: _Optional[int] = ..., arena: _Optional[_Union[ArenaStats, _Mapping]] = ..., volume: _Optional[_Union[VolumeStats, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
     __slots__ = ("engine_id", "name", "layout", "pid", "command", "rss_bytes", "attached_s", "queue_jobs")
@@ -541,16 +736,18 @@ class ProcessStats(_message.Message):
     def __init__(self, pid: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., open_files: _Optional[int] = ..., threads: _Optional[int] = ..., cpu_s: _Optional[float] = ..., memory_available_bytes: _Optional[int] = ..., uptime_s: _Optional[float] = ...) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("version", "layouts", "engines", "process")
+    __slots__ = ("version", "layouts", "engines", "process", "verifying")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LAYOUTS_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
+    VERIFYING_FIELD_NUMBER: _ClassVar[int]
     version: str
     layouts: _containers.RepeatedCompositeFieldContainer[LayoutStats]
     engines: _containers.RepeatedCompositeFieldContainer[EngineInfo]
     process: ProcessStats
-    def __init__(self, version: _Optional[str] = ..., layouts: _Optional[_Iterable[_Union[LayoutStats, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[EngineInfo, _Mapping]]] = ..., process: _Optional[_Union[ProcessStats, _Mapping]] = ...) -> None: ...
+    verifying: bool
+    def __init__(self, version: _Optional[str] = ..., layouts: _Optional[_Iterable[_Union[LayoutStats, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[EngineInfo, _Mapping]]] = ..., process: _Optional[_Union[ProcessStats, _Mapping]] = ..., verifying: bool = ...) -> None: ...
 
 class WatchEventsRequest(_message.Message):
     __slots__ = ()

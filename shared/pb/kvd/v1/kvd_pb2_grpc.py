@@ -470,6 +470,16 @@ class OperatorStub(object):
                 request_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.SetTtlRequest.SerializeToString,
                 response_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.SetTtlResponse.FromString,
                 _registered_method=True)
+        self.KillHolder = channel.unary_unary(
+                '/kvd.v1.Operator/KillHolder',
+                request_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.KillHolderRequest.SerializeToString,
+                response_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.KillHolderResponse.FromString,
+                _registered_method=True)
+        self.Verify = channel.unary_stream(
+                '/kvd.v1.Operator/Verify',
+                request_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.VerifyRequest.SerializeToString,
+                response_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.VerifyProgress.FromString,
+                _registered_method=True)
 
 
 class OperatorServicer(object):
@@ -499,6 +509,19 @@ class OperatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def KillHolder(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Verify(self, request, context):
+        """one at a time; it ends with its caller
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -521,6 +544,16 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.SetTtl,
                     request_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.SetTtlRequest.FromString,
                     response_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.SetTtlResponse.SerializeToString,
+            ),
+            'KillHolder': grpc.unary_unary_rpc_method_handler(
+                    servicer.KillHolder,
+                    request_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.KillHolderRequest.FromString,
+                    response_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.KillHolderResponse.SerializeToString,
+            ),
+            'Verify': grpc.unary_stream_rpc_method_handler(
+                    servicer.Verify,
+                    request_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.VerifyRequest.FromString,
+                    response_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.VerifyProgress.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -641,6 +674,60 @@ class Operator(object):
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def KillHolder(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvd.v1.Operator/KillHolder',
+            shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.KillHolderRequest.SerializeToString,
+            shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.KillHolderResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Verify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvd.v1.Operator/Verify',
+            shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.VerifyRequest.SerializeToString,
+            shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.VerifyProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class ReaderStub(object):
     """Missing associated documentation comment in .proto file."""
@@ -660,6 +747,11 @@ class ReaderStub(object):
                 '/kvd.v1.Reader/DescribeSession',
                 request_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.DescribeSessionRequest.SerializeToString,
                 response_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.DescribeSessionResponse.FromString,
+                _registered_method=True)
+        self.ListLeases = channel.unary_unary(
+                '/kvd.v1.Reader/ListLeases',
+                request_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ListLeasesRequest.SerializeToString,
+                response_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ListLeasesResponse.FromString,
                 _registered_method=True)
         self.GetStats = channel.unary_unary(
                 '/kvd.v1.Reader/GetStats',
@@ -683,6 +775,12 @@ class ReaderServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DescribeSession(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListLeases(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -712,6 +810,11 @@ def add_ReaderServicer_to_server(servicer, server):
                     servicer.DescribeSession,
                     request_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.DescribeSessionRequest.FromString,
                     response_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.DescribeSessionResponse.SerializeToString,
+            ),
+            'ListLeases': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListLeases,
+                    request_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ListLeasesRequest.FromString,
+                    response_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ListLeasesResponse.SerializeToString,
             ),
             'GetStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStats,
@@ -778,6 +881,33 @@ class Reader(object):
             '/kvd.v1.Reader/DescribeSession',
             shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.DescribeSessionRequest.SerializeToString,
             shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.DescribeSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListLeases(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvd.v1.Reader/ListLeases',
+            shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ListLeasesRequest.SerializeToString,
+            shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ListLeasesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,181 @@
+"""The client over attachments that end: what it keeps, what it tells, what wakes its threads."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from shared.grants import Lookup
+from shared.kvd_attachment import KvdUnavailableError
+from shared.kvd_client import KvdClient
+from shared.progress_words import LoadFailedError
+from tests.small_kvd import small_kvd
+from tests.synthetic_engine import encode, key_of, small_layout
+
+LAYOUT = small_layout()
+KEY = key_of("s")
+TOKENS = encode(range(16))
+
+
+@asynccontextmanager
+async def client_of(directory):
+    client = KvdClient(directory, LAYOUT, "test", reconnect_delay_s=0.02)
+    running = asyncio.create_task(client.run())
+    try:
+        yield client
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def until(is_so):
+    async with asyncio.timeout(30):
+        while not is_so():  # noqa: ASYNC110  # what is waited for has no event
+            await asyncio.sleep(0.005)
+
+
+async def detached(client):
+    await until(lambda: not client.attached)
+
+
+async def test_the_same_arena_stays_mapped(tmp_path):
+    """Over a restart of kvd: the engine registers it once; a store under way goes on."""
+    async with client_of(tmp_path) as client:
+        async with small_kvd(tmp_path, LAYOUT) as kvd:
+            await client.wait_attached(30)
+            grant = await client.prepare_store(KEY, TOKENS, 0, 5)
+            first = kvd.attaches[0]
+            assert list(first.held_leases) == []
+        await detached(client)
+        async with small_kvd(tmp_path, LAYOUT) as kvd:
+            await client.wait_attached(30)
+            assert kvd.attaches[0].instance == first.instance
+            assert list(kvd.attaches[0].held_leases) == [grant.lease_id]
+            grant.arena.slot(2)[:4] = b"late"
+            assert bytes(kvd.arena.slots.slot(2)[:4]) == b"late"
+            assert await client.complete_store(grant, success=True) == 16
+            assert kvd.completed == [(grant.lease_id, True)]
+            again = await client.prepare_store(KEY, TOKENS, 0, 5)
+            assert again.arena is grant.arena
+            assert again.lease_id >> 40 == (grant.lease_id >> 40) + 1
+            await client.complete_store(again, success=False)
+
+
+async def test_another_arena_is_mapped_anew(tmp_path):
+    """What was granted in the old one is lost, and its memory stays while it is used."""
+    async with client_of(tmp_path) as client:
+        async with small_kvd(tmp_path, LAYOUT, keep=False):
+            await client.wait_attached(30)
+            grant = await client.prepare_store(KEY, TOKENS, 0, 5)
+        await detached(client)
+        async with small_kvd(tmp_path, LAYOUT, keep=False, confirms=False) as kvd:
+            await client.wait_attached(30)
+            grant.arena.slot(2)[:4] = b"late"
+            with pytest.raises(KvdUnavailableError):
+                await client.complete_store(grant, success=True)
+            assert bytes(kvd.arena.slots.slot(2)[:4]) == bytes(4)
+            assert (await client.prepare_load(KEY, TOKENS, 0, 5)).arena is not grant.arena
+
+
+async def test_a_lease_that_was_lost_cannot_be_completed(tmp_path):
+    """Though the arena is the same: its slots may be others' by now."""
+    async with client_of(tmp_path) as client:
+        async with small_kvd(tmp_path, LAYOUT):
+            await client.wait_attached(30)
+            grant = await client.prepare_load(KEY, TOKENS, 0, 5)
+        await detached(client)
+        async with small_kvd(tmp_path, LAYOUT, confirms=False) as kvd:
+            await client.wait_attached(30)
+            with pytest.raises(KvdUnavailableError):
+                await client.complete_load(grant)
+            assert not kvd.completed
+
+
+async def test_what_was_given_back_to_nobody_is_given_back_later(tmp_path):
+    """A store that ends while kvd is away, after Attach has said that it is held."""
+    async with client_of(tmp_path) as client:
+        async with small_kvd(tmp_path, LAYOUT):
+            await client.wait_attached(30)
+            grant = await client.prepare_store(KEY, TOKENS, 0, 5)
+        await detached(client)
+        async with small_kvd(tmp_path, LAYOUT, may_attach=False) as kvd:
+            await until(lambda: kvd.attaches)
+            with pytest.raises(KvdUnavailableError):
+                await client.complete_store(grant, success=True)
+            kvd.may_attach.set()
+            await until(lambda: kvd.completed)
+            assert list(kvd.attaches[0].held_leases) == [grant.lease_id]
+            assert kvd.completed == [(grant.lease_id, False)]
+
+
+@pytest.mark.parametrize("holds", [False, True])
+async def test_a_client_that_ends_says_whether_it_still_writes(tmp_path, holds):
+    """It leaves only when no lease is open: else its slots stay its own until it dies."""
+    async with small_kvd(tmp_path, LAYOUT) as kvd:
+        async with client_of(tmp_path) as client:
+            await client.wait_attached(30)
+            grant = await client.prepare_store(KEY, TOKENS, 0, 5)
+            if not holds:
+                await client.complete_store(grant, success=True)
+        await until(lambda: kvd.gone)
+        assert kvd.gone[0].may_still_write == holds
+
+
+async def test_layers_are_waited_for_in_threads(tmp_path):
+    """Each is there as soon as kvd has published it."""
+    async with small_kvd(tmp_path, LAYOUT) as kvd, client_of(tmp_path) as client:
+        await client.wait_attached(30)
+        grant = await client.prepare_load(KEY, TOKENS, 0, 5, accept_pending=True)
+        assert (grant.lookup, grant.end_token) == (Lookup.PENDING, 16)
+        for layer in range(3):
+            waiting = asyncio.create_task(asyncio.to_thread(grant.progress.wait_layer, layer, 30))
+            await asyncio.sleep(0.01)  # so that it does wait
+            assert not waiting.done()
+            kvd.arena.progress.publish(grant.lease_id, layer + 1)
+            await waiting
+        await client.complete_load(grant)
+        assert kvd.completed == [(grant.lease_id, True)]
+
+
+@pytest.mark.parametrize("end", ["fails", "kvd goes", "we go", "time passes"])
+async def test_no_thread_waits_for_ever(tmp_path, end):
+    """A load that fails, kvd that goes away, our own end, the deadline."""
+    async with client_of(tmp_path) as client, small_kvd(tmp_path, LAYOUT) as kvd:
+        await client.wait_attached(30)
+        grant = await client.prepare_load(KEY, TOKENS, 0, 5, accept_pending=True)
+        timeout_s = 0.05 if end == "time passes" else 60
+        waiting = asyncio.create_task(asyncio.to_thread(grant.progress.wait_layer, 0, timeout_s))
+        await asyncio.sleep(0.01)  # so that it does wait
+        if end == "fails":
+            kvd.arena.progress.fail(grant.lease_id)
+        elif end == "kvd goes":
+            kvd.peer.gone.set()
+        elif end == "we go":
+            client._attachment.events.cancel()
+        with pytest.raises(LoadFailedError):
+            await asyncio.wait_for(waiting, 30)
+
+
+async def test_pending_is_answered_only_to_those_who_ask(tmp_path):
+    """Others get what is complete."""
+    async with small_kvd(tmp_path, LAYOUT), client_of(tmp_path) as client:
+        await client.wait_attached(30)
+        grant = await client.prepare_load(KEY, TOKENS, 0, 5)
+        assert (grant.lookup, grant.progress) == (Lookup.HIT, None)
+
+
+async def test_descriptors_are_given_back(tmp_path):
+    """However often kvd restarts."""
+
+    def num_open():
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    counts = []
+    async with client_of(tmp_path) as client:
+        for _ in range(6):
+            async with small_kvd(tmp_path, LAYOUT):
+                await client.wait_attached(30)
+            await detached(client)
+            counts.append(num_open())
+    assert counts[-1] <= counts[1] + 2  # one attempt to attach may be under way
