@@ -1,21 +1,25 @@
-"""One layout's cache at work: the pure engine, the arena and the performer, joined by act().
+"""One layout's cache at work: the pure engine, the arena, the volume, joined by act().
 
 Invariant: the engine is called from the event loop only, and only through act(), which carries out
 what the engine asks for before it returns. Time enters here, from kvd's clock.
+
+A cache has an arena once an engine of its layout attaches, or when one was adopted; before, it is
+an index of what lies on SSD. Whoever needs the memory more may take it away again (kvd/caches.py).
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 from kvd.clock import Clock
 from kvd.core.actions import Emit, LeaseReady, SpaceFreed
 from kvd.core.engine import CacheEngine
-from kvd.core.records import EngineStats
+from kvd.core.records import AdoptedSlot, EngineStats, IndexRows, OrphanSlot
 from kvd.performer import Completion, Performer
-from kvd.tiers.dram import Arena
-from kvd.tiers.ssd import SegmentVolume
+from kvd.tier_facts import ArenaFacts, VolumeFacts
+from kvd.tiers.arena import Arena
+from kvd.tiers.volume import SegmentVolume
 from shared.errors import ReportedError
 from shared.log import get_logger
 from shared.units import NS_PER_S
@@ -30,13 +34,16 @@ class Cache:
 
     Attributes:
         layout: what its blocks look like.
-        arena: the memory that engines of this layout map.
+        arena: the memory that engines of this layout map; None while there is none.
+        max_extents: what the volume may grow to, if there is space.
+        volume: its part of the SSD tier.
+        last_opened_s: when an engine last came for it, on the loop's clock.
     """
 
     def __init__(
         self,
         engine: CacheEngine,
-        arena: Arena,
+        max_extents: int,
         volume: SegmentVolume,
         performer: Performer,
         clock: Clock,
@@ -44,9 +51,11 @@ class Cache:
         on_broken: Callable[[Exception], None],
     ) -> None:
         self.layout = engine.layout
-        self.arena = arena
+        self.max_extents = max_extents
+        self.volume = volume
+        self.arena: Arena | None = None
+        self.last_opened_s = 0.0
         self._engine = engine
-        self._volume = volume
         self._performer = performer
         self._clock = clock
         self._on_event = on_event
@@ -54,10 +63,59 @@ class Cache:
         self._changed = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._prefault: asyncio.Future[int] | None = None
+        self._num_adopted = 0
+
+    # ---------------------------------------------------------------------------------- beginning
 
     def start(self) -> None:
         """Open for calls. On the event loop."""
         self._performer.start(asyncio.get_running_loop(), self._completed)
+
+    def restore(
+        self,
+        rows: IndexRows,
+        adopted: Sequence[AdoptedSlot],
+        orphans: Sequence[OrphanSlot],
+    ) -> None:
+        """Begin with what the index, and the arena if one was adopted, hold; before anything else.
+
+        The engine was made with the arena's slots.
+        """
+        self._num_adopted = len(adopted)
+        first_lease_id = 1 if self.arena is None else self.arena.first_lease_id
+        self.act(lambda core, now_ns: core.restore(rows, adopted, orphans, first_lease_id, now_ns))
+
+    def use_arena(self, arena: Arena) -> None:
+        """Take an arena into use whose slots the engine knows of."""
+        self.arena = arena
+        self._performer.use_arena(arena)
+
+    def mount(self, arena: Arena) -> None:
+        """Take a new arena into use."""
+        self.use_arena(arena)
+        self.act(lambda core, _: core.add_slots(arena.slots.num_slots, arena.first_lease_id))
+
+    async def unmount(self, timeout_s: float) -> bool:
+        """Write what is dirty, as far as SSD takes it in time, and give the arena up.
+
+        Returns:
+            False if an engine still uses it.
+        """
+        loop = asyncio.get_running_loop()
+        until = loop.time() + timeout_s
+        while self.arena is not None:
+            if self.act(lambda core, now_ns: core.release_dram(now_ns)):
+                arena = self.arena
+                self.act(lambda core, _: core.drop_slots())
+                await self._stop_prefault()
+                self._performer.use_arena(None)
+                self.arena = None
+                arena.close()
+            elif loop.time() >= until or not await self.changed(until - loop.time()):
+                return False
+        return True
+
+    # -------------------------------------------------------------------------------------- acting
 
     def act(self, step: Callable[[CacheEngine, int], T]) -> T:
         """Call the engine with now_ns, then carry out its actions.
@@ -85,6 +143,12 @@ class Cache:
             return False
         return True
 
+    def progress_index(self, lease_id: int) -> int | None:
+        """Which progress word tells of a pending load; None if there was none left for it."""
+        return self._performer.progress_index(lease_id)
+
+    # ------------------------------------------------------------------------------------- looking
+
     @property
     def is_idle(self) -> bool:
         """Whether no engine holds a lease and no read or write is under way."""
@@ -96,23 +160,53 @@ class Cache:
         uncommitted_bytes = self._performer.num_uncommitted * self.layout.block_bytes
         return replace(stats, dirty_bytes=stats.dirty_bytes + uncommitted_bytes)
 
+    def arena_facts(self, keep: str) -> ArenaFacts | None:
+        """The arena as it is; `keep` is where arenas are kept."""
+        arena = self.arena
+        if arena is None:
+            return None
+        return ArenaFacts(
+            arena_id=arena.arena_id,
+            keep=keep,
+            pages=arena.pages,
+            epoch=arena.epoch,
+            num_adopted=self._num_adopted,
+            is_prefaulted=self._prefault is not None and self._prefault.done(),
+            physical_bytes=arena.physical_bytes(),
+        )
+
+    def volume_facts(self) -> VolumeFacts:
+        """The volume as it is."""
+        volume = self.volume
+        return VolumeFacts(volume.is_direct, volume.buffered_reason, volume.allocated_bytes)
+
+    # ------------------------------------------------------------------------------------- the rest
+
     def prefault(self) -> None:
         """Allocate the arena's pages in the background; only the first call does it."""
-        if self._prefault is None:
+        if self._prefault is None and self.arena is not None:
             loop = asyncio.get_running_loop()
             self._prefault = loop.run_in_executor(None, self.arena.prefault)
             self._prefault.add_done_callback(self._prefaulted)
 
-    async def close(self) -> None:
+    def measure_space(self) -> None:
+        """Tell the engine how much the file system really has left for it."""
+        num_extents = min(self.max_extents, self.volume.physical_extents())
+        self.act(lambda core, now_ns: core.set_ssd_capacity(num_extents, now_ns))
+
+    def write_dirty(self) -> None:
+        """Have everything written that is not on SSD yet: the end is near."""
+        self.act(lambda core, now_ns: core.write_dirty(now_ns))
+
+    async def close(self, *, keep_dram: bool) -> None:
         """Stop threads and give up the memory; what is under way ends, what waits is dropped."""
-        self.arena.stop_prefault()
-        if self._prefault is not None:
-            await self._prefault
+        await self._stop_prefault()
         await asyncio.to_thread(self._performer.close)
         if self._timer is not None:
             self._timer.cancel()
-        self._volume.close()
-        self.arena.close()
+        self.volume.close()
+        if self.arena is not None:
+            self.arena.close(keep=keep_dram)
 
     def _completed(self, completion: Completion) -> None:
         self.act(completion)
@@ -145,8 +239,15 @@ class Cache:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(delay_s, self.act, _expire)
 
+    async def _stop_prefault(self) -> None:
+        if self.arena is not None:
+            self.arena.stop_prefault()
+        if self._prefault is not None:
+            await self._prefault
+            self._prefault = None
+
     def _prefaulted(self, done: "asyncio.Future[int]") -> None:
-        wanted = self.arena.slots.slot_bytes * self.arena.slots.num_slots
+        wanted = 0 if self.arena is None else self.arena.num_bytes
         if not done.cancelled() and done.result() < wanted:
             log.warning("arena_not_prefaulted", arena_bytes=wanted, allocated_bytes=done.result())
 

@@ -1,13 +1,17 @@
-"""All layouts' caches: built from the index at start, or at the first attach with a layout."""
+"""All layouts' caches: built from the index at start, or at the first attach with a layout.
+
+A layout takes its part of DRAM, an arena, when its first engine attaches (or with the arena that an
+earlier kvd has left). When all arenas together would exceed their bound, layouts without engines
+give theirs up, least recently opened first. Of SSD each layout takes what it fills, up to its own
+budget and that of the tier.
+"""
 
 import asyncio
 import secrets
-import shutil
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
+from kvd.budgets import Budgets
 from kvd.cache import Cache
 from kvd.clock import Clock
 from kvd.config import Settings
@@ -15,12 +19,18 @@ from kvd.core.actions import Emit
 from kvd.core.engine import CacheEngine, Limits
 from kvd.core.errors import UnknownSessionError
 from kvd.core.eviction import make_policy
-from kvd.core.records import BlockRecord, SessionRecord
+from kvd.core.extent_shape import ExtentShape
+from kvd.core.tenants import TenantLimits
+from kvd.engines import Engines
 from kvd.errors import AmbiguousSessionError, LimitReachedError, NotDurableError
-from kvd.performer import Performer
-from kvd.tiers.dram import create_arena, dram_bytes, num_slots_for
+from kvd.performer import Owners, Performer
+from kvd.tiers.arena import Arena, num_slots_for
+from kvd.tiers.arena_store import ArenaOptions, ArenaStore, KeptArena, resolve_keep
+from kvd.tiers.faults import Faults
+from kvd.tiers.io_pool import IoPool
 from kvd.tiers.manifest import LayoutRow, Manifest
-from kvd.tiers.ssd import Faults, SegmentVolume
+from kvd.tiers.space_budget import SpaceBudget
+from kvd.tiers.volume import SegmentVolume
 from shared.block_key import SALT_BYTES
 from shared.errors import ReportedError
 from shared.kv_layout import KVLayout
@@ -31,19 +41,25 @@ from shared.session_key import SessionKey, session_key
 from shared.units import NS_PER_S
 
 COMMIT_S = 10.0  # how long an operator waits for the disk
-AUTO_FRACTION = 0.25  # of the state directory's free space, for the volume of one layout
+UNMOUNT_S = 10.0  # how long a layout without engines may write before its arena is taken
+VOLUMES = "volumes"  # in the state directory
 
 log = get_logger(__name__)
 
 
 class Caches:
-    """The caches by layout fingerprint."""
+    """The caches by layout fingerprint.
+
+    Attributes:
+        keep: what lets arenas outlive this process: "fdstore", "file" or "none".
+    """
 
     def __init__(
         self,
         settings: Settings,
         manifest: Manifest,
         clock: Clock,
+        engines: Engines,
         faults: Faults,
         on_event: Callable[[Emit], None],
         on_broken: Callable[[Exception], None],
@@ -51,51 +67,77 @@ class Caches:
         self._settings = settings
         self._manifest = manifest
         self._clock = clock
+        self._engines = engines
         self._faults = faults
         self._on_event = on_event
         self._on_broken = on_broken
         self._caches: dict[str, Cache] = {}
         self._salts: dict[str, bytes] = {}
-        self._read_pool = ThreadPoolExecutor(settings.ssd.read_threads, "kvd-read")
+        self._opening = asyncio.Lock()
+        self._volumes = settings.state_dir / VOLUMES
+        self._io = IoPool(settings.ssd.io_threads, settings.ssd.in_flight_bytes)
+        self._io.start()
+        self.keep = resolve_keep(settings.dram.keep, settings.access.allowed_uids)
+        self._arenas = ArenaStore(
+            ArenaOptions(
+                self.keep, settings.dram.directory, settings.dram.hugepages, settings.dram.numa_node
+            ),
+            settings.state_dir,
+            settings.limits.max_leases,
+            faults,
+        )
+        self._budgets = Budgets(settings, self._volumes)
+        self._space = SpaceBudget(
+            self._budgets.ssd_bytes, settings.ssd.reserve_bytes, self._volumes
+        )
 
     def __iter__(self) -> Iterator[Cache]:
         return iter(self._caches.values())
 
     def restore(self) -> None:
-        """Build the cache of every layout in the index. Reads the index, never the data."""
+        """Build the cache of every layout in the index, with the arenas that were left.
+
+        Reads the index and the arenas' journals, never the data.
+        """
         self._salts = self._manifest.salts()
+        kept = self._arenas.find()
         for row in self._manifest.layouts():
             try:
                 layout = layout_of(kvd_pb2.KVLayout.FromString(row.message))
-                cache = self._build(layout, row)
-            except (ReportedError, ValueError) as error:  # ValueError: not a protobuf message
+                self._restore_layout(layout, row, kept.pop(row.fingerprint, None))
+            except (ReportedError, ValueError, OSError) as error:  # ValueError: no such message
                 log.warning("layout_not_restored", layout=row.fingerprint, error=str(error))
-                continue
-            sessions = self._manifest.sessions(row.fingerprint)
-            blocks = self._manifest.blocks(row.fingerprint)
-            cache.act(partial(_restore, sessions, blocks))
+        for arena in kept.values():
+            self._arenas.discard(arena, "its layout is not in the index")
 
-    def open(self, layout: KVLayout) -> Cache:
-        """Return the cache of a layout, made if there is none.
+    async def open(self, layout: KVLayout) -> tuple[Cache, Arena]:
+        """Return the cache of a layout, made if there is none, and its arena.
 
         Raises:
             LimitReachedError: limits.max_layouts are open.
-            ArenaTooSmallError: the DRAM tier does not hold even two blocks.
+            ArenaTooSmallError: the DRAM tier has no room for even two blocks more.
         """
-        cache = self._caches.get(layout.fingerprint)
-        if cache is None:
-            if len(self._caches) >= self._settings.limits.max_layouts:
-                raise LimitReachedError(
-                    f"{len(self._caches)} layouts are stored", "raise limits.max_layouts"
-                )
-            extents_per_segment = max(1, self._settings.ssd.segment_bytes // layout.block_bytes)
-            message = layout_message(layout).SerializeToString()
-            row = LayoutRow(layout.fingerprint, message, extents_per_segment)
-            cache = self._build(layout, row)
-            self._manifest.put_layout(row)
+        async with self._opening:
+            cache = self._caches.get(layout.fingerprint) or self._add(layout)
+            arena = cache.arena
+            if arena is None:
+                num_slots = await self._room_for(layout)
+                arena = self._arenas.create(layout, num_slots)
+                cache.mount(arena)
+        cache.last_opened_s = asyncio.get_running_loop().time()
         if self._settings.dram.prefault:
             cache.prefault()
-        return cache
+        return cache, arena
+
+    def measure_space(self) -> None:
+        """See how much space the file system really has; now and then."""
+        for cache in self:
+            cache.measure_space()
+
+    def of_model(self, model: str) -> list[Cache]:
+        """The caches of the models whose fingerprints start so ("": all), in a fixed order."""
+        caches = sorted(self._caches.values(), key=lambda cache: cache.layout.fingerprint)
+        return [cache for cache in caches if cache.layout.model.startswith(model)]
 
     def find(self, key: SessionKey) -> tuple[Cache, SessionKey]:
         """Find a session; an empty model matches if only one model has a session of this id.
@@ -145,41 +187,122 @@ class Caches:
                 "see the log of kvd: the disk may be full",
             ) from error
 
-    async def close(self) -> None:
-        """Stop every cache."""
+    async def close(self, *, keep_dram: bool) -> None:
+        """Stop every cache; `keep_dram` leaves the arenas where the next kvd finds them."""
         # Waited for: a read must not find its file closed and another one under its number.
-        await asyncio.to_thread(self._read_pool.shutdown, wait=True, cancel_futures=True)
+        await asyncio.to_thread(self._io.close)
         for cache in self._caches.values():
-            await cache.close()
+            await cache.close(keep_dram=keep_dram)
 
-    def _build(self, layout: KVLayout, row: LayoutRow) -> Cache:
+    # -------------------------------------------------------------------------------------- inside
+
+    def _add(self, layout: KVLayout) -> Cache:
+        if len(self._caches) >= self._settings.limits.max_layouts:
+            raise LimitReachedError(
+                f"{len(self._caches)} layouts are stored", "raise limits.max_layouts"
+            )
+        extent_bytes = ExtentShape(layout).full_bytes
+        row = LayoutRow(
+            layout.fingerprint,
+            layout_message(layout).SerializeToString(),
+            max(1, self._settings.ssd.segment_bytes // extent_bytes),
+        )
+        cache = self._build(layout, row, num_slots=0)
+        self._manifest.put_layout(row)
+        cache.measure_space()
+        return cache
+
+    def _restore_layout(self, layout: KVLayout, row: LayoutRow, kept: KeptArena | None) -> None:
+        rows = self._manifest.rows(layout)
+        if kept is not None and not self._budgets.fits(layout, kept.num_bytes):
+            self._arenas.discard(kept, "its size is not what the settings say now")
+            kept = None
+        adoption = None if kept is None else self._arenas.adopt(layout, kept)
+        if adoption is None:
+            cache = self._build(layout, row, num_slots=0)
+            cache.restore(rows, (), ())
+        else:
+            cache = self._build(layout, row, num_slots=adoption.arena.slots.num_slots)
+            cache.use_arena(adoption.arena)
+            orphans = self._engines.watch_orphans(cache, adoption.writing)
+            cache.restore(rows, adoption.adopted, orphans)
+        cache.volume.shrink(cache.max_extents)
+        cache.measure_space()
+
+    def _build(self, layout: KVLayout, row: LayoutRow, num_slots: int) -> Cache:
         settings = self._settings
-        num_slots = num_slots_for(dram_bytes(settings.dram.bytes), layout.block_bytes)
-        directory = settings.state_dir / "volumes" / layout.fingerprint
-        num_extents = ssd_bytes(settings.ssd.bytes, directory) // layout.block_bytes
+        num_extents = self._budgets.ssd_bytes_of(layout) // ExtentShape(layout).full_bytes
         volume = SegmentVolume(
-            directory, layout, num_extents, row.extents_per_segment, self._faults
+            self._volumes / layout.fingerprint,
+            layout,
+            row.extents_per_segment,
+            self._space,
+            settings.ssd.direct,
+            self._faults,
         )
         volume.open()
+        engine = CacheEngine(
+            layout,
+            self._limits(num_slots, num_extents),
+            self._salt_of,
+            make_policy(settings.eviction.policy),
+        )
+        owners = Owners(self._engines.identity_of, self._engines.wake_of)
+        performer = Performer(layout, volume, self._manifest, self._io, owners)
+        cache = Cache(
+            engine, num_extents, volume, performer, self._clock, self._on_event, self._on_broken
+        )
+        cache.start()
+        self._caches[layout.fingerprint] = cache
+        return cache
+
+    def _limits(self, num_slots: int, num_extents: int) -> Limits:
+        settings = self._settings
         ttl_s = settings.sessions.default_ttl
-        limits = Limits(
+        return Limits(
             num_slots=num_slots,
             num_extents=num_extents,
             default_ttl_ns=None if ttl_s is None else int(ttl_s * NS_PER_S),
             max_sessions=settings.sessions.max_sessions,
             max_leases=settings.limits.max_leases,
+            admission=settings.ssd.admission,
+            write_back_delay_ns=int(settings.ssd.write_back_after * NS_PER_S),
+            max_write_bytes=settings.ssd.in_flight_bytes,
+            verify_on_load=settings.integrity.verify_on_load,
+            tenant_limits=self._tenant_limits,
         )
-        engine = CacheEngine(layout, limits, self._salt_of, make_policy(settings.eviction.policy))
-        arena = create_arena(layout.fingerprint, layout.block_bytes, num_slots)
-        performer = Performer(
-            layout.fingerprint, arena.slots, volume, self._manifest, self._read_pool
-        )
-        cache = Cache(
-            engine, arena, volume, performer, self._clock, self._on_event, self._on_broken
-        )
-        cache.start()
-        self._caches[layout.fingerprint] = cache
-        return cache
+
+    def _tenant_limits(self, tenant: str) -> TenantLimits:
+        settings = self._settings
+        return TenantLimits(settings.tenant_ttl_ns(tenant), settings.tenant_quota_bytes(tenant))
+
+    async def _room_for(self, layout: KVLayout) -> int:
+        """Find DRAM for the arena of a layout, taking it from layouts without engines if need be.
+
+        Returns:
+            How many slots it may have: fewer than it is to have if there is no more to take.
+
+        Raises:
+            ArenaTooSmallError: not even a few.
+        """
+        wanted_bytes = self._budgets.arena_bytes_of(layout)
+        while True:
+            taken_bytes = sum(cache.arena.num_bytes for cache in self if cache.arena is not None)
+            free_bytes = self._budgets.free_dram_bytes(taken_bytes)
+            if free_bytes is None or free_bytes >= wanted_bytes:
+                return num_slots_for(wanted_bytes, layout.block_bytes)
+            if not await self._take_an_arena():
+                return num_slots_for(free_bytes, layout.block_bytes)
+
+    async def _take_an_arena(self) -> bool:
+        """Have a layout without engines give up its arena, the least recently opened first."""
+        in_use = {id(engine.cache) for engine in self._engines}
+        idle = [c for c in self if c.arena is not None and id(c) not in in_use]
+        for cache in sorted(idle, key=lambda cache: cache.last_opened_s):
+            if await cache.unmount(UNMOUNT_S):
+                log.info("arena_taken", layout=cache.layout.fingerprint)
+                return True
+        return False
 
     def _salt_of(self, tenant: str) -> bytes:
         """Return a tenant's secret salt, made and kept at its first block."""
@@ -193,24 +316,5 @@ class Caches:
         return self._salts[tenant]
 
 
-def _restore(
-    sessions: Iterable[SessionRecord],
-    blocks: Iterable[BlockRecord],
-    engine: CacheEngine,
-    now_ns: int,
-) -> None:
-    engine.restore(sessions, blocks, now_ns)
-
-
 def _is_stored(key: SessionKey, engine: CacheEngine, _now_ns: int) -> bool:
     return engine.session_info(key) is not None
-
-
-def ssd_bytes(configured: int | None, directory: Path) -> int:
-    """Size of a volume: as configured, or a fraction of the free space, never less than it has."""
-    if configured is not None:
-        return configured
-    used = sum(path.stat().st_size for path in directory.glob("*.segment"))
-    existing = next(path for path in (directory, *directory.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    return max(used, int((free + used) * AUTO_FRACTION))

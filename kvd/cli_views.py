@@ -81,9 +81,9 @@ def session_table(info: kvd_pb2.SessionInfo) -> Table:
         ("dirty", format_bytes(info.dirty_bytes)),
         ("shared blocks", str(info.shared_blocks)),
         ("idle", format_duration(info.idle_s)),
-        ("expires in", expiry(info.expires_in_s)),
+        ("expires in", f"{expiry(info.expires_in_s)} (ttl: {_ttl_source(info)})"),
         ("leases", str(info.leases)),
-        ("state", _state(info) or "-"),
+        ("state", _state(info)),
     )
     for name, value in facts:
         table.add_row(name, value)
@@ -95,7 +95,7 @@ def blocks_table(blocks: Sequence[kvd_pb2.BlockInfo]) -> Table:
     table = Table("block", box=None)
     for heading in ("tokens", "first row", "slot", "extent", "sessions"):
         table.add_column(heading, justify="right")
-    table.add_column("tiers")
+    table.add_column("copies")
     for block in blocks:
         tiers = plain(block)["tiers"]
         table.add_row(
@@ -105,46 +105,70 @@ def blocks_table(blocks: Sequence[kvd_pb2.BlockInfo]) -> Table:
             str(block.slot_id) if "dram" in tiers else "-",
             str(block.extent) if "ssd" in tiers else "-",
             str(block.sessions),
-            "+".join(tiers) + (" dirty" if block.dirty else ""),
+            _copies(block),
         )
     return table
 
 
-def stats_tables(stats: kvd_pb2.GetStatsResponse) -> list[Table]:
-    """Tiers, engines and counters."""
-    tiers = Table("model", "tier", box=None, title="tiers", title_justify="left")
-    for heading in ("used", "capacity", "blocks", "sessions", "leases", "dirty"):
-        tiers.add_column(heading, justify="right")
-    tiers.add_column("state")
-    for layout in stats.layouts:
-        for tier in layout.tiers:
-            tiers.add_row(
-                layout.model[:12],
-                plain(tier)["tier"],
-                format_bytes(tier.used_bytes),
-                format_bytes(tier.capacity_bytes),
-                str(tier.num_blocks),
-                str(layout.num_sessions),
-                str(layout.leases),
-                format_bytes(layout.dirty_bytes),
-                f"degraded: {tier.degraded_reason}" if tier.degraded else "ok",
-            )
-    engines = Table("engine", "pid", "rss", "queue", "attached", box=None, title="engines")
-    engines.title_justify = "left"
-    for engine in stats.engines:
-        engines.add_row(
-            engine.name,
-            str(engine.pid),
-            format_bytes(engine.rss_bytes),
-            str(engine.queue_jobs),
-            format_duration(engine.attached_s),
+def leases_table(leases: Sequence[kvd_pb2.LeaseInfo]) -> Table:
+    """One line per lease."""
+    table = Table("lease", "kind", "session", "tenant", "model", box=None)
+    for heading in ("slots", "bytes", "age", "pid"):
+        table.add_column(heading, justify="right")
+    table.add_column("process")
+    table.add_column("state")
+    for lease in leases:
+        table.add_row(
+            str(lease.lease_id),
+            plain(lease)["kind"],
+            lease.session.session_id or "-",
+            lease.session.tenant or "-",
+            lease.session.model[:12] or "-",
+            str(lease.num_slots),
+            format_bytes(lease.bytes),
+            format_duration(lease.age_s),
+            str(lease.pid) if lease.pid else "-",
+            " ".join(word for word in (lease.engine_name, lease.process_status) if word) or "-",
+            _lease_state(lease),
         )
-    counters = Table("counter", "model", box=None, title="counters", title_justify="left")
-    counters.add_column("since start", justify="right")
-    for layout in stats.layouts:
-        for name, count in sorted(layout.counters.items()):
-            counters.add_row(name, layout.model[:12], str(count))
-    return [_process_table(stats), tiers, engines, counters]
+    return table
+
+
+def verify_line(progress: kvd_pb2.VerifyProgress) -> str:
+    """How far a verification is, in one line of a terminal."""
+    num_checked = progress.dram.num_blocks + progress.ssd.num_blocks
+    share = min(1.0, num_checked / progress.num_copies) if progress.num_copies else 1.0
+    num_corrupt = progress.dram.num_corrupt + progress.ssd.num_corrupt
+    checked_bytes = format_bytes(progress.dram.bytes + progress.ssd.bytes)
+    return f"{share:4.0%}  {num_checked} copies, {checked_bytes}, {num_corrupt} corrupt"
+
+
+def verify_table(report: kvd_pb2.VerifyProgress) -> Table:
+    """What a verification found."""
+    table = Table("tier", box=None)
+    for heading in ("copies checked", "bytes", "corrupt"):
+        table.add_column(heading, justify="right")
+    for name, tier in (("dram", report.dram), ("ssd", report.ssd)):
+        table.add_row(name, str(tier.num_blocks), format_bytes(tier.bytes), str(tier.num_corrupt))
+    table.caption = (
+        f"{report.num_repaired} repaired, {report.num_lost} lost, {report.num_errors} not checked"
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def facts_row(*facts: str) -> Table:
+    """A line of facts; empty ones are left out."""
+    table = Table(box=None, show_header=False)
+    table.add_row(*(fact for fact in facts if fact))
+    return table
+
+
+def temperature(info: kvd_pb2.SessionInfo) -> str:
+    """How fast a session loads: hot (all in DRAM), warm (partly), cold (on SSD only)."""
+    if not info.dram_bytes:
+        return "cold"
+    return "hot" if info.dram_bytes == info.bytes else "warm"
 
 
 def expiry(expires_in_s: float) -> str:
@@ -152,26 +176,38 @@ def expiry(expires_in_s: float) -> str:
     return "never" if expires_in_s < 0 else format_duration(expires_in_s)
 
 
-def _process_table(stats: kvd_pb2.GetStatsResponse) -> Table:
-    process = stats.process
-    table = Table(box=None, show_header=False)
-    table.add_row(
-        f"kvd {stats.version}",
-        f"pid {process.pid}",
-        f"up {format_duration(process.uptime_s)}",
-        f"rss {format_bytes(process.rss_bytes)}",
-        f"{process.threads} threads",
-        f"{process.open_files} files",
-        f"{process.cpu_s:.1f} s cpu",
-        f"{format_bytes(process.memory_available_bytes)} free on the machine",
-    )
-    return table
+def _ttl_source(info: kvd_pb2.SessionInfo) -> str:
+    sources = {
+        kvd_pb2.TTL_SOURCE_SESSION: "its own",
+        kvd_pb2.TTL_SOURCE_TENANT: "its tenant's",
+    }
+    return sources.get(info.ttl_source, "default")
 
 
 def _state(info: kvd_pb2.SessionInfo) -> str:
     words = (
-        ("pinned", info.pinned),
+        (temperature(info), True),
+        ("pinned", info.pin == kvd_pb2.PIN_HARD),
+        ("soft-pinned", info.pin == kvd_pb2.PIN_SOFT),
         ("ended", info.ended),
         ("in use", bool(info.leases)),
     )
     return ", ".join(word for word, applies in words if applies)
+
+
+def _copies(block: kvd_pb2.BlockInfo) -> str:
+    """Where a block is, and what is still to be done with it."""
+    tiers = plain(block)["tiers"]
+    words = (
+        ("+".join(tiers), True),
+        ("dirty", block.dirty),
+        ("not hashed", not block.hashed),
+        ("unverified", "dram" in tiers and not block.verified),
+    )
+    return ", ".join(word for word, applies in words if applies)
+
+
+def _lease_state(lease: kvd_pb2.LeaseInfo) -> str:
+    if lease.quarantined:
+        return "quarantined"
+    return "attached, waits for reads" if lease.pending else "attached"

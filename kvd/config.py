@@ -1,47 +1,87 @@
 """Settings of kvd. systemd/kvd.toml is the reference: it lists and explains every key."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, StringConstraints, field_validator
 
 from kvd.core.eviction import POLICIES
-from shared.config import (
+from kvd.core.records import TTL_NEVER_NS, Admission
+from shared.config import LoadedSettings, load_settings
+from shared.kv_layout import KVLayout
+from shared.runtime_dir import default_runtime_dir, default_state_dir
+from shared.setting_types import (
     ByteSize,
     ByteSizeOrAuto,
+    ByteSizeOrNone,
     Duration,
     DurationOrNever,
     IntList,
-    LoadedSettings,
+    IntOrAny,
     Section,
-    load_settings,
+    TenantName,
 )
-from shared.runtime_dir import default_runtime_dir, default_state_dir
+from shared.units import GIB, MIB, NS_PER_S
 
 ENV_PREFIX = "KVD"
-GIB = 1 << 30
+MIN_DRAM_BYTES = 1 << 16  # anything less is a slip of the pen
+
+LayoutPrefix = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{1,64}$")]
 
 
 class DramSettings(Section):
     """The DRAM tier."""
 
-    bytes: ByteSizeOrAuto = Field(default=None, ge=1 << 16)
+    bytes: ByteSizeOrAuto = Field(default=None, ge=MIN_DRAM_BYTES)
+    total_bytes: ByteSizeOrNone = Field(default=None, ge=MIN_DRAM_BYTES)
     prefault: bool = True
+    keep: Literal["auto", "fdstore", "file", "none"] = "auto"
+    directory: Path = Path("/dev/shm")  # noqa: S108  # kvd makes a private directory in it
+    hugepages: Literal["auto", "on", "off"] = "auto"
+    numa_node: IntOrAny = Field(default=None, ge=0)
 
 
 class SsdSettings(Section):
     """The SSD tier."""
 
     bytes: ByteSizeOrAuto = Field(default=None, ge=0)
+    reserve_bytes: ByteSize = Field(default=GIB, ge=0)
     segment_bytes: ByteSize = Field(default=GIB // 4, ge=1 << 16)
-    read_threads: int = Field(default=4, ge=1, le=64)
+    io_threads: int = Field(default=4, ge=1, le=64)
+    in_flight_bytes: ByteSize = Field(default=256 * MIB, ge=1 << 16)
+    direct: Literal["auto", "on", "off"] = "auto"
+    admission: Admission = Admission.WRITE_THROUGH
+    write_back_after: Duration = Field(default=30.0, ge=0)
+
+
+class IntegritySettings(Section):
+    """When bytes are checked beyond what is always checked."""
+
+    verify_on_load: bool = False
+    scrub_rate: ByteSize = Field(default=256 * MIB, ge=1 << 16)  # a second
 
 
 class SessionSettings(Section):
-    """How long sessions live."""
+    """How long sessions live, and how much of a tenant's is kept."""
 
     default_ttl: DurationOrNever = Field(default=7 * 86400.0, gt=0)
-    max_sessions: int = Field(default=100_000, ge=1)
+    default_quota: ByteSizeOrNone = Field(default=None, ge=0)
+    max_sessions: int = Field(default=250_000, ge=1)
+
+
+class TenantSettings(Section):
+    """One tenant's values in place of the defaults; a key that is not given changes nothing."""
+
+    ttl: DurationOrNever = Field(default=None, gt=0)
+    quota: ByteSizeOrNone = Field(default=None, ge=0)
+
+
+class LayoutSettings(Section):
+    """Budgets of one layout in place of dram.bytes and within ssd.bytes; None: no own."""
+
+    dram: ByteSizeOrAuto = Field(default=None, ge=MIN_DRAM_BYTES)
+    ssd: ByteSizeOrAuto = Field(default=None, ge=0)
 
 
 class EvictionSettings(Section):
@@ -94,11 +134,34 @@ class Settings(Section):
     state_dir: Path = Field(default_factory=default_state_dir)
     dram: DramSettings = DramSettings()
     ssd: SsdSettings = SsdSettings()
+    integrity: IntegritySettings = IntegritySettings()
     sessions: SessionSettings = SessionSettings()
+    tenants: Mapping[TenantName, TenantSettings] = Field(default_factory=dict)
+    layouts: Mapping[LayoutPrefix, LayoutSettings] = Field(default_factory=dict)
     eviction: EvictionSettings = EvictionSettings()
     limits: LimitSettings = LimitSettings()
     access: AccessSettings = AccessSettings()
     log: LogSettings = LogSettings()
+
+    def tenant_ttl_ns(self, tenant: str) -> int | None:
+        """The TTL that was given to a tenant; None if none was, TTL_NEVER_NS for never."""
+        given = self.tenants.get(tenant)
+        if given is None or "ttl" not in given.model_fields_set:
+            return None
+        return TTL_NEVER_NS if given.ttl is None else int(given.ttl * NS_PER_S)
+
+    def tenant_quota_bytes(self, tenant: str) -> int | None:
+        """The quota that holds for a tenant; None for no bound."""
+        given = self.tenants.get(tenant)
+        if given is None or "quota" not in given.model_fields_set:
+            return self.sessions.default_quota
+        return given.quota
+
+    def layout_settings(self, layout: KVLayout) -> LayoutSettings:
+        """The budgets of a layout: of the longest prefix that its fingerprint or model has."""
+        names = (layout.fingerprint, layout.model)
+        fitting = [p for p in self.layouts if any(name.startswith(p) for name in names)]
+        return self.layouts[max(fitting, key=len)] if fitting else LayoutSettings()
 
 
 def load(config_path: Path | None, flags: dict[str, object]) -> LoadedSettings[Settings]:

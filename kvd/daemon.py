@@ -7,13 +7,14 @@ drain: what is on SSD is consistent at every moment, what is in DRAM may not be.
 
 import asyncio
 import os
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from kvd import systemd
-from kvd.caches import Caches
+from kvd.caches import VOLUMES, Caches
 from kvd.clock import META_NAME, SAVE_EVERY_S, Clock, read_boot_id, resume_clock
 from kvd.config import Settings
 from kvd.data_socket import DataSocket
@@ -22,10 +23,12 @@ from kvd.engines import Engines
 from kvd.errors import BrokenError
 from kvd.events import EventHub
 from kvd.grpc_servers import GrpcServer
-from kvd.operator_service import OperatorService, ReaderService
+from kvd.operator_service import OperatorService
+from kvd.reader_service import ReaderService
+from kvd.scrubber import Scrubber
 from kvd.service import Draining, EngineService
+from kvd.tiers.faults import Faults, NoFaults
 from kvd.tiers.manifest import Manifest
-from kvd.tiers.ssd import Faults, NoFaults
 from shared.log import get_logger
 from shared.runtime_dir import DATA_SOCKET, ENGINE_SOCKET, OPERATOR_SOCKET, READER_SOCKET
 from shared.version import __version__
@@ -33,6 +36,8 @@ from shared.version import __version__
 MANIFEST_NAME = "manifest.db"
 SOCKET_MODE = 0o660  # owner and group: the directory's mode and group say who gets that far
 STOP_GRACE_S = 0.5  # for calls still running after the drain
+SWITCH_INTERVAL_S = 0.0005  # I/O threads need the interpreter for microseconds, but soon
+BEAT_S = 5.0  # between two looks at the disk's free space
 DRAIN_POLL_S = 0.05  # upper bound between two looks at whether everything is written
 
 log = get_logger(__name__)
@@ -43,11 +48,15 @@ class Daemon:
 
     Args:
         settings: see systemd/kvd.toml.
-        faults: injected failures of the SSD tier, for tests.
+        faults: injected failures of what it writes, for tests.
+
+    Attributes:
+        keeps_dram: whether arenas are left for the next kvd at the end.
     """
 
     def __init__(self, settings: Settings, faults: Faults | None = None) -> None:
         self._settings = settings
+        self.keeps_dram = True
         self._faults = faults or NoFaults()
         self._broken: asyncio.Future[None] | None = None
 
@@ -59,15 +68,23 @@ class Daemon:
             BrokenError: an invariant of the core broke.
         """
         self._broken = asyncio.get_running_loop().create_future()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         async with AsyncExitStack() as stack:
             manifest, clock = self._open_state(stack)
             events = EventHub(self._settings.limits.max_watchers)
+            engines = Engines(self._settings.limits.max_engines)
             caches = Caches(
-                self._settings, manifest, clock, self._faults, events.publish, self._break
+                self._settings,
+                manifest,
+                clock,
+                engines,
+                self._faults,
+                events.publish,
+                self._break,
             )
-            stack.push_async_callback(caches.close)
+            stack.push_async_callback(self._close, caches)
+            stack.callback(engines.close)
             caches.restore()
-            engines = Engines()
             draining = Draining(self._settings.limits.drain)
             data_socket = await stack.enter_async_context(self._data_socket(engines))
             servers = self._servers(caches, engines, data_socket, events, draining)
@@ -76,7 +93,7 @@ class Daemon:
                 stack.push_async_callback(server.stop, STOP_GRACE_S)
             log.info("kvd_ready", version=__version__, runtime_dir=str(self._settings.runtime_dir))
             systemd.notify(systemd.READY)
-            await self._until_stopped(stop, manifest, clock)
+            await self._until_stopped(stop, manifest, clock, caches)
             systemd.notify(systemd.STOPPING)
             draining.begun.set()
             for server in servers:
@@ -92,7 +109,9 @@ class Daemon:
         for path, purpose in ((settings.runtime_dir, "runtime"), (settings.state_dir, "state")):
             lock_fd = claim_directory(path, purpose, f"--{purpose}-dir")
             stack.callback(os.close, lock_fd)
-        manifest = Manifest(settings.state_dir / MANIFEST_NAME)
+        manifest = Manifest(
+            settings.state_dir / MANIFEST_NAME, settings.state_dir / VOLUMES, self._faults
+        )
         manifest.open()
         stack.callback(manifest.close)
         clock = resume_clock(manifest.meta(META_NAME), read_boot_id(), time.time_ns())
@@ -126,8 +145,9 @@ class Daemon:
         """One server per role."""
         limits, access = self._settings.limits, self._settings.access
         engine = EngineService(caches, engines, data_socket, limits, draining)
-        operator = OperatorService(caches)
-        reader = ReaderService(caches, engines, events, limits)
+        scrubber = Scrubber(self._settings.integrity.scrub_rate)
+        operator = OperatorService(caches, engines, scrubber)
+        reader = ReaderService(caches, engines, events, scrubber, self._settings)
         services: list[tuple[str, dict[str, object]]] = [
             (_unix(self._settings.runtime_dir / ENGINE_SOCKET), {"Engine": engine}),
             (
@@ -140,15 +160,21 @@ class Daemon:
             services.append((access.tcp, {"Reader": reader}))
         return [GrpcServer(address, served, limits.max_rpcs) for address, served in services]
 
-    async def _until_stopped(self, stop: asyncio.Event, manifest: Manifest, clock: Clock) -> None:
-        """Wait for the end, telling the watchdog and saving the clock meanwhile."""
+    async def _until_stopped(
+        self, stop: asyncio.Event, manifest: Manifest, clock: Clock, caches: Caches
+    ) -> None:
+        """Wait for the end; meanwhile tell the watchdog, save the clock and look at the disk."""
         assert self._broken is not None, "set by run"  # noqa: S101
         stopped = asyncio.ensure_future(stop.wait())
-        beat_s = min(systemd.watchdog_interval_s() or SAVE_EVERY_S, SAVE_EVERY_S)
+        beat_s = min(systemd.watchdog_interval_s() or BEAT_S, BEAT_S)
+        saved_at_s = -SAVE_EVERY_S
         try:
             while not stopped.done() and not self._broken.done():
                 systemd.notify(systemd.WATCHDOG)
-                manifest.put_meta(META_NAME, clock.saved(time.time_ns()))
+                caches.measure_space()
+                if time.monotonic() >= saved_at_s + SAVE_EVERY_S:
+                    saved_at_s = time.monotonic()
+                    manifest.put_meta(META_NAME, clock.saved(time.time_ns()))
                 await asyncio.wait(
                     (stopped, self._broken), timeout=beat_s, return_when=asyncio.FIRST_COMPLETED
                 )
@@ -162,12 +188,17 @@ class Daemon:
         loop = asyncio.get_running_loop()
         until = loop.time() + self._settings.limits.drain
         log.info("kvd_draining", deadline_s=self._settings.limits.drain)
+        for cache in caches:
+            cache.write_dirty()
         while busy := [cache for cache in caches if not cache.is_idle]:
             left_s = until - loop.time()
             if left_s <= 0:
                 log.warning("drain_deadline_passed", layouts=len(busy))
                 return
             await busy[0].changed(min(left_s, DRAIN_POLL_S))
+
+    async def _close(self, caches: Caches) -> None:
+        await caches.close(keep_dram=self.keeps_dram)
 
     def _serving_ended(self, serving: "asyncio.Task[None]") -> None:
         """Without the data socket no engine could attach any more: better to start anew."""

@@ -1,8 +1,8 @@
 """The data socket: who may attach, who is alive, and the arena's descriptor (D2, D10, D16).
 
-Each connection is one engine process. Its end (closed, process dead) is the end of that engine:
-from then on nobody writes into its slots, and its leases are released. A broken gRPC stream alone
-is not: while the process lives and keeps this connection, it may still be copying.
+Each connection is one attachment of one engine process. With the process dead, or after it said
+that it leaves, nobody writes into its slots any more. A connection that merely ends, or a broken
+gRPC stream, proves nothing: while the process lives it may still be copying (kvd/engines.py).
 """
 
 import asyncio
@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvd.errors import AttachDeniedError, UnusableSocketError
+from kvd.process_identity import ProcessWatch, watch_peer
+from kvd.tiers.progress import Wakeup
 from shared import data_socket_protocol as packets
 from shared import seqpacket
 from shared.log import get_logger
@@ -26,7 +28,7 @@ ACCEPT_RETRY_S = 0.1
 _UCRED = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 if TYPE_CHECKING:
-    from kvd.tiers.dram import Arena
+    from kvd.tiers.arena import Arena
 
 log = get_logger(__name__)
 
@@ -37,15 +39,32 @@ class Peer:
     Attributes:
         token: what Attach must present, once.
         pid: of the process, 0 if it lives in a foreign PID namespace.
+        watch: of the process; None if it is dead, cannot be watched, or somebody has taken over.
+        wakeup: its eventfd.
         arena: what it may map; set by Attach.
         gone: set at the end of the connection or of the process.
+        has_left: it said that it holds nothing any more.
     """
 
-    def __init__(self, token: str, pid: int) -> None:
+    def __init__(self, token: str, pid: int, watch: ProcessWatch | None) -> None:
         self.token = token
         self.pid = pid
+        self.watch = watch
+        self.wakeup = Wakeup()
         self.arena: Arena | None = None
         self.gone = asyncio.Event()
+        self.has_left = False
+
+    @property
+    def may_still_write(self) -> bool:
+        """Whether the end of its connection leaves a process that may be copying."""
+        return self.watch is not None and not self.watch.is_dead and not self.has_left
+
+    def close(self) -> None:
+        """Give up what belongs to the connection, and the watch unless it was taken over."""
+        self.wakeup.close()
+        if self.watch is not None:
+            self.watch.close()
 
 
 class DataSocket:
@@ -120,10 +139,12 @@ class DataSocket:
             if self._num_peers >= self._max_peers:
                 _refuse(sock, "limit_reached", f"{self._num_peers} engines, limits.max_engines")
                 return
-            peer = Peer(secrets.token_hex(TOKEN_BYTES), pid)
+            peer = Peer(secrets.token_hex(TOKEN_BYTES), pid, watch_peer(sock, pid))
             self._waiting[peer.token] = peer
             self._num_peers += 1
-            pidfd = _watch_process(peer)
+            if peer.watch is not None:
+                # A connection inherited by a child outlives its process; the pidfd does not.
+                peer.watch.start(peer.gone.set)
             try:
                 await self._converse(sock, peer)
             except (OSError, TimeoutError, packets.MalformedPacketError) as error:
@@ -132,33 +153,24 @@ class DataSocket:
                 peer.gone.set()
                 self._num_peers -= 1
                 self._waiting.pop(peer.token, None)
-                _stop_watching(pidfd)
                 self._on_gone(peer)
+                peer.close()
 
     async def _converse(self, sock: socket.socket, peer: Peer) -> None:
         """Answer packets until the peer is gone."""
         seqpacket.send(sock, packets.encode(packets.Welcome(peer.token)))
-        gone = asyncio.ensure_future(peer.gone.wait())
-        try:
-            while True:
-                receiving = asyncio.ensure_future(seqpacket.receive(sock))
-                waits_s = ATTACH_S if peer.token in self._waiting else None
-                done, _ = await asyncio.wait(
-                    (receiving, gone), timeout=waits_s, return_when=asyncio.FIRST_COMPLETED
-                )
-                if receiving not in done:
-                    receiving.cancel()
-                    await asyncio.gather(receiving, return_exceptions=True)
-                    if not done and peer.token not in self._waiting:
-                        continue  # it has attached meanwhile and may be silent for ever
-                    return
-                packet, fds = receiving.result()
-                seqpacket.close_fds(fds)
-                if not packet:
-                    return
-                self._answer(sock, peer, packets.decode(packet))
-        finally:
-            gone.cancel()
+        while True:
+            waits_s = ATTACH_S if peer.token in self._waiting else None
+            packet = await _next_packet(sock, peer.gone, waits_s)
+            if packet is None and not peer.gone.is_set() and peer.token not in self._waiting:
+                continue  # it has attached meanwhile and may be silent for ever
+            if not packet:
+                return
+            message = packets.decode(packet)
+            if isinstance(message, packets.Leaving):
+                peer.has_left = True
+                return
+            self._answer(sock, peer, message)
 
     def _answer(self, sock: socket.socket, peer: Peer, message: packets.Message) -> None:
         arena = peer.arena
@@ -169,8 +181,32 @@ class DataSocket:
         ):
             _refuse(sock, "unexpected", "ask for the arena that Attach has named")
             raise packets.MalformedPacketError("an arena that was not offered")
-        mapping = packets.ArenaMapping(arena.slots.slot_bytes, arena.slots.num_slots)
-        seqpacket.send(sock, packets.encode(mapping), [arena.fd])
+        slots, progress = arena.slots, arena.progress
+        mapping = packets.ArenaMapping(slots.slot_bytes, slots.num_slots, progress.num_words)
+        fds = [arena.fd, progress.fd, peer.wakeup.fd]
+        seqpacket.send(sock, packets.encode(mapping), fds)
+
+
+async def _next_packet(
+    sock: socket.socket, gone: asyncio.Event, timeout_s: float | None
+) -> bytes | None:
+    """Wait for a packet; b"" at the end of the connection, None if it is gone or silent."""
+    waits = asyncio.ensure_future(gone.wait())
+    receiving = asyncio.ensure_future(seqpacket.receive(sock))
+    try:
+        await asyncio.wait(
+            (receiving, waits), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+    finally:  # also when kvd stops: nothing may wait on a socket that is about to be closed
+        waits.cancel()
+        if not receiving.done():
+            receiving.cancel()
+            await asyncio.gather(receiving, return_exceptions=True)
+    if receiving.cancelled():
+        return None
+    packet, fds = receiving.result()
+    seqpacket.close_fds(fds)
+    return packet
 
 
 def _refuse(sock: socket.socket, reason: str, message: str) -> None:
@@ -179,24 +215,3 @@ def _refuse(sock: socket.socket, reason: str, message: str) -> None:
         seqpacket.send(sock, packets.encode(packets.Refused(reason, message)))
     except OSError:
         return  # it has gone by itself
-
-
-def _watch_process(peer: Peer) -> int:
-    """Set peer.gone when the process dies; returns the pidfd, or -1 where there is none to have.
-
-    A connection inherited by a child outlives its process; the pidfd does not.
-    """
-    if not peer.pid:
-        return -1
-    try:
-        pidfd = os.pidfd_open(peer.pid)
-    except OSError:
-        return -1
-    asyncio.get_running_loop().add_reader(pidfd, peer.gone.set)
-    return pidfd
-
-
-def _stop_watching(pidfd: int) -> None:
-    if pidfd >= 0:
-        asyncio.get_running_loop().remove_reader(pidfd)
-        os.close(pidfd)

@@ -6,6 +6,8 @@ from shared.errors import (
     DeniedError,
     ExhaustedError,
     InvalidInputError,
+    NotFoundError,
+    ReportedError,
     StateError,
     UnavailableError,
 )
@@ -58,6 +60,36 @@ class UnusableSocketError(ConfigError):
     """A socket cannot be listened on."""
 
     reason = "unusable_socket"
+
+
+class NoHolderError(NotFoundError):
+    """The process holds no lease, so it is none of kvd's business."""
+
+    reason = "no_holder"
+
+
+class NotOursToKillError(DeniedError):
+    """The process belongs to a user that kvd may not send signals to."""
+
+    reason = "not_ours_to_kill"
+
+
+class VerifyRunningError(ExhaustedError):
+    """Only one verification runs at a time."""
+
+    reason = "verify_running"
+
+
+class CorruptionFoundError(ReportedError):
+    """`kvd verify` found bytes that are not the ones stored, and they are not replaced."""
+
+    reason = "corruption_found"
+
+
+class UnverifiedError(ReportedError):
+    """`kvd verify` could not check everything."""
+
+    reason = "unverified"
 
 
 class NotRunningError(UnavailableError):

@@ -3,9 +3,9 @@
 from kvd.core.records import (
     TTL_NEVER_NS,
     BlockInfo,
-    EngineStats,
     LoadAnswer,
     Lookup,
+    Pin,
     SessionInfo,
     StoreAnswer,
     Tier,
@@ -15,11 +15,17 @@ from shared.pb.kvd.v1 import kvd_pb2
 from shared.session_key import SessionKey, session_key
 from shared.units import NS_PER_S
 
-_TIERS = {Tier.DRAM: kvd_pb2.TIER_DRAM, Tier.SSD: kvd_pb2.TIER_SSD}
+TIERS = {Tier.DRAM: kvd_pb2.TIER_DRAM, Tier.SSD: kvd_pb2.TIER_SSD}
 _LOOKUPS = {
     Lookup.HIT: kvd_pb2.LOOKUP_HIT,
     Lookup.PENDING: kvd_pb2.LOOKUP_PENDING,
     Lookup.MISS: kvd_pb2.LOOKUP_MISS,
+}
+_PINS = {Pin.NONE: kvd_pb2.PIN_NONE, Pin.SOFT: kvd_pb2.PIN_SOFT, Pin.HARD: kvd_pb2.PIN_HARD}
+_TTL_SOURCES = {
+    "default": kvd_pb2.TTL_SOURCE_DEFAULT,
+    "tenant": kvd_pb2.TTL_SOURCE_TENANT,
+    "session": kvd_pb2.TTL_SOURCE_SESSION,
 }
 
 
@@ -37,8 +43,8 @@ def key_of(message: kvd_pb2.SessionKey, model: str = "") -> SessionKey:
     return session_key(message.tenant, message.model or model, message.session_id)
 
 
-def load_response(answer: LoadAnswer) -> kvd_pb2.PrepareLoadResponse:
-    """Encode."""
+def load_response(answer: LoadAnswer, progress_index: int = 0) -> kvd_pb2.PrepareLoadResponse:
+    """Encode; a PENDING answer goes with the index of its progress word."""
     return kvd_pb2.PrepareLoadResponse(
         lookup=_LOOKUPS[answer.lookup],
         lease_id=answer.lease_id,
@@ -48,7 +54,7 @@ def load_response(answer: LoadAnswer) -> kvd_pb2.PrepareLoadResponse:
                 start=span.start,
                 num_tokens=span.num_tokens,
                 token_offset=span.token_offset,
-                tier=_TIERS[span.tier],
+                tier=TIERS[span.tier],
                 generation=span.generation,
             )
             for span in answer.spans
@@ -56,6 +62,7 @@ def load_response(answer: LoadAnswer) -> kvd_pb2.PrepareLoadResponse:
         end_token=answer.end_token,
         more=answer.more,
         miss_reason=answer.miss_reason,
+        progress_index=progress_index,
     )
 
 
@@ -93,13 +100,14 @@ def session_message(info: SessionInfo, layout: KVLayout, now_ns: int) -> kvd_pb2
         ssd_bytes=info.ssd_bytes,
         dirty_bytes=info.dirty_bytes,
         shared_blocks=info.shared_blocks,
-        pinned=info.pinned,
+        pin=_PINS[info.pin],
         leases=info.leases,
         idle_s=(now_ns - info.last_access_ns) / NS_PER_S,
         ttl_s=-1.0 if ttl_ns == TTL_NEVER_NS else ttl_ns / NS_PER_S,
         expires_in_s=expires_in_s,
         layout=layout.fingerprint,
         ended=info.ended,
+        ttl_source=_TTL_SOURCES[info.ttl_source],
     )
 
 
@@ -110,36 +118,13 @@ def block_message(block: BlockInfo) -> kvd_pb2.BlockInfo:
         token_offset=block.token_offset,
         start=block.start,
         num_tokens=block.num_tokens,
-        tiers=[_TIERS[tier] for tier in block.tiers],
+        tiers=[TIERS[tier] for tier in block.tiers],
         slot_id=block.slot_id or 0,
         extent=block.extent or 0,
         sessions=block.num_sessions,
         dirty=block.dirty,
-    )
-
-
-def layout_stats_message(stats: EngineStats, layout: KVLayout) -> kvd_pb2.LayoutStats:
-    """Encode."""
-    return kvd_pb2.LayoutStats(
-        layout=layout.fingerprint,
-        model=layout.model,
-        block_tokens=layout.block_tokens,
-        block_bytes=layout.block_bytes,
-        num_sessions=stats.num_sessions,
-        tiers=[
-            kvd_pb2.TierStats(
-                tier=_TIERS[tier.tier],
-                capacity_bytes=tier.capacity_bytes,
-                used_bytes=tier.used_bytes,
-                num_blocks=tier.num_blocks,
-                degraded=bool(tier.degraded_reason),
-                degraded_reason=tier.degraded_reason,
-            )
-            for tier in stats.tiers
-        ],
-        dirty_bytes=stats.dirty_bytes,
-        leases=stats.num_leases,
-        counters=stats.counters,
+        hashed=block.is_hashed,
+        verified=Tier.DRAM in block.tiers and not block.is_unverified,
     )
 
 

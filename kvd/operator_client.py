@@ -62,9 +62,9 @@ class OperatorClient:
         answer: kvd_pb2.FlushResponse = self._call(self._operator.Flush, request)
         return answer
 
-    def pin(self, key: kvd_pb2.SessionKey) -> None:
-        """Protect a session."""
-        self._call(self._operator.Pin, kvd_pb2.PinRequest(session=key))
+    def pin(self, key: kvd_pb2.SessionKey, *, soft: bool) -> None:
+        """Protect a session; soft: until nothing else is left to evict."""
+        self._call(self._operator.Pin, kvd_pb2.PinRequest(session=key, soft=soft))
 
     def unpin(self, key: kvd_pb2.SessionKey) -> None:
         """Take the protection away."""
@@ -75,9 +75,31 @@ class OperatorClient:
         request = kvd_pb2.SetTtlRequest(session=key, ttl_s=ttl_s)
         return float(self._call(self._operator.SetTtl, request).expires_in_s)
 
+    def leases(self, model: str) -> list[kvd_pb2.LeaseInfo]:
+        """Return all leases, oldest first."""
+        request = kvd_pb2.ListLeasesRequest(model=model)
+        return list(self._call(self._reader.ListLeases, request).leases)
+
+    def kill_holder(self, pid: int) -> kvd_pb2.KillHolderResponse:
+        """End a process that holds leases."""
+        request = kvd_pb2.KillHolderRequest(pid=pid)
+        answer: kvd_pb2.KillHolderResponse = self._call(self._operator.KillHolder, request)
+        return answer
+
+    def verify(self, *, repair: bool, model: str) -> Iterator[kvd_pb2.VerifyProgress]:
+        """Check every copy; yields about once a second, the final report last. Takes its time."""
+        with self._reported():
+            yield from self._operator.Verify(kvd_pb2.VerifyRequest(repair=repair, model=model))
+
     def _call(self, method: Any, request: Any) -> Any:
-        try:
+        with self._reported():
             return method(request, timeout=TIMEOUT_S)
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Raise what kvd says, or that it is not there, as a ReportedError."""
+        try:
+            yield
         except grpc.RpcError as error:
             reported = error_from_rpc(error)
             if isinstance(reported, UnavailableError):

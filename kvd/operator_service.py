@@ -1,36 +1,35 @@
-"""The Operator and Reader services: look at sessions, flush, pin, expire; stats and events."""
+"""The Operator service: flush, pin, set TTLs, end a process that hangs on to slots, verify."""
 
+import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
 from kvd.cache import Cache
 from kvd.caches import Caches
-from kvd.config import LimitSettings
 from kvd.core.engine import CacheEngine
 from kvd.core.errors import InvalidRequestError
-from kvd.core.records import FlushAnswer, SessionPage
+from kvd.core.records import FlushAnswer, LeaseInfo, Pin
 from kvd.engines import Engines
-from kvd.events import EventHub
-from kvd.messages import (
-    block_message,
-    key_message,
-    key_of,
-    layout_stats_message,
-    session_message,
-    ttl_ns_of,
-)
-from kvd.process_stats import engine_message, process_message
+from kvd.errors import NoHolderError, NotOursToKillError
+from kvd.messages import key_message, key_of, session_message, ttl_ns_of
+from kvd.operator_messages import verify_message
+from kvd.scrubber import Scrubber
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
 from shared.session_key import SessionKey
-from shared.version import __version__
+
+GONE_S = 5.0  # how long KillHolder waits for the end of a process
+GONE_POLL_S = 0.05  # upper bound between two looks whether its leases have ended
 
 
 class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # the stubs are untyped
     """What an operator may change; an answer means that a restart will not undo it."""
 
-    def __init__(self, caches: Caches) -> None:
+    def __init__(self, caches: Caches, engines: Engines, scrubber: Scrubber) -> None:
         self._caches = caches
+        self._engines = engines
+        self._scrubber = scrubber
 
     async def Flush(  # noqa: N802
         self, request: kvd_pb2.FlushRequest, _context: Any
@@ -55,8 +54,9 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
         self, request: kvd_pb2.PinRequest, _context: Any
     ) -> kvd_pb2.PinResponse:
         """Protect a session from eviction and expiry."""
+        pin = Pin.SOFT if request.soft else Pin.HARD
         cache, key = self._caches.find(key_of(request.session))
-        cache.act(lambda core, now_ns: core.pin(key, now_ns))
+        cache.act(lambda core, now_ns: core.pin(key, pin, now_ns))
         await self._caches.committed()
         return kvd_pb2.PinResponse()
 
@@ -83,96 +83,56 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
         await self._caches.committed()
         return kvd_pb2.SetTtlResponse(expires_in_s=message.expires_in_s)
 
-
-class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the stubs are untyped
-    """What a monitor may look at."""
-
-    def __init__(
-        self, caches: Caches, engines: Engines, events: EventHub, limits: LimitSettings
-    ) -> None:
-        self._caches = caches
-        self._engines = engines
-        self._events = events
-        self._limits = limits
-
-    async def ListSessions(  # noqa: N802
-        self, request: kvd_pb2.ListSessionsRequest, _context: Any
-    ) -> kvd_pb2.ListSessionsResponse:
-        """Page through the sessions, layout by layout, least recently used first in each.
-
-        A page token is "<layout fingerprint> <the cache engine's own page token>".
-        """
-        limit = min(request.limit or self._limits.sessions_page, self._limits.sessions_page)
-        resume, _, after = request.page_token.partition(" ")
-        response = kvd_pb2.ListSessionsResponse()
-        for cache in self._caches_of(request.model):
-            layout = cache.layout.fingerprint
-            room = limit - len(response.sessions)
-            page, now_ns = cache.act(
-                partial(_page, request.tenant, after if layout == resume else "", max(1, room))
+    async def KillHolder(  # noqa: N802
+        self, request: kvd_pb2.KillHolderRequest, _context: Any
+    ) -> kvd_pb2.KillHolderResponse:
+        """End a process that holds leases, and wait for them to end with it."""
+        if not request.pid:  # how a process of another PID namespace looks
+            raise InvalidRequestError("no process is named", "name one that kvd leases shows")
+        held = self._leases_of(request.pid)
+        if not held or not self._kill(request.pid):
+            raise NoHolderError(
+                f"process {request.pid} holds no lease", "list who does with: kvd leases"
             )
-            response.total += page.total
-            if layout < resume or response.next_page_token:
-                continue
-            if room:
-                response.sessions.extend(
-                    session_message(info, cache.layout, now_ns) for info in page.sessions
+        loop = asyncio.get_running_loop()
+        until = loop.time() + GONE_S
+        while (left := self._leases_of(request.pid)) and loop.time() < until:
+            await left[0][0].changed(GONE_POLL_S)
+        return kvd_pb2.KillHolderResponse(
+            num_leases=len(held),
+            num_slots=sum(lease.num_slots for _, lease in held),
+            gone=not left,
+        )
+
+    async def Verify(  # noqa: N802
+        self, request: kvd_pb2.VerifyRequest, _context: Any
+    ) -> AsyncIterator[kvd_pb2.VerifyProgress]:
+        """Check every copy; it ends with its caller."""
+        caches = self._caches.of_model(request.model)
+        async with aclosing(self._scrubber.run(caches, repair=request.repair)) as run:
+            async for progress in run:
+                yield verify_message(
+                    progress.report, progress.layout, progress.num_copies, done=progress.done
                 )
-            if page.next_page and room:
-                response.next_page_token = f"{layout} {page.next_page}"
-            elif page.sessions and not room:
-                response.next_page_token = f"{layout} "
-        return response
 
-    async def DescribeSession(  # noqa: N802
-        self, request: kvd_pb2.DescribeSessionRequest, _context: Any
-    ) -> kvd_pb2.DescribeSessionResponse:
-        """One session with its blocks."""
-        cache, key = self._caches.find(key_of(request.session))
-        detail, now_ns = cache.act(lambda core, now_ns: (core.describe(key), now_ns))
-        return kvd_pb2.DescribeSessionResponse(
-            info=session_message(detail.info, cache.layout, now_ns),
-            blocks=[block_message(block) for block in detail.blocks],
-        )
+    def _kill(self, pid: int) -> bool:
+        try:
+            return self._engines.kill(pid)
+        except PermissionError as error:
+            raise NotOursToKillError(
+                f"process {pid} is another user's", f"as that user, or root: kill -KILL {pid}"
+            ) from error
 
-    async def GetStats(  # noqa: N802
-        self, _request: kvd_pb2.GetStatsRequest, _context: Any
-    ) -> kvd_pb2.GetStatsResponse:
-        """Fill, counters, engines and the process itself."""
-        return kvd_pb2.GetStatsResponse(
-            version=__version__,
-            layouts=[
-                layout_stats_message(cache.stats(), cache.layout) for cache in self._caches_of("")
-            ],
-            engines=[
-                engine_message(engine, engine.cache.act(partial(_num_queued, engine.engine_id)))
-                for engine in self._engines
-            ],
-            process=process_message(),
-        )
-
-    async def WatchEvents(  # noqa: N802
-        self, _request: kvd_pb2.WatchEventsRequest, _context: Any
-    ) -> AsyncIterator[kvd_pb2.Event]:
-        """Stream events from now on."""
-        with self._events.watch() as queue:
-            while True:
-                yield await queue.get()
-
-    def _caches_of(self, model: str) -> list[Cache]:
-        caches = sorted(self._caches, key=lambda cache: cache.layout.fingerprint)
-        return [cache for cache in caches if cache.layout.model.startswith(model)]
+    def _leases_of(self, pid: int) -> list[tuple[Cache, LeaseInfo]]:
+        """What a process holds."""
+        owners = {facts.owner for facts in self._engines.owners() if facts.pid == pid}
+        return [
+            (cache, lease)
+            for cache in self._caches
+            for lease in cache.act(lambda core, _: core.leases())
+            if lease.owner in owners
+        ]
 
 
 def _flush(key: SessionKey | None, dry_run: bool, core: CacheEngine, now_ns: int) -> FlushAnswer:
     return core.flush(key, dry_run, now_ns)
-
-
-def _page(
-    tenant: str, after: str, limit: int, core: CacheEngine, now_ns: int
-) -> tuple[SessionPage, int]:
-    return core.sessions(tenant, after, limit), now_ns
-
-
-def _num_queued(owner: int, core: CacheEngine, _now_ns: int) -> int:
-    return core.num_queued(owner)

@@ -16,7 +16,7 @@ from kvd.core.errors import InvalidRequestError, UnknownSessionError
 from kvd.core.records import LeaseState, LoadAnswer, Lookup, QueuedJob, StoreAnswer
 from kvd.data_socket import DataSocket
 from kvd.engines import AttachedEngine, Engines
-from kvd.errors import StoppingError
+from kvd.errors import AttachDeniedError, StoppingError
 from kvd.messages import key_of, load_response, session_message, store_response
 from shared.layout_message import layout_of
 from shared.log import get_logger
@@ -70,18 +70,24 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         self._draining.refuse()
         layout = layout_of(request.layout)
         peer = self._data_socket.claim(request.data_token)
-        cache = self._caches.open(layout)
-        engine = self._engines.attach(request.engine_name[:MAX_NAME], cache, peer)
-        confirmed, lost = cache.act(
-            lambda core, _: core.confirm_leases(engine.engine_id, request.held_leases)
-        )
         try:
+            cache, arena = await self._caches.open(layout)
+            # Nothing is awaited in between: nobody takes the arena from a layout with an engine.
+            if peer.gone.is_set():
+                raise AttachDeniedError("the data connection has ended", "connect again")
+            engine, confirmed, lost = self._engines.attach(
+                request.engine_name[:MAX_NAME],
+                cache,
+                peer,
+                request.instance,
+                request.held_leases,
+            )
             yield kvd_pb2.AttachEvent(
                 attached=kvd_pb2.Attached(
                     engine_id=engine.engine_id,
-                    arena_id=cache.arena.arena_id,
-                    slot_bytes=cache.arena.slots.slot_bytes,
-                    num_slots=cache.arena.slots.num_slots,
+                    arena_id=arena.arena_id,
+                    slot_bytes=arena.slots.slot_bytes,
+                    num_slots=arena.slots.num_slots,
                     confirmed_leases=confirmed,
                     lost_leases=lost,
                     kvd_version=__version__,
@@ -95,7 +101,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         finally:
             if not peer.gone.is_set():
                 # Its process may still be copying: slots stay leased until it is gone (D10).
-                log.info("attach_stream_ended", engine=engine.name, pid=peer.pid)
+                log.info("attach_stream_ended", engine=request.engine_name, pid=peer.pid)
 
     async def PrepareLoad(  # noqa: N802
         self, request: kvd_pb2.PrepareLoadRequest, _context: Any
@@ -109,6 +115,9 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         while answer.miss_reason == "busy" and await engine.cache.changed(_left_s(until)):
             answer = self._act(engine, prepare)
         if answer.lookup is Lookup.PENDING:
+            index = engine.cache.progress_index(answer.lease_id)
+            if request.accept_pending and index is not None:
+                return load_response(answer, index)
             answer = await self._settled(engine, answer.lease_id, until)
         return load_response(answer)
 

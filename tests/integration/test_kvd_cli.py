@@ -90,11 +90,14 @@ async def test_changing_sessions(tmp_path: Path) -> None:
         assert (await _json(kvd, "ttl", "b", "2h"))["expires_in_s"] > 7000
         await kvd.stop()
         await kvd.start()
-        assert (await _json(kvd, "show", "a"))["info"]["pinned"]
-        assert (await _json(kvd, "show", "b"))["info"]["ttl_s"] == 7200
+        assert (await _json(kvd, "show", "a"))["info"]["pin"] == "hard"
+        shown = (await _json(kvd, "show", "b"))["info"]
+        assert (shown["ttl_s"], shown["ttl_source"]) == (7200, "session")
         assert (await _json(kvd, "ttl", "b", "never"))["expires_in_s"] < 0
         await _json(kvd, "unpin", "a")
-        assert not (await _json(kvd, "show", "a"))["info"]["pinned"]
+        assert (await _json(kvd, "show", "a"))["info"]["pin"] == "none"
+        assert (await _json(kvd, "pin", "a", "--soft"))["state"] == "soft-pinned"
+        assert (await _json(kvd, "show", "a"))["info"]["pin"] == "soft"
         assert (await _json(kvd, "flush", "--all", "--dry-run"))["sessions"] == 2
         assert (await _json(kvd, "flush", "a"))["sessions"] == 1
         assert (await _fails(kvd, "show", "a"))[0] == 3
@@ -102,6 +105,34 @@ async def test_changing_sessions(tmp_path: Path) -> None:
         await kvd.kill()
         await kvd.start()
         assert (await _json(kvd, "ls"))["total"] == 0
+
+
+async def test_stats_tell_how_the_tiers_are_kept(tmp_path: Path) -> None:
+    """The arena, the volume and each tenant's share are in the statistics, in both forms."""
+    (tmp_path / "kvd.toml").write_text(
+        '[dram]\nkeep = "none"\n[ssd]\ndirect = "off"\nadmission = "write_back"\n'
+        '[tenants.acme]\nquota = "1MB"\nttl = "1h"\n'
+    )
+    flags = ("--dram", "1MB", "--ssd", "4MB", "--config", str(tmp_path / "kvd.toml"))
+    async with (
+        running_kvd(tmp_path, *flags) as kvd,
+        attached_engine(kvd.runtime_dir) as engine,
+    ):
+        await engine.store(key_of("a", tenant="acme"), TOKENS)
+        await engine.store(key_of("b"), TOKENS)
+        (layout,) = (await _json(kvd, "stats"))["layouts"]
+        shown = [
+            (await _json(kvd, "show", *of))["info"] for of in (("a", "--tenant", "acme"), ("b",))
+        ]
+        table = (await run_cli("stats", "--runtime-dir", str(kvd.runtime_dir)))[1]
+    assert layout["arena"]["keep"] == "none"
+    assert (layout["volume"]["direct"], layout["volume"]["admission"]) == (False, "write_back")
+    tenants = {t["tenant"]: (t["has_quota"], t["num_sessions"]) for t in layout["tenants"]}
+    assert tenants == {"acme": (True, 1), "default": (False, 1)}
+    assert [info["ttl_source"] for info in shown] == ["tenant", "default"]
+    assert shown[0]["expires_in_s"] < 3601
+    for word in ("kept: none", "write-back", "buffered", "acme"):
+        assert word in table
 
 
 async def test_a_leased_session_is_not_flushed(tmp_path: Path) -> None:
@@ -131,6 +162,8 @@ async def test_errors_are_one_line_with_a_remedy(tmp_path: Path) -> None:
             ("show", "no such name!"): (2, "letters, digits"),
             ("flush",): (2, "--all"),
             ("flush", "--all"): (2, "--yes"),
+            ("leases", "--kill", "1"): (2, "--yes"),
+            ("leases", "--kill", "1", "--yes"): (3, "kvd leases"),
         }
         for arguments, (expected, remedy) in cases.items():
             code, line = await _fails(kvd, *arguments)
@@ -140,7 +173,9 @@ async def test_errors_are_one_line_with_a_remedy(tmp_path: Path) -> None:
 async def test_without_a_daemon(tmp_path: Path) -> None:
     """Every command says that no kvd answers, and how to start one, with exit code 69."""
     kvd = KvdProcess(tmp_path)
-    for arguments in (("ls",), ("show", "a"), ("stats",), ("flush", "a"), ("pin", "a")):
+    commands = ("ls", "stats", "leases", "verify")
+    of_a_session = ("show", "flush", "pin")
+    for arguments in (*((c,) for c in commands), *((c, "a") for c in of_a_session)):
         code, line = await _fails(kvd, *arguments)
         assert code == 69
         assert "kvd serve" in line

@@ -72,7 +72,7 @@ async def test_changed_tokens_are_not_loaded(tmp_path: Path) -> None:
 
 async def test_restart_keeps_stored_sessions(tmp_path: Path) -> None:
     """After SIGTERM and a new start every session is loaded from SSD, by an engine that stayed."""
-    async with running_kvd(tmp_path, "--dram", "1MB", "--ssd", "4MB") as kvd:
+    async with running_kvd(tmp_path, "--dram", "1MB", "--ssd", "4MB", keep="none") as kvd:
         async with attached_engine(kvd.runtime_dir) as engine:
             for name in ("a", "b"):
                 await engine.store(key_of(name), TOKENS)
@@ -157,7 +157,7 @@ async def test_layouts_are_kept_apart(tmp_path: Path) -> None:
 
 
 async def test_a_gone_engine_releases_its_leases(tmp_path: Path) -> None:
-    """An engine that leaves in the middle of a load and a store leaves nothing leased behind."""
+    """An engine that leaves in the middle of a load has ended it; a store stays while it lives."""
     async with (
         running_kvd(tmp_path, "--dram", "1MB") as kvd,
         attached_engine(kvd.runtime_dir) as stays,
@@ -167,7 +167,8 @@ async def test_a_gone_engine_releases_its_leases(tmp_path: Path) -> None:
             await leaves.client.prepare_load(key_of("a"), encode(TOKENS), 0, 5)
             await leaves.client.prepare_store(key_of("b"), encode(range(32)), 0, 5)
             assert (await reader_stats(kvd)).layouts[0].leases == 2
-        await eventually(lambda: _leases(kvd), 0)
+        # The process that may still be writing is this one.
+        await eventually(lambda: _leases(kvd), 1)
         assert (await stays.load(key_of("b"), list(range(32)))).num_tokens == 0
 
 

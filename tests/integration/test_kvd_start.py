@@ -76,11 +76,9 @@ async def test_path_too_long_for_a_socket(tmp_path: Path) -> None:
 async def test_every_bad_setting_is_named(tmp_path: Path) -> None:
     """All problems are listed at once, with key, value and what is accepted."""
     config = tmp_path / "kvd.toml"
-    config.write_text(
-        '[dram]\nbytes = "lots"\n[evictoin]\npolicy = "lru"\n[ssd]\nread_threads = 0\n'
-    )
+    config.write_text('[dram]\nbytes = "lots"\n[evictoin]\npolicy = "lru"\n[ssd]\nio_threads = 0\n')
     line = await _refused(KvdProcess(tmp_path, ("--config", str(config))))
-    for part in ("dram.bytes", "lots", "evictoin.policy", "eviction.policy?", "ssd.read_threads"):
+    for part in ("dram.bytes", "lots", "evictoin.policy", "eviction.policy?", "ssd.io_threads"):
         assert part in line
 
 

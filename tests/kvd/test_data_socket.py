@@ -4,14 +4,17 @@ import asyncio
 import os
 import sys
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
 from kvd.data_socket import DataSocket
 from kvd.errors import AttachDeniedError, UnusableSocketError
-from kvd.tiers.dram import create_arena
+from kvd.tiers.arena_store import ArenaOptions, ArenaStore
 from shared import data_socket_protocol as packets
 from shared import seqpacket
+from shared.progress_words import ProgressWords, lease_bits
+from tests.synthetic_engine import small_layout
 
 # Connects, leaves the connection to a child that outlives it, and waits to be killed.
 LEAVING_PROCESS = """
@@ -68,10 +71,10 @@ async def test_a_token_is_claimed_once(tmp_path):
 
 
 async def test_the_arena_is_given_after_attach(tmp_path):
-    """Before Attach has named an arena nobody gets it; afterwards its descriptor comes along."""
-    arena = create_arena("mine", 4096, 2)
+    """Before Attach has named an arena nobody gets it; afterwards its descriptors come along."""
+    arena = ArenaStore(ArenaOptions(), tmp_path, num_words=4).create(small_layout(), 2)
+    request = packets.encode(packets.ArenaRequest(arena.arena_id))
     async with _serving(tmp_path) as (data_socket, _):
-        request = packets.encode(packets.ArenaRequest("mine"))
         with _connect(tmp_path) as early:
             await _received(early)
             seqpacket.send(early, request)
@@ -80,13 +83,54 @@ async def test_the_arena_is_given_after_attach(tmp_path):
             assert not fds
         with _connect(tmp_path) as sock:
             welcome, _ = await _received(sock)
-            data_socket.claim(welcome.token).arena = arena
+            peer = data_socket.claim(welcome.token)
+            peer.arena = arena
             seqpacket.send(sock, request)
-            mapping, (fd,) = await _received(sock)
-            assert mapping == packets.ArenaMapping(4096, 2)
-            assert os.fstat(fd).st_ino == os.fstat(arena.fd).st_ino
-            os.close(fd)
+            mapping, fds = await _received(sock)
+            slots_fd, progress_fd, wakeup_fd = fds
+            assert mapping == packets.ArenaMapping(arena.slots.slot_bytes, 2, 4)
+            assert os.fstat(slots_fd).st_ino == os.fstat(arena.fd).st_ino
+            words = ProgressWords(progress_fd, 4)
+            index = arena.progress.open(77, peer.wakeup.wake)
+            arena.progress.publish(77, 3)
+            assert (lease_bits(words.word(index)), words.word(index) & 0xFFFF) == (77, 3)
+            assert os.eventfd_read(wakeup_fd) == 1
+            seqpacket.close_fds(fds)
     arena.close()
+
+
+async def test_the_end_of_a_connection_is_not_the_end_of_its_process(tmp_path):
+    """It may still be writing, unless it has said that it leaves."""
+    async with _serving(tmp_path) as (_, gone):
+        for goodbyes in ((), (packets.Leaving(),)):
+            with _connect(tmp_path) as sock:
+                await _received(sock)
+                for goodbye in goodbyes:
+                    seqpacket.send(sock, packets.encode(goodbye))
+        await _until(lambda: len(gone) == 2)
+        assert sorted(peer.has_left for peer in gone) == [False, True]
+
+
+async def test_descriptors_are_given_back(tmp_path):
+    """However many come and go."""
+
+    def num_open():
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    async def visit():
+        with _connect(tmp_path) as sock:
+            await _received(sock)
+
+    async with _serving(tmp_path) as (_, gone):
+        await visit()
+        await _until(lambda: len(gone) == 1)
+        await asyncio.sleep(0)
+        before = num_open()
+        for _ in range(20):
+            await visit()
+        await _until(lambda: len(gone) == 21)
+        await asyncio.sleep(0)
+        assert num_open() == before
 
 
 async def test_a_closed_connection_is_a_gone_peer(tmp_path):
@@ -117,6 +161,7 @@ async def test_a_dead_process_is_gone_though_its_connection_lives(tmp_path):
         await process.wait()
         await _until(lambda: gone)
         assert gone[0].pid == process.pid
+        assert not gone[0].may_still_write
         os.kill(child, 9)
 
 

@@ -1,0 +1,55 @@
+"""kvd bench: how close kvd comes to the machine, measured on a kvd of the bench's own.
+
+    kvd bench [--json] [--quick] [--directory DIR] [--only PART]
+
+starts real `kvd serve` processes in new directories (under DIR: the disk to measure), drives them
+with the project's own client, and removes everything at the end. No other kvd is touched. All parts
+take a few minutes; --quick takes half a minute and says less: smaller sizes, fewer rounds.
+
+What the figures mean:
+
+    arena    store and load of a session through leases (prepare, memcpy of every layer slice
+             between the engine's memory and the slots, complete), as bytes per second. Floor: the
+             same memcpy, on the same threads, between pieces of private, pre-faulted memory.
+             store_copy and load_copy: without the calls.
+    ssd      write: from complete_store until nothing is dirty (hashed, written, synced, indexed).
+             read: prepare_load of a session that is on SSD only (read, verified, in the arena).
+             Floor: pwritev/preadv with O_DIRECT of the same extents, on the same number of threads,
+             to files of the same size on the same file system, with the same cadence of
+             fdatasync, with memory of the arena's kind; no kvd, no checksums, no index.
+             write_huge, read_huge: against that floor with private huge pages.
+    control  p50 and p99 of single calls. Level "rpc": client, socket, kvd and back. Level "core":
+             the pure engine in this process, its I/O done in memory. Growth: how many times longer
+             the median call takes with the largest number of sessions than with the middle one.
+    restart  exec to SERVING over an index full of sessions, and the memory that one idle session
+             costs: (RSS with them - RSS without) / their number.
+
+How it is measured: kvd and the floor, or the different numbers of sessions, take turns, and are
+compared turn by turn; what is shown is the median of these ratios with their quartiles. Every
+buffer is pre-faulted and full of random bytes, every file written once before it is timed, kvd idle
+before each half of a pair, all numbers of threads given. The goals (goals.py) are shown, not
+asserted: a busy machine misses them.
+
+*Hashing* after a store is in the write figures, not in the arena's: no engine waits for it.
+
+Where to begin reading: runner.py; then arena.py, ssd.py with floor.py, control.py, lookups.py,
+restart.py. statistics.py, figures.py, rounds.py, goals.py, report.py and options.py are pure.
+"""
+
+from kvd.bench.figures import Report
+from kvd.bench.options import FULL, PARTS, QUICK, BenchOptions, Part, Scale
+from kvd.bench.report import as_document, tables
+from kvd.bench.runner import run
+
+__all__ = [
+    "FULL",
+    "PARTS",
+    "QUICK",
+    "BenchOptions",
+    "Part",
+    "Report",
+    "Scale",
+    "as_document",
+    "run",
+    "tables",
+]

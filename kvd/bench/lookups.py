@@ -1,0 +1,142 @@
+"""What the pure engine's calls cost as more sessions are stored: no process, no RPC, no I/O.
+
+Every engine holds its sessions on SSD and has room for few in DRAM. Loaded are random ones, so that
+each load finds a session that has been idle, promotes its blocks, and evicts another's. Stored are
+new ones, dropped again between the rounds. Python's garbage collector is held off while timing: its
+full passes would charge one engine for the objects of all. (The RPC figures contain it.)
+"""
+
+import gc
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from kvd.bench.memory_performer import MemoryPerformer
+from kvd.bench.options import BLOCKS_PER_SESSION, SMALL_LAYOUT, BenchOptions
+from kvd.bench.population import (
+    SALT,
+    TOKENS_PER_SESSION,
+    block_keys_of,
+    block_tokens_of,
+    idle_key,
+    population,
+)
+from kvd.bench.process import KvdFailedError
+from kvd.bench.rounds import Rounds
+from kvd.bench.sessions import bench_key, token_ids_of
+from kvd.core.engine import CacheEngine, Limits
+from kvd.core.records import Lookup
+
+T = TypeVar("T")
+
+OPERATIONS = ("prepare_load", "complete_load", "prepare_store", "complete_store")
+OWNER = 1
+SLOTS_IN_SESSIONS = 64
+SPARE_SESSIONS = 10_000  # room on SSD for those that are stored meanwhile
+NEW_SEED = 1 << 24  # token ids of new sessions: not those of an idle one
+
+
+def measure_lookups(options: BenchOptions) -> Rounds:
+    """Take turns between engines of all sizes."""
+    scale = options.scale
+    engines = [TimedEngine(num_sessions) for num_sessions in scale.session_counts]
+    rounds = Rounds("core")
+    for engine in engines:
+        engine.take(OPERATIONS, scale.calls_per_round, Rounds("core"))  # to warm up
+    with _uncollected():
+        for _ in range(scale.rounds):
+            for engine in engines:
+                engine.take(OPERATIONS, scale.calls_per_round, rounds)
+    return rounds
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+class TimedEngine:
+    """An engine with `num_sessions` idle sessions, and its in-memory world."""
+
+    def __init__(self, num_sessions: int) -> None:
+        self._num_sessions = num_sessions
+        self._now_ns = 1 << 40
+        self._random = random.Random(num_sessions)  # noqa: S311 - which session comes next
+        self._num_new = 0
+        limits = Limits(
+            num_slots=SLOTS_IN_SESSIONS * BLOCKS_PER_SESSION,
+            num_extents=(num_sessions + SPARE_SESSIONS) * BLOCKS_PER_SESSION,
+            max_sessions=num_sessions + SPARE_SESSIONS,
+        )
+        self.engine = CacheEngine(SMALL_LAYOUT, limits, lambda _tenant: SALT)
+        self.engine.restore(population(num_sessions), (), (), 1, self._now_ns)
+        self._performer = MemoryPerformer(self.engine)
+        self._performer.settle(self._now_ns, {})
+
+    def take(self, operations: tuple[str, ...], num_calls: int, rounds: Rounds) -> None:
+        """Do one turn."""
+        turn = rounds.begin(operations, self._num_sessions)
+        stored = []
+        for _ in range(num_calls):
+            self._load(turn)
+            stored.append(self._store(turn))
+        for name in stored:
+            self.engine.flush(bench_key(name), dry_run=False, now_ns=self._tick())
+            self._performer.settle(self._now_ns, {})
+
+    def _load(self, turn: dict[str, list[float]]) -> None:
+        number = self._random.randrange(self._num_sessions)
+        token_ids = dict(zip(block_keys_of(number), block_tokens_of(number), strict=True))
+        request = token_ids_of(number, TOKENS_PER_SESSION)
+        now_ns = self._tick()
+        answer = _timed(
+            turn["prepare_load"],
+            lambda: self.engine.prepare_load(idle_key(number), request, 0, OWNER, now_ns),
+        )
+        self._performer.settle(now_ns, token_ids)
+        if answer.lookup is Lookup.PENDING:
+            answer = self.engine.settle_load(answer.lease_id)
+        if answer.end_token != TOKENS_PER_SESSION:
+            raise KvdFailedError(
+                f"session {number} is not found ({answer.miss_reason})", "report it as a bug"
+            )
+        _timed(
+            turn["complete_load"],
+            lambda: self.engine.complete_load(answer.lease_id, OWNER, now_ns),
+        )
+        self._performer.settle(now_ns, {})
+
+    def _store(self, turn: dict[str, list[float]]) -> str:
+        self._num_new += 1
+        name = f"new-{self._num_new}"
+        request = token_ids_of(NEW_SEED + self._num_new, TOKENS_PER_SESSION)
+        now_ns = self._tick()
+        answer = _timed(
+            turn["prepare_store"],
+            lambda: self.engine.prepare_store(bench_key(name), request, 0, OWNER, now_ns),
+        )
+        self._performer.settle(now_ns, {})
+        _timed(
+            turn["complete_store"],
+            lambda: self.engine.complete_store(answer.lease_id, OWNER, success=True, now_ns=now_ns),
+        )
+        self._performer.settle(now_ns, {})
+        return name
+
+    def _tick(self) -> int:
+        self._now_ns += 1_000_000
+        return self._now_ns
+
+
+def _timed(seconds: list[float], call: Callable[[], T]) -> T:
+    started = time.perf_counter()
+    answer = call()
+    seconds.append(time.perf_counter() - started)
+    return answer

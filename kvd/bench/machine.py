@@ -1,0 +1,69 @@
+"""What a figure was measured on: without it nobody can compare."""
+
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+
+from kvd.bench.figures import Machine
+from kvd.bench.floor import open_direct
+from shared.version import __version__
+
+_LIBRARIES = ("grpcio", "numpy", "protobuf", "uvloop", "xxhash")
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
+_RESERVED = Path("/proc/sys/vm/nr_hugepages")
+
+
+def machine_facts(directory: Path) -> Machine:
+    """Look at the machine and at the file system of `directory`, which must be writable."""
+    device, filesystem = _mounted_at(directory)
+    return Machine(
+        cpu=_cpu_name(),
+        cpus=len(os.sched_getaffinity(0)),
+        load_average=os.getloadavg()[0],
+        memory_bytes=psutil.virtual_memory().total,
+        kernel=platform.release(),
+        huge_pages=_chosen(_HUGE_PAGES / "enabled"),
+        shared_huge_pages=_chosen(_HUGE_PAGES / "shmem_enabled"),
+        reserved_huge_pages=int(_RESERVED.read_text(encoding="ascii")) if _RESERVED.exists() else 0,
+        filesystem=filesystem,
+        device=device,
+        direct_io=_takes_direct_io(directory),
+        python=platform.python_version(),
+        kvd=__version__,
+        libraries={name: version(name) for name in _LIBRARIES},
+    )
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _chosen(setting: Path) -> str:
+    """The mode in brackets, "always [madvise] never"."""
+    text = setting.read_text(encoding="ascii") if setting.exists() else ""
+    return text.partition("[")[2].partition("]")[0]
+
+
+def _mounted_at(directory: Path) -> tuple[str, str]:
+    """(device, type) of the mount that a directory is on: the longest mount point above it."""
+    path = directory.resolve()
+    mounts = {Path(part.mountpoint): part for part in psutil.disk_partitions(all=True)}
+    for candidate in (path, *path.parents):
+        if candidate in mounts:
+            return mounts[candidate].device, mounts[candidate].fstype
+    return "", ""
+
+
+def _takes_direct_io(directory: Path) -> bool:
+    path = directory / "direct.probe"
+    fd, is_direct = open_direct(path)
+    os.close(fd)
+    path.unlink()
+    return is_direct

@@ -1,0 +1,118 @@
+"""What to measure, how much of it, and the shapes of the blocks it is measured with. Pure."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from shared.kv_layout import Component, KVLayout, Layer
+
+MIB = 1 << 20
+Part = Literal["arena", "ssd", "control", "restart"]
+PARTS: tuple[Part, ...] = ("arena", "ssd", "control", "restart")
+
+MODEL = "be" * 16  # the fingerprint of no model
+BLOCKS_PER_SESSION = 8  # of the sessions that fill an index
+MIN_PASS_BYTES = 64 * MIB  # below it a pass is all latency
+
+
+def layout_with(slice_bytes: int, num_layers: int, block_tokens: int = 16) -> KVLayout:
+    """K and V in equal halves, `slice_bytes` for one layer of one block."""
+    width = slice_bytes // (2 * block_tokens * 4)
+    components = (Component("k", (1, width), "float32"), Component("v", (1, width), "float32"))
+    return KVLayout(MODEL, (Layer(components),) * num_layers, block_tokens)
+
+
+# The smallest slice that a real layout has (D6), and one of a large model.
+NUM_LAYERS = 16
+DATA_LAYOUTS = (layout_with(64 << 10, NUM_LAYERS), layout_with(MIB, NUM_LAYERS))
+# As small as can be: where sessions are counted, bytes only cost time.
+SMALL_LAYOUT = layout_with(4 << 10, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is measured.
+
+    Attributes:
+        arena_bytes: copied in one pass.
+        ssd_pass_s: how long one pass should take; its bytes follow from the disk's speed.
+        ssd_max_bytes: but never more than these.
+        layouts: of the arena's and the SSD's blocks.
+        session_counts: small, and the two whose costs are compared.
+        rounds: the session counts take turns this often, with calls_per_round calls each.
+        restarts: starts over the fullest index.
+    """
+
+    name: str
+    arena_bytes: int
+    arena_pairs: int
+    ssd_pass_s: float
+    ssd_max_bytes: int
+    ssd_pairs: int
+    session_counts: tuple[int, int, int]
+    rounds: int
+    calls_per_round: int
+    restarts: int
+    layouts: tuple[KVLayout, ...] = DATA_LAYOUTS
+
+
+FULL = Scale(
+    name="full",
+    arena_bytes=1024 * MIB,
+    arena_pairs=11,
+    ssd_pass_s=1.0,
+    ssd_max_bytes=2048 * MIB,
+    ssd_pairs=7,
+    session_counts=(10, 10_000, 200_000),
+    rounds=9,
+    calls_per_round=200,
+    restarts=3,
+)
+QUICK = Scale(
+    name="quick",
+    arena_bytes=256 * MIB,
+    arena_pairs=5,
+    ssd_pass_s=0.3,
+    ssd_max_bytes=256 * MIB,
+    ssd_pairs=3,
+    session_counts=(10, 1_000, 20_000),
+    rounds=3,
+    calls_per_round=100,
+    restarts=1,
+)
+
+
+def fitted(scale: Scale, memory_bytes: int, disk_bytes: int) -> Scale:
+    """Cut a scale down to what a small machine has to give; a quarter of its memory, and less."""
+    return replace(
+        scale,
+        arena_bytes=min(scale.arena_bytes, max(MIN_PASS_BYTES, memory_bytes // 8)),
+        ssd_max_bytes=min(
+            scale.ssd_max_bytes, max(MIN_PASS_BYTES, min(memory_bytes // 6, disk_bytes // 16))
+        ),
+    )
+
+
+def _say_nothing(_what: str) -> None:
+    """Report progress to nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """What the command line says.
+
+    Attributes:
+        directory: the file system to measure; a directory of its own is made there, and removed.
+        copy_threads: that copy into and out of the arena.
+        io_threads: kvd's ssd.io_threads, and the floor's.
+        on_progress: told what is being measured.
+    """
+
+    directory: Path
+    parts: tuple[Part, ...] = PARTS
+    scale: Scale = FULL
+    copy_threads: int = 2
+    io_threads: int = 4
+    command: tuple[str, ...] = ()
+    on_progress: Callable[[str], None] = field(default=_say_nothing)

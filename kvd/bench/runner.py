@@ -1,0 +1,107 @@
+"""One run of the bench: its directories, its parts in order, its end on Ctrl-C."""
+
+import asyncio
+import signal
+import time
+from dataclasses import replace
+
+import uvloop
+
+from kvd.bench import arena, control, filled_index, lookups, ssd
+from kvd.bench.figures import Report
+from kvd.bench.machine import machine_facts
+from kvd.bench.options import BenchOptions, fitted
+from kvd.bench.restart import measure_restart
+from kvd.bench.workspace import Workspace, check_memory, room_of, workspace
+
+
+def run(options: BenchOptions) -> Report:
+    """Measure what the options say; takes minutes.
+
+    Everything it made is removed at the end, also when it is interrupted.
+
+    Raises:
+        NoRoomError: the disk or the memory is too small for the scale.
+        KvdFailedError: the bench's kvd does not work.
+        OSError: the directory cannot be used.
+        KeyboardInterrupt: Ctrl-C, or SIGTERM.
+    """
+    options = replace(options, scale=fitted(options.scale, *room_of(options.directory)))
+    check_memory(needed_memory_bytes(options))
+    with (
+        workspace(options.directory, needed_disk_bytes(options)) as work,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        try:
+            return runner.run(_run_until_signal(options, work))
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+
+
+def needed_disk_bytes(options: BenchOptions) -> int:
+    """What the largest of the parts takes; they follow one another."""
+    needed = 64 << 20
+    if "ssd" in options.parts:
+        needed += ssd.needed_bytes(options)
+    if "control" in options.parts or "restart" in options.parts:
+        needed += filled_index.needed_bytes(max(options.scale.session_counts))
+    return needed
+
+
+def needed_memory_bytes(options: BenchOptions) -> int:
+    """Arena and buffers of one layout, with kvd and the bench themselves beside them."""
+    needed = 512 << 20
+    if "arena" in options.parts:
+        needed = max(needed, 4 * options.scale.arena_bytes)
+    if "ssd" in options.parts:
+        needed = max(needed, 4 * options.scale.ssd_max_bytes)
+    if "control" in options.parts:  # engines and kvds of all sizes at once
+        needed = max(needed, 8192 * sum(options.scale.session_counts))
+    return needed
+
+
+async def _run_until_signal(options: BenchOptions, work: Workspace) -> Report:
+    """SIGTERM ends a run as Ctrl-C does: everything is removed."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    assert task is not None, "the runner runs a task"  # noqa: S101
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        return await _measure(options, work)
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+
+
+async def _measure(options: BenchOptions, work: Workspace) -> Report:
+    started = time.monotonic()
+    report = Report(
+        started_unix_s=time.time(),
+        elapsed_s=0.0,
+        command=options.command,
+        scale=options.scale.name,
+        machine=machine_facts(work.state),
+    )
+    indexes = filled_index.FilledIndexes(work.state, max(options.scale.session_counts))
+    if "arena" in options.parts:
+        report = replace(report, arena=await arena.measure_arena(options, work))
+    if "ssd" in options.parts:
+        report = replace(report, ssd=await ssd.measure_ssd(options, work))
+    if "restart" in options.parts:  # before control, which adds sessions to the indexes
+        report = replace(report, restart=await measure_restart(options, work, indexes))
+    if "control" in options.parts:
+        report = await _measure_control(options, work, indexes, report)
+    return replace(report, elapsed_s=time.monotonic() - started)
+
+
+async def _measure_control(
+    options: BenchOptions, work: Workspace, indexes: filled_index.FilledIndexes, report: Report
+) -> Report:
+    calls = await control.measure_calls(options, work, indexes)
+    options.on_progress("control plane, the engine by itself")
+    looked_up = await asyncio.to_thread(lookups.measure_lookups, options)
+    _, middle, largest = options.scale.session_counts
+    return replace(
+        report,
+        latencies=(*calls.latencies(), *looked_up.latencies()),
+        growths=(*calls.growths(middle, largest), *looked_up.growths(middle, largest)),
+    )

@@ -1,0 +1,236 @@
+"""How fast kvd writes to and reads from SSD, against the same I/O without kvd.
+
+A pass is one session. *Write*: the session is in the arena already; timed is from `complete_store`
+until kvd says that nothing is dirty: hashed, written, synced, and in the index. *Read*: two
+sessions take turns in an arena that holds one of them, so that each load finds its blocks on SSD
+only; timed is `prepare_load`: read, verified, in the arena. The floor is kvd/bench/floor.py, from
+and to memory of the arena's kind; and once more in private huge pages, which shows what reserved
+huge pages would give kvd. All extents are written once before anything is timed: new files are
+slow.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from kvd.bench.buffers import BlockAt, Buffer
+from kvd.bench.copying import Copier
+from kvd.bench.figures import Comparison, comparison
+from kvd.bench.floor import DirectFloor
+from kvd.bench.options import BenchOptions
+from kvd.bench.process import CALL_S, BenchKvd, KvdFailedError, KvdSizes, running_kvd
+from kvd.bench.sessions import bench_key, token_ids_of
+from kvd.bench.statistics import Pair, Sample
+from kvd.bench.workspace import Workspace
+from kvd.core.extent_shape import ExtentShape
+from shared.kv_layout import KVLayout
+from shared.kvd_client import KvdClient
+
+SEGMENT_BYTES = 256 << 20  # kvd's default
+PROBE_BYTES = 64 << 20  # by which the disk's speed is estimated
+MIN_BLOCKS = 4
+SPARE_BLOCKS = 2  # of the arena, beyond one session
+SESSIONS_KEPT = 3  # on SSD: two that are read in turn, and the one that is written
+
+
+async def measure_ssd(options: BenchOptions, work: Workspace) -> tuple[Comparison, ...]:
+    """Write and read, for each layout."""
+    found: list[Comparison] = []
+    for layout in options.scale.layouts:
+        options.on_progress(f"ssd, slices of {layout.slice_bytes(0) >> 10} KiB")
+        found += await _measure_layout(options, work, layout)
+    return tuple(found)
+
+
+def needed_bytes(options: BenchOptions) -> int:
+    """What all of it takes on disk: kvd's sessions, and the floor's one."""
+    return (SESSIONS_KEPT + 1) * options.scale.ssd_max_bytes + 2 * SEGMENT_BYTES
+
+
+async def _measure_layout(
+    options: BenchOptions, work: Workspace, layout: KVLayout
+) -> list[Comparison]:
+    name = f"ssd-{layout.slice_bytes(0)}"
+    floor_dir = work.state / f"{name}-floor"
+    num_blocks = await asyncio.to_thread(_blocks_per_pass, options, layout, floor_dir)
+    shape = ExtentShape(layout)
+    sizes = KvdSizes(
+        dram_bytes=(num_blocks + SPARE_BLOCKS) * layout.block_bytes,
+        ssd_bytes=SESSIONS_KEPT * num_blocks * shape.full_bytes + 2 * SEGMENT_BYTES,
+        segment_bytes=SEGMENT_BYTES,
+        io_threads=options.io_threads,
+    )
+    memory = Buffer(num_blocks, layout.block_bytes, "shared")
+    huge = Buffer(num_blocks, layout.block_bytes, "huge")
+    floor = _floor_of(floor_dir, layout, num_blocks, options.io_threads)
+    copier = Copier(options.copy_threads, layout.block_bytes, layout.block_bytes)
+    try:
+        await asyncio.to_thread(floor.open)
+        async with (
+            running_kvd(work, name, sizes) as kvd,
+            kvd.client(layout) as client,
+        ):
+            disk = _KvdDisk(kvd, client, copier, memory, layout, num_blocks)
+            turns = _Turns(disk, floor, memory, huge, num_blocks * shape.full_bytes)
+            await turns.take(options.scale.ssd_pairs)
+    finally:
+        copier.close()
+        await asyncio.to_thread(floor.close)
+    return [
+        comparison(
+            operation,
+            pairs,
+            slice_bytes=layout.slice_bytes(0),
+            io_bytes=shape.full_bytes,
+            num_threads=options.io_threads,
+        )
+        for operation, pairs in turns.pairs.items()
+    ]
+
+
+class _Turns:
+    """The interleaved measurements of one layout: kvd, the floor, and the floor in huge pages."""
+
+    def __init__(
+        self, disk: "_KvdDisk", floor: DirectFloor, memory: Buffer, huge: Buffer, num_bytes: int
+    ) -> None:
+        self.pairs: dict[str, list[Pair]] = {}
+        self._disk = disk
+        self._floor = floor
+        self._memory = memory
+        self._huge = huge
+        self._num_bytes = num_bytes
+
+    async def take(self, num_turns: int) -> None:
+        """Write everything once, then measure."""
+        await self._move(self._floor.write, self._memory)
+        for name in ("a", "b", "w"):
+            await self._disk.write(name)
+        for turn in range(num_turns):
+            await self._take_turn("write", turn, self._disk.write, "w", self._floor.write)
+            name = "ab"[turn % 2]
+            await self._take_turn("read", turn, self._disk.read, name, self._floor.read)
+
+    async def _take_turn(
+        self,
+        operation: str,
+        turn: int,
+        with_kvd: Callable[[str], Awaitable[Sample]],
+        session: str,
+        alone: Callable[[BlockAt], None],
+    ) -> None:
+        """Each of the three, beginning with another one every time."""
+        found: dict[int, Sample] = {}
+        for step in range(3):
+            which = (turn + step) % 3
+            if which == 0:
+                found[which] = await with_kvd(session)
+            else:
+                found[which] = await self._move(alone, (self._memory, self._huge)[which - 1])
+        self.pairs.setdefault(operation, []).append(Pair(found[0], found[1]))
+        self.pairs.setdefault(f"{operation}_huge", []).append(Pair(found[0], found[2]))
+
+    async def _move(self, move: Callable[[BlockAt], None], memory: Buffer) -> Sample:
+        await self._disk.kvd.until_quiet()
+        return await asyncio.to_thread(_timed, move, memory, self._num_bytes)
+
+
+class _KvdDisk:
+    """Sessions of one pass each, through kvd."""
+
+    def __init__(
+        self,
+        kvd: BenchKvd,
+        client: KvdClient,
+        copier: Copier,
+        memory: Buffer,
+        layout: KVLayout,
+        num_blocks: int,
+    ) -> None:
+        self.kvd = kvd
+        self._client = client
+        self._copier = copier
+        self._memory = memory
+        self._num_blocks = num_blocks
+        self._num_tokens = num_blocks * layout.block_tokens
+        self._extent_bytes = ExtentShape(layout).full_bytes
+        self._stored: dict[str, int] = {}  # session → seed of its tokens
+        self._seed = 0
+
+    async def write(self, name: str) -> Sample:
+        """Store a session anew; timed until it is durable."""
+        key = bench_key(name)
+        if name in self._stored:
+            await self.kvd.flush(key)
+        self._seed += 1
+        self._stored[name] = self._seed
+        await self.kvd.until_quiet()
+        token_ids = token_ids_of(self._seed, self._num_tokens)
+        grant = await self._client.prepare_store(key, token_ids, 0, CALL_S)
+        if len(grant.blocks) != self._num_blocks:
+            raise KvdFailedError(
+                f"kvd granted {len(grant.blocks)} of {self._num_blocks} blocks", "report it"
+            )
+        slots = [block.slot_id for block in grant.blocks]
+        arena = grant.arena
+        await self._copier.copy(
+            lambda index: arena.slot(slots[index]), self._memory.block, self._num_blocks
+        )
+        started = time.perf_counter()
+        await self._client.complete_store(grant, success=True)
+        await self.kvd.until_clean()
+        seconds = time.perf_counter() - started
+        return Sample(self._num_blocks * self._extent_bytes, seconds)
+
+    async def read(self, name: str) -> Sample:
+        """Load a session; timed until it is in the arena. What was there already does not count."""
+        await self.kvd.until_quiet()
+        token_ids = token_ids_of(self._stored[name], self._num_tokens)
+        end, seconds, num_read, more = 0, 0.0, 0, True
+        while more:
+            started = time.perf_counter()
+            grant = await self._client.prepare_load(bench_key(name), token_ids, end, CALL_S)
+            seconds += time.perf_counter() - started
+            num_read += sum(span.tier == "ssd" for span in grant.spans)
+            await self._client.complete_load(grant)
+            end, more = grant.end_token, grant.more
+        if end != self._num_tokens or num_read < self._num_blocks // 2:
+            raise KvdFailedError(
+                f"kvd read {num_read} of {self._num_blocks} blocks from SSD ({grant.miss_reason})",
+                "report it",
+            )
+        return Sample(num_read * self._extent_bytes, seconds)
+
+
+def _blocks_per_pass(options: BenchOptions, layout: KVLayout, directory: Path) -> int:
+    """As many as the disk moves in the time of a pass, by the floor's second writing."""
+    shape = ExtentShape(layout)
+    probe_blocks = max(MIN_BLOCKS, PROBE_BYTES // layout.block_bytes)
+    memory = Buffer(probe_blocks, layout.block_bytes, "shared")
+    probe = _floor_of(directory, layout, probe_blocks, options.io_threads)
+    try:
+        probe.open()
+        _timed(probe.write, memory, 1)
+        speed = _timed(probe.write, memory, probe_blocks * shape.full_bytes).bytes_per_s
+    finally:
+        probe.close()
+    pass_bytes = min(options.scale.ssd_max_bytes, speed * options.scale.ssd_pass_s)
+    return max(MIN_BLOCKS, int(pass_bytes) // shape.full_bytes)
+
+
+def _floor_of(directory: Path, layout: KVLayout, num_blocks: int, num_threads: int) -> DirectFloor:
+    return DirectFloor(
+        directory,
+        header_bytes=ExtentShape(layout).header_bytes,
+        block_bytes=layout.block_bytes,
+        num_extents=num_blocks,
+        segment_bytes=SEGMENT_BYTES,
+        num_threads=num_threads,
+    )
+
+
+def _timed(move: Callable[[BlockAt], None], memory: Buffer, num_bytes: int) -> Sample:
+    started = time.perf_counter()
+    move(memory.block)
+    return Sample(num_bytes, time.perf_counter() - started)

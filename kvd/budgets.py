@@ -1,0 +1,56 @@
+"""How much of each tier a layout may have, as the settings say."""
+
+import shutil
+from pathlib import Path
+
+from kvd.config import Settings
+from kvd.tiers.arena import dram_bytes
+from shared.kv_layout import KVLayout
+
+AUTO_FRACTION = 0.25  # of the state directory's free space, for the SSD tier
+
+
+class Budgets:
+    """Each layout's part of the tiers.
+
+    Attributes:
+        ssd_bytes: of all segments of all layouts.
+    """
+
+    def __init__(self, settings: Settings, volumes: Path) -> None:
+        """Measure what "auto" means for SSD; `volumes` is the directory of all segments."""
+        self._settings = settings
+        self.ssd_bytes = ssd_bytes(settings.ssd.bytes, volumes)
+
+    def arena_bytes_of(self, layout: KVLayout) -> int:
+        """What an arena of the layout is to have; "auto" is measured now."""
+        own = self._settings.layout_settings(layout).dram
+        return dram_bytes(self._settings.dram.bytes if own is None else own)
+
+    def free_dram_bytes(self, taken_bytes: int) -> int | None:
+        """What arenas may have beside those of `taken_bytes`; None: no bound but the machine's."""
+        total = self._settings.dram.total_bytes
+        return None if total is None else max(0, total - taken_bytes)
+
+    def fits(self, layout: KVLayout, arena_bytes: int) -> bool:
+        """Whether an arena that was left is of the size that the settings ask for.
+
+        With "auto" any size will do: what is available changes from start to start.
+        """
+        wanted = self._settings.layout_settings(layout).dram or self._settings.dram.bytes
+        return wanted is None or wanted // layout.block_bytes == arena_bytes // layout.block_bytes
+
+    def ssd_bytes_of(self, layout: KVLayout) -> int:
+        """What the volume of the layout may grow to."""
+        own = self._settings.layout_settings(layout).ssd
+        return self.ssd_bytes if own is None else min(own, self.ssd_bytes)
+
+
+def ssd_bytes(configured: int | None, volumes: Path) -> int:
+    """Size of the SSD tier: as configured, or a fraction of the free space, at least all used."""
+    if configured is not None:
+        return configured
+    used = sum(path.stat().st_size for path in volumes.glob("*/*.segment"))
+    existing = next(path for path in (volumes, *volumes.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    return max(used, int((free + used) * AUTO_FRACTION))

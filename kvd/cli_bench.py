@@ -1,0 +1,60 @@
+"""The command `kvd bench`: measures on a kvd of its own; see kvd/bench/__init__.py."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvd.cli_options import AsJson, print_json
+from kvd.cli_views import console
+from kvd.errors import UnclearSelectionError, UnusableDirectoryError
+from shared.log import configure_logging
+
+
+def bench(
+    quick: Annotated[bool, typer.Option("--quick", help="Half a minute; says less.")] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="PART", help="arena, ssd, control or restart; repeatable."),
+    ] = None,
+    directory: Annotated[
+        Path | None, typer.Option(help="Where to write: the disk to measure. Default: here.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure arena, SSD, control plane and restart against the machine's own floor."""
+    # Only this command needs these.
+    from kvd.bench import FULL, PARTS, QUICK, BenchOptions, as_document, run, tables
+
+    parts = tuple(part for part in PARTS if not only or part in only)
+    unknown = sorted(set(only or ()) - set(PARTS))
+    if unknown:
+        raise UnclearSelectionError(
+            f"no such part: {', '.join(unknown)}", f"name one of {', '.join(PARTS)}"
+        )
+    options = BenchOptions(
+        directory=directory or Path.cwd(),
+        parts=parts,
+        scale=QUICK if quick else FULL,
+        io_threads=4,
+        command=tuple(sys.argv),
+        on_progress=_say,
+    )
+    configure_logging("warning", json=False)  # stdout is for the report
+    try:
+        report = run(options)
+    except OSError as error:
+        raise UnusableDirectoryError(
+            f"cannot measure in {options.directory} ({error.strerror})",
+            "name a directory on the disk to measure with --directory",
+        ) from error
+    if as_json:
+        print_json(as_document(report))
+        return
+    for table in tables(report):
+        console().print(table)
+
+
+def _say(what: str) -> None:
+    typer.echo(f"measuring: {what}", err=True)

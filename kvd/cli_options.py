@@ -1,0 +1,48 @@
+"""What the commands of `kvd` share: options, how a session is named, JSON, questions."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvd.errors import NotConfirmedError
+from shared.pb.kvd.v1 import kvd_pb2
+
+RuntimeDir = Annotated[
+    Path | None,
+    typer.Option("--runtime-dir", envvar="KVD_RUNTIME_DIR", help="Directory of kvd's sockets."),
+]
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", envvar="KVD_CONFIG", help="TOML file, see systemd/kvd.toml."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask first.")]
+SessionId = Annotated[str, typer.Argument(metavar="SESSION", help="Session id, as kvd ls shows.")]
+Tenant = Annotated[str, typer.Option(help='Tenant of the session; empty is "default".')]
+Model = Annotated[str, typer.Option(help="Model fingerprint, if several have this session.")]
+OfModel = Annotated[str, typer.Option("--model", help="Only models whose fingerprint starts so.")]
+
+
+def key_of(session: str, tenant: str, model: str) -> kvd_pb2.SessionKey:
+    """The session that a command line names."""
+    return kvd_pb2.SessionKey(tenant=tenant, model=model, session_id=session)
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """Print the one document of --json."""
+    typer.echo(json.dumps(document, indent=2))
+
+
+def confirm(question: str) -> None:
+    """Ask on a terminal.
+
+    Raises:
+        NotConfirmedError: the answer is no, or there is nobody to ask.
+    """
+    if not sys.stdin.isatty():
+        raise NotConfirmedError("this needs a confirmation", "say --yes")
+    if not typer.confirm(question):
+        raise NotConfirmedError("nothing was done", "answer y, or say --yes")

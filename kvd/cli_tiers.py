@@ -1,0 +1,110 @@
+"""Commands about the daemon's tiers and peers: stats, leases, verify."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from kvd import cli_stats_views, cli_views
+from kvd.cli_options import AsJson, OfModel, RuntimeDir, Yes, confirm, print_json
+from kvd.errors import CorruptionFoundError, UnverifiedError
+from kvd.operator_client import OperatorClient, connect
+from shared.pb.kvd.v1 import kvd_pb2
+from shared.runtime_dir import default_runtime_dir
+
+
+def stats(runtime_dir: RuntimeDir = None, as_json: AsJson = False) -> None:
+    """Show how full the tiers are, who is attached, and what was counted."""
+    with connect(runtime_dir or default_runtime_dir()) as client:
+        found = client.stats()
+    if as_json:
+        print_json(cli_views.plain(found))
+        return
+    console = cli_views.console()
+    for table in cli_stats_views.stats_tables(found):
+        console.print(table)
+
+
+def leases(
+    kill: Annotated[
+        int | None,
+        typer.Option("--kill", metavar="PID", min=1, help="End this process, with SIGKILL."),
+    ] = None,
+    yes: Yes = False,
+    model: OfModel = "",
+    runtime_dir: RuntimeDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """List who uses slots, oldest first; or end a process that hangs on to some.
+
+    A quarantined lease is one whose engine has lost its connection but not its life: it may still
+    write, so its slots are given to nobody until it comes back or ends.
+    """
+    with connect(runtime_dir or default_runtime_dir()) as client:
+        if kill is not None:
+            _kill(client, kill, yes=yes, as_json=as_json)
+            return
+        found = client.leases(model)
+    if as_json:
+        print_json({"leases": [cli_views.plain(lease) for lease in found]})
+    else:
+        cli_views.console().print(cli_views.leases_table(found))
+
+
+def verify(
+    repair: Annotated[
+        bool,
+        typer.Option("--repair", help="Write corrupt copies on SSD anew, or drop their blocks."),
+    ] = False,
+    model: OfModel = "",
+    runtime_dir: RuntimeDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare every stored block with its checksums, at integrity.scrub_rate.
+
+    Exit 1 if corrupt copies were found, or with --repair if some had no good one beside them. What
+    is corrupt is never served, with or without this: it becomes a miss when it is read.
+    """
+    shows_progress = sys.stderr.isatty() and not as_json
+    last = kvd_pb2.VerifyProgress()
+    with connect(runtime_dir or default_runtime_dir()) as client:
+        for last in client.verify(repair=repair, model=model):
+            if shows_progress:
+                sys.stderr.write(f"\r\x1b[K{cli_views.verify_line(last)}")
+                sys.stderr.flush()
+    if shows_progress:
+        sys.stderr.write("\r\x1b[K")
+    if as_json:
+        print_json(cli_views.plain(last))
+    else:
+        cli_views.console().print(cli_views.verify_table(last))
+    judge(last, repair=repair)
+
+
+def judge(report: kvd_pb2.VerifyProgress, *, repair: bool) -> None:
+    """Turn what verify found into the exit code; with repair, what was replaced is fine again."""
+    num_corrupt = report.dram.num_corrupt + report.ssd.num_corrupt
+    if repair and report.num_lost:
+        raise CorruptionFoundError(
+            f"{report.num_lost} blocks had no good copy and were dropped",
+            "their sessions are recomputed from there; see the disk's and the memory's own logs",
+        )
+    if num_corrupt and not repair:
+        remedy = "run: kvd verify --repair" if report.ssd.num_corrupt else "they were dropped"
+        raise CorruptionFoundError(f"{num_corrupt} copies of blocks were corrupt", remedy)
+    if report.num_errors:
+        raise UnverifiedError(
+            f"{report.num_errors} copies could not be read", "see the log of kvd, then verify again"
+        )
+
+
+def _kill(client: OperatorClient, pid: int, *, yes: bool, as_json: bool) -> None:
+    if not yes:
+        confirm(f"End process {pid} with SIGKILL?")
+    answer = client.kill_holder(pid)
+    if as_json:
+        print_json({"pid": pid, **cli_views.plain(answer)})
+        return
+    typer.echo(f"ended {pid}, which held {answer.num_leases} leases on {answer.num_slots} slots")
+    if not answer.gone:
+        typer.echo("it has not gone yet: the kernel is still waiting for it")

@@ -1,0 +1,39 @@
+"""What operators are told about a layout's arena and volume, beyond what its core knows. Pure."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaFacts:
+    """An arena as it is.
+
+    Attributes:
+        keep: what holds it when this process ends: "fdstore", "file", "none".
+        pages: "hugetlb", "thp" (asked for), "small".
+        epoch: one more each time it is taken over.
+        num_adopted: blocks taken over at this start.
+        physical_bytes: memory that is allocated for its slots.
+    """
+
+    arena_id: str
+    keep: str
+    pages: str
+    epoch: int
+    num_adopted: int
+    is_prefaulted: bool
+    physical_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class VolumeFacts:
+    """A volume as it is.
+
+    Attributes:
+        is_direct: its files are read and written with O_DIRECT.
+        buffered_reason: why not; "" when direct.
+        physical_bytes: what its files take up on the file system.
+    """
+
+    is_direct: bool
+    buffered_reason: str
+    physical_bytes: int

@@ -1,0 +1,227 @@
+"""DRAM and leases over the ends of processes: kvd killed, engines stopped, killed, left alone."""
+
+import asyncio
+import os
+import signal
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from shared.grants import Lookup
+from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
+from shared.runtime_dir import OPERATOR_SOCKET, READER_SOCKET
+from tests.kvd_polling import all_clean, eventually
+from tests.processes import running_kvd
+from tests.synthetic_engine import attached_engine, encode, key_of, small_layout
+
+TOKENS = list(range(100, 150))  # three full blocks and two tokens
+FLAGS = ("--dram", "1MB", "--ssd", "0")
+
+# An engine that holds a store lease, and goes on when it is told to.
+HOLDING = """
+import asyncio, sys
+from pathlib import Path
+from tests.synthetic_engine import *
+
+async def main():
+    async with attached_engine(Path(sys.argv[1])) as engine:
+        grant = await engine.client.prepare_store(key_of("held"), encode(range(16)), 0, 20)
+        print(grant.lease_id, flush=True)
+        while command := (await asyncio.to_thread(sys.stdin.readline)).strip():
+            try:
+                await engine.client.wait_attached(30)
+                stored = await engine.client.complete_store(grant, success=True)
+                print("stored", stored, flush=True)
+            except Exception as error:
+                print("lost", error.reason, flush=True)
+
+asyncio.run(main())
+"""
+
+
+class HoldingEngine:
+    """A process with a store under way."""
+
+    def __init__(self, process, lease_id):
+        self.process = process
+        self.lease_id = lease_id
+
+    async def complete(self):
+        """Tell it to complete; return what became of that."""
+        self.process.stdin.write(b"complete\n")
+        async with asyncio.timeout(60):
+            return (await self._line()).split()
+
+    async def _line(self):
+        while True:
+            line = (await self.process.stdout.readline()).decode()
+            if line.startswith(("stored", "lost")) or not line:
+                return line
+
+
+@asynccontextmanager
+async def holding_engine(kvd):
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", HOLDING, str(kvd.runtime_dir)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        while not (line := (await process.stdout.readline()).decode().strip()).isdigit():
+            assert line, "it has ended"
+        yield HoldingEngine(process, int(line))
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+@asynccontextmanager
+async def reader(kvd):
+    address = f"unix:{kvd.runtime_dir / READER_SOCKET}"
+    options = (("grpc.use_local_subchannel_pool", 1),)
+    async with grpc.aio.insecure_channel(address, options=options) as channel:
+        yield kvd_pb2_grpc.ReaderStub(channel)
+
+
+async def leases(kvd):
+    """What `kvd leases` is made of."""
+    async with reader(kvd) as stub:
+        return list((await stub.ListLeases(kvd_pb2.ListLeasesRequest())).leases)
+
+
+async def until_no_leases(kvd):
+    async def num_leases():
+        return len(await leases(kvd))
+
+    await eventually(num_leases, 0)
+
+
+async def until_kept(kvd, session_id="a"):
+    """Return when the next kvd would find a session: its blocks hashed, its row committed."""
+    session = kvd_pb2.SessionKey(session_id=session_id)
+    request = kvd_pb2.DescribeSessionRequest(session=session)
+
+    async def all_hashed():
+        async with reader(kvd) as stub:
+            return all(block.hashed for block in (await stub.DescribeSession(request)).blocks)
+
+    await eventually(all_hashed, True)
+    address = f"unix:{kvd.runtime_dir / OPERATOR_SOCKET}"
+    async with grpc.aio.insecure_channel(address) as channel:
+        # An operator is answered once the index has taken the change, and all before it.
+        await kvd_pb2_grpc.OperatorStub(channel).SetTtl(
+            kvd_pb2.SetTtlRequest(session=session, ttl_s=3600)
+        )
+
+
+def arena_files(kvd):
+    return sorted(path.suffix for path in (kvd.state_dir.parent / "shm").rglob("*.*"))
+
+
+async def test_dram_outlives_a_kill_of_kvd(tmp_path: Path) -> None:
+    """Nothing is on SSD; after SIGKILL the same engine loads every byte from DRAM."""
+    async with (
+        running_kvd(tmp_path, *FLAGS) as kvd,
+        attached_engine(kvd.runtime_dir) as engine,
+    ):
+        await engine.store(key_of("a"), TOKENS)
+        await until_kept(kvd)
+        mapped = engine.client._attachment.arena
+        for _ in range(2):
+            await kvd.kill()
+            await kvd.start()
+            await engine.client.wait_attached(30)
+            loaded = await engine.load(key_of("a"), TOKENS)
+            assert (loaded.num_tokens, loaded.tiers) == (50, {"dram"})
+            assert engine.client._attachment.arena is mapped
+        assert arena_files(kvd) == [".journal", ".slots"]
+
+
+@pytest.mark.parametrize("end", [signal.SIGCONT, signal.SIGKILL])
+async def test_slots_of_a_stopped_engine_are_nobody_elses(tmp_path: Path, end) -> None:
+    """While it is stopped a new kvd keeps them for it; then it loses its lease, or its life."""
+    async with running_kvd(tmp_path, *FLAGS) as kvd, holding_engine(kvd) as engine:
+        os.kill(engine.process.pid, signal.SIGSTOP)
+        await kvd.kill()
+        await kvd.start()
+        (lease,) = await leases(kvd)
+        assert (lease.lease_id, lease.pid) == (engine.lease_id, engine.process.pid)
+        assert (lease.quarantined, lease.process_status) == (True, "stopped")
+        async with attached_engine(kvd.runtime_dir) as other:
+            await other.store(key_of("other"), TOKENS)
+            assert [found.lease_id for found in await leases(kvd)] == [engine.lease_id]
+            os.kill(engine.process.pid, end)
+            if end is signal.SIGCONT:
+                assert (await engine.complete())[0] == "lost"
+            await until_no_leases(kvd)
+            assert (await other.load(key_of("other"), TOKENS)).num_tokens == 50
+
+
+async def test_a_store_goes_on_over_a_broken_connection(tmp_path: Path) -> None:
+    """kvd drops nothing and the lease is the engine's again."""
+    async with (
+        running_kvd(tmp_path, *FLAGS) as kvd,
+        attached_engine(kvd.runtime_dir) as engine,
+    ):
+        key, tokens = key_of("a"), bytes(4 * 16)
+        grant = await engine.client.prepare_store(key, tokens, 0, 20)
+        before = engine.client._attachment.engine_id
+        engine.client._attachment.events.cancel()
+
+        async def is_attached_again():
+            return getattr(engine.client._attachment, "engine_id", before) != before
+
+        await eventually(is_attached_again, True)
+        (lease,) = await leases(kvd)
+        assert (lease.lease_id, lease.quarantined) == (grant.lease_id, False)
+        assert await engine.client.complete_store(grant, success=True) == 16
+        assert not await leases(kvd)
+
+
+async def test_an_engine_that_leaves_holds_nothing(tmp_path: Path) -> None:
+    """Its process lives on, here: it is this one."""
+    async with running_kvd(tmp_path, *FLAGS) as kvd:
+        async with attached_engine(kvd.runtime_dir) as engine:
+            await engine.store(key_of("a"), TOKENS)
+        await until_no_leases(kvd)
+
+
+async def test_arenas_of_another_size_are_discarded(tmp_path: Path) -> None:
+    """With a line in the log; sessions that were in DRAM only are gone."""
+    async with running_kvd(tmp_path, *FLAGS) as kvd:
+        async with attached_engine(kvd.runtime_dir) as engine:
+            await engine.store(key_of("a"), TOKENS)
+            await until_kept(kvd)
+        await kvd.kill()
+        kvd._flags = ["--dram", "2MB", "--ssd", "0"]
+        await kvd.start()
+        async with attached_engine(kvd.runtime_dir, small_layout()) as engine:
+            assert (await engine.load(key_of("a"), TOKENS)).num_tokens == 0
+        assert "arena_discarded" in kvd.log()
+
+
+async def test_layers_are_checked_as_they_are_read(tmp_path: Path, monkeypatch) -> None:
+    """A load that is answered before its reads have ended; each layer is there when it is said."""
+    monkeypatch.setenv("KVD_DRAM__KEEP", "none")
+    layout = small_layout(num_layers=12)
+    tokens = list(range(1000, 1400))
+    async with running_kvd(tmp_path, "--dram", "4MB", "--ssd", "64MB") as kvd:
+        async with attached_engine(kvd.runtime_dir, layout) as engine:
+            await engine.store(key_of("a"), tokens)
+            await all_clean(kvd)
+            await kvd.kill()
+            await kvd.start()
+            await engine.client.wait_attached(30)
+            grant = await engine.client.prepare_load(
+                key_of("a"), encode(tokens), 0, 20, accept_pending=True
+            )
+            assert grant.lookup is Lookup.PENDING
+            await engine.client.complete_load(grant)
+            loaded = await engine.load(key_of("a"), tokens, accept_pending=True)
+            assert (loaded.num_tokens, loaded.tiers <= {"dram", "ssd"}) == (400, True)
+        assert not await leases(kvd)
+        assert not arena_files(kvd)

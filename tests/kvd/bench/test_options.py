@@ -1,0 +1,44 @@
+"""Scales and layouts."""
+
+import pytest
+
+from kvd.bench.options import (
+    DATA_LAYOUTS,
+    FULL,
+    MIN_PASS_BYTES,
+    QUICK,
+    SMALL_LAYOUT,
+    fitted,
+    layout_with,
+)
+from shared.units import GIB
+
+
+@pytest.mark.parametrize("layout", [*DATA_LAYOUTS, SMALL_LAYOUT])
+def test_layouts_can_be_attached_with(layout):
+    layout.check()
+
+
+def test_a_layout_has_the_slices_asked_for():
+    layout = layout_with(1 << 20, 3)
+    assert [layout.slice_bytes(index) for index in range(3)] == [1 << 20] * 3
+    assert layout.block_bytes == 3 << 20
+
+
+def test_a_large_machine_is_measured_in_full():
+    assert fitted(FULL, 256 * GIB, 1024 * GIB) == FULL
+
+
+def test_a_small_machine_is_measured_with_smaller_passes():
+    small = fitted(FULL, 4 * GIB, 1024 * GIB)
+    assert small.arena_bytes == GIB // 2
+    assert MIN_PASS_BYTES < small.ssd_max_bytes < GIB
+    assert small.session_counts == FULL.session_counts
+
+
+def test_a_small_disk_makes_small_passes_too():
+    assert fitted(FULL, 256 * GIB, 8 * GIB).ssd_max_bytes == GIB // 2
+
+
+def test_a_scale_never_grows():
+    assert fitted(QUICK, 1024 * GIB, 1024 * GIB) == QUICK

@@ -1,0 +1,107 @@
+"""The document that scripts read, and the tables that people read."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from kvd.bench.figures import (
+    SCHEMA,
+    Comparison,
+    Growth,
+    Latency,
+    Machine,
+    Report,
+    Restart,
+)
+from kvd.bench.goals import goals_of
+from kvd.bench.report import as_document, tables
+from kvd.bench.statistics import Spread
+
+ONE = Spread(0.95, 1.0, 1.05)
+STORE = Comparison("store", 1 << 20, 0, 1 << 28, 2, 5, ONE, 9e9, 9e9)
+READ = Comparison("read", 1 << 16, 528_384, 1 << 28, 4, 5, ONE, 2e9, 2e9)
+MACHINE = Machine(
+    "a processor",
+    2,
+    0.1,
+    1 << 34,
+    "6.1",
+    "madvise",
+    "never",
+    0,
+    "ext4",
+    "/dev/x",
+    True,
+    "3.11",
+    "0.1",
+    {"numpy": "2"},
+)
+REPORT = Report(
+    started_unix_s=1.0,
+    elapsed_s=60.0,
+    command=("kvd", "bench"),
+    scale="full",
+    machine=MACHINE,
+    arena=(STORE,),
+    ssd=(READ,),
+    latencies=(Latency("rpc", "prepare_load", 10, 100, 500.0, 900.0),),
+    growths=(Growth("rpc", "prepare_load", 10_000, 200_000, ONE),),
+    restart=Restart(200_000, 8, 200_000, ONE, ONE, ONE, 3 << 28, 1 << 27, 1500.0, 1 << 27),
+)
+
+
+def test_the_document_is_json_and_names_its_schema():
+    document = json.loads(json.dumps(as_document(REPORT)))
+    assert document["schema"] == SCHEMA
+    assert set(document) == {
+        *("schema", "started_unix_s", "elapsed_s", "command", "scale", "machine"),
+        *("arena", "ssd", "latencies", "growths", "restart", "goals"),
+    }
+    assert document["ssd"][0]["ratio"] == {"low": 0.95, "median": 1.0, "high": 1.05}
+    assert document["machine"]["filesystem"] == "ext4"
+    assert document["restart"]["rss_per_session_bytes"] == 1500.0
+
+
+def test_a_part_that_was_not_run_is_null_and_has_no_goals():
+    only_ssd = replace(REPORT, arena=None, latencies=None, growths=None, restart=None)
+    document = as_document(only_ssd)
+    assert document["arena"] is None
+    assert document["restart"] is None
+    assert [goal["what"] for goal in document["goals"]] == ["ssd read / direct I/O, 64 KiB slices"]
+
+
+def test_the_tables_show_every_part():
+    console = Console(width=200, record=True, file=None, quiet=False, stderr=True)
+    with console.capture() as captured:
+        for table in tables(REPORT):
+            console.print(table)
+    shown = captured.get()
+    for word in ("arena", "ssd", "control plane", "growth", "restart", "goals", "a processor"):
+        assert word in shown
+
+
+@pytest.mark.parametrize(
+    ("report", "what"),
+    [
+        (replace(REPORT, arena=(replace(STORE, ratio=Spread(0.8, 0.89, 1.2)),)), "arena store"),
+        (replace(REPORT, ssd=(replace(READ, ratio=Spread(0.8, 0.89, 1.2)),)), "ssd read"),
+        (
+            replace(REPORT, growths=(replace(REPORT.growths[0], ratio=Spread(1, 1.31, 2)),)),
+            "rpc prepare_load",
+        ),
+        (replace(REPORT, restart=replace(REPORT.restart, ready_s=Spread(4, 5.1, 6))), "restart"),
+        (replace(REPORT, restart=replace(REPORT.restart, rss_per_session_bytes=2049.0)), "memory"),
+    ],
+)
+def test_a_figure_beyond_its_bound_misses_its_goal_and_no_other(report, what):
+    assert all(goal.met for goal in goals_of(REPORT))
+    missed = [goal.what for goal in goals_of(report) if not goal.met]
+    assert len(missed) == 1
+    assert missed[0].startswith(what)
+
+
+def test_small_slices_have_no_goal_in_the_arena():
+    small = replace(REPORT, arena=(replace(STORE, slice_bytes=1 << 16, ratio=Spread(0, 0, 0)),))
+    assert all(goal.met for goal in goals_of(small))

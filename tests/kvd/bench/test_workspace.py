@@ -1,0 +1,44 @@
+"""The bench's directories: room is checked before, nothing is left after."""
+
+from pathlib import Path
+
+import pytest
+
+from kvd.bench.machine import machine_facts
+from kvd.bench.workspace import NoRoomError, Workspace, check_memory, workspace
+
+
+def test_everything_is_removed_when_a_run_is_interrupted(tmp_path):
+    used: list[Workspace] = []
+    with pytest.raises(KeyboardInterrupt):
+        _interrupted(tmp_path, used)
+    assert not list(tmp_path.iterdir())
+    assert not used[0].runtime.exists()
+
+
+def _interrupted(directory: Path, used: list[Workspace]) -> None:
+    with workspace(directory, 1) as work:
+        (work.state / "volume").write_bytes(b"x")
+        (work.runtime / "log").write_bytes(b"x")
+        used.append(work)
+        raise KeyboardInterrupt
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_made(tmp_path):
+    with pytest.raises(NoRoomError, match="--directory"), workspace(tmp_path, 1 << 60):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_memory_that_is_not_there_is_refused():
+    with pytest.raises(NoRoomError, match="--quick"):
+        check_memory(1 << 60)
+
+
+def test_the_facts_of_this_machine_are_found_and_nothing_is_left(tmp_path):
+    facts = machine_facts(tmp_path)
+    assert facts.cpu
+    assert facts.cpus > 0
+    assert facts.memory_bytes > 0
+    assert facts.filesystem
+    assert not list(tmp_path.iterdir())

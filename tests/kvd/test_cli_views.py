@@ -1,0 +1,134 @@
+"""Tables of the command line, and what `kvd verify` makes of a report."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from kvd import cli_stats_views, cli_tiers, cli_views
+from kvd.errors import CorruptionFoundError, UnverifiedError
+from shared.pb.kvd.v1 import kvd_pb2
+
+
+def _text(*tables):
+    out = io.StringIO()
+    console = Console(file=out, width=200)
+    for table in tables:
+        console.print(table)
+    return out.getvalue()
+
+
+def _session(**facts):
+    return kvd_pb2.SessionInfo(bytes=100, expires_in_s=-1, **facts)
+
+
+@pytest.mark.parametrize(
+    ("dram_bytes", "word"), [(100, "hot"), (50, "warm"), (0, "cold")]
+)  # fmt: skip
+def test_how_fast_a_session_loads(dram_bytes, word):
+    """All in DRAM is hot, a part warm, none cold."""
+    assert cli_views.temperature(_session(dram_bytes=dram_bytes)) == word
+
+
+def test_pins_and_ttl_of_a_session_are_shown():
+    """Hard and soft pins have different words, and the TTL says whose it is."""
+    soft = _session(pin=kvd_pb2.PIN_SOFT, ttl_source=kvd_pb2.TTL_SOURCE_TENANT)
+    hard = _session(pin=kvd_pb2.PIN_HARD, ttl_source=kvd_pb2.TTL_SOURCE_SESSION)
+    shown = [_text(cli_views.session_table(info)) for info in (soft, hard)]
+    assert "soft-pinned" in shown[0]
+    assert "its tenant's" in shown[0]
+    assert "soft" not in shown[1]
+    assert "pinned" in shown[1]
+    assert "its own" in shown[1]
+
+
+def test_copies_of_a_block_are_shown():
+    """Where it is, and what is still to be done with it."""
+    blocks = (
+        kvd_pb2.BlockInfo(tiers=[kvd_pb2.TIER_DRAM], dirty=True, verified=True),
+        kvd_pb2.BlockInfo(tiers=[kvd_pb2.TIER_DRAM, kvd_pb2.TIER_SSD], hashed=True),
+        kvd_pb2.BlockInfo(tiers=[kvd_pb2.TIER_SSD], hashed=True),
+    )
+    _, first, second, third = _text(cli_views.blocks_table(blocks)).splitlines()
+    assert first.rstrip().endswith("dram, dirty, not hashed")
+    assert second.rstrip().endswith("dram+ssd, unverified")
+    assert third.rstrip().endswith(" ssd")
+
+
+def test_a_quarantined_lease_stands_out():
+    """The table says who holds it, what that process does, and that it is quarantined."""
+    lease = kvd_pb2.LeaseInfo(
+        lease_id=5,
+        kind=kvd_pb2.LEASE_KIND_STORE,
+        pid=77,
+        engine_name="svc",
+        process_status="stopped",
+        quarantined=True,
+    )
+    (row,) = _text(cli_views.leases_table([lease])).splitlines()[1:]
+    for word in ("store", "77", "svc stopped", "quarantined"):
+        assert word in row
+
+
+def test_stats_without_any_layout():
+    """A kvd that has never seen an engine has tables too."""
+    assert "kvd 1" in _text(*cli_stats_views.stats_tables(kvd_pb2.GetStatsResponse(version="1")))
+
+
+def test_stats_show_the_largest_tenants():
+    """Of very many tenants only the largest are shown, with what they may have."""
+    tenants = [
+        kvd_pb2.TenantStats(tenant=f"t{number}", used_bytes=number, has_quota=bool(number % 2))
+        for number in range(100)
+    ]
+    stats = kvd_pb2.GetStatsResponse(layouts=[kvd_pb2.LayoutStats(tenants=tenants)])
+    text = _text(*cli_stats_views.stats_tables(stats))
+    assert "t99" in text
+    assert "t79 " not in text
+    assert "20 of 100" in text
+
+
+def test_progress_is_a_share_of_all_copies():
+    """The line counts the copies of both tiers."""
+    progress = kvd_pb2.VerifyProgress(
+        num_copies=8,
+        dram=kvd_pb2.TierVerified(num_blocks=1, bytes=1024, num_corrupt=1),
+        ssd=kvd_pb2.TierVerified(num_blocks=3, bytes=1024),
+    )
+    line = cli_views.verify_line(progress)
+    assert line.split() == ["50%", "4", "copies,", "2.0", "KB,", "1", "corrupt"]
+
+
+def _report(dram_corrupt=0, ssd_corrupt=0, repaired=0, lost=0, errors=0):
+    return kvd_pb2.VerifyProgress(
+        dram=kvd_pb2.TierVerified(num_corrupt=dram_corrupt),
+        ssd=kvd_pb2.TierVerified(num_corrupt=ssd_corrupt),
+        num_repaired=repaired,
+        num_lost=lost,
+        num_errors=errors,
+    )
+
+
+@pytest.mark.parametrize(
+    ("report", "repair", "error", "remedy"),
+    [
+        (_report(ssd_corrupt=1), False, CorruptionFoundError, "--repair"),
+        (_report(dram_corrupt=1), False, CorruptionFoundError, "dropped"),
+        (_report(ssd_corrupt=2, repaired=1, lost=1), True, CorruptionFoundError, "recomputed"),
+        (_report(errors=1), True, UnverifiedError, "again"),
+    ],
+)
+def test_what_a_verification_fails_for(report, repair, error, remedy):
+    """Exit 1 for what was found and not replaced, and for what could not be read."""
+    with pytest.raises(error) as raised:
+        cli_tiers.judge(report, repair=repair)
+    assert raised.value.exit_code == 1
+    assert remedy in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("report", "repair"), [(_report(), False), (_report(ssd_corrupt=2, repaired=2), True)]
+)
+def test_what_a_verification_passes_with(report, repair):
+    """Exit 0 when nothing is wrong, or nothing any more."""
+    cli_tiers.judge(report, repair=repair)
