@@ -82,6 +82,7 @@ def _clear(runtime_dir: Path) -> None:
 async def _hand_out_arenas(listener: socket.socket) -> None:
     fd = os.memfd_create("lies")
     os.ftruncate(fd, SLOT_BYTES * NUM_SLOTS)
+    wakeup_fd = os.eventfd(0)
     connections = []
     try:
         while True:
@@ -90,9 +91,9 @@ async def _hand_out_arenas(listener: socket.socket) -> None:
             connections.append(connection)
             seqpacket.send(connection, packets.encode(packets.Welcome("token")))
             await seqpacket.receive(connection)
-            mapping = packets.ArenaMapping(SLOT_BYTES, NUM_SLOTS)
-            seqpacket.send(connection, packets.encode(mapping), [fd])
+            mapping = packets.ArenaMapping(SLOT_BYTES, NUM_SLOTS, NUM_SLOTS)
+            seqpacket.send(connection, packets.encode(mapping), [fd, fd, wakeup_fd])
     finally:
-        os.close(fd)
+        seqpacket.close_fds([fd, wakeup_fd])
         for connection in connections:
             connection.close()

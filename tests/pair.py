@@ -40,11 +40,14 @@ class Pair:
         self.service = InferenceProcess(model_dir, directory / "svc", self.kvd.runtime_dir)
 
     @asynccontextmanager
-    async def with_kvd(self, *flags: str) -> AsyncIterator[None]:
-        """Run a fresh kvd with these flags, attached; it is stopped at the end."""
+    async def with_kvd(self, *flags: str, keep: str = "none") -> AsyncIterator[None]:
+        """Run a fresh kvd with these flags, attached; it is stopped at the end.
+
+        With keep = "file" its DRAM survives its restarts.
+        """
         self._scene += 1
         self._stored.clear()
-        self.kvd = KvdProcess(self._kvd_dir, flags)
+        self.kvd = KvdProcess(self._kvd_dir, flags, keep)
         shutil.rmtree(self.kvd.state_dir, ignore_errors=True)
         try:
             await self.kvd.start()

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -31,13 +32,20 @@ class KvdProcess:
     Args:
         directory: short enough for socket paths; a tmp_path is.
         flags: more options of `kvd serve`.
+        keep: setting dram.keep: "none" where a restart is to find everything on SSD.
     """
 
-    def __init__(self, directory: Path, flags: Sequence[str] = ()) -> None:
+    def __init__(self, directory: Path, flags: Sequence[str] = (), keep: str = "file") -> None:
         self.runtime_dir = directory / "run"
         self.state_dir = directory / "state"
         self.log_path = directory / "kvd.log"
         self._flags = list(flags)
+        self._environment = {
+            **os.environ,
+            "KVD_DRAM__KEEP": keep,
+            # Not /dev/shm: what a killed kvd leaves there would outlive the test.
+            "KVD_DRAM__DIRECTORY": str(directory / "shm"),
+        }
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -65,13 +73,19 @@ class KvdProcess:
         with self.log_path.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-m", "kvd", "serve", "--log-level", "debug", "--log-format", "json"),
+                *self._command(),
+                *("--log-level", "debug", "--log-format", "json"),
                 *("--runtime-dir", str(self.runtime_dir), "--state-dir", str(self.state_dir)),
                 *self._flags,
+                env=self._environment,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
             )
+
+    def _command(self) -> list[str]:
+        """What the interpreter is to run."""
+        return ["-m", "kvd", "serve"]
 
     async def exit_code(self) -> int:
         """Wait for its end."""
@@ -100,9 +114,11 @@ class KvdProcess:
 
 
 @asynccontextmanager
-async def running_kvd(directory: Path, *flags: str) -> AsyncIterator[KvdProcess]:
+async def running_kvd(
+    directory: Path, *flags: str, keep: str = "file"
+) -> AsyncIterator[KvdProcess]:
     """A kvd that serves; it is stopped at the end."""
-    kvd = KvdProcess(directory, flags)
+    kvd = KvdProcess(directory, flags, keep)
     try:
         await kvd.start()
         yield kvd

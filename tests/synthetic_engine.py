@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from shared.arena_map import ArenaMap
-from shared.grants import Lookup
+from shared.grants import LoadSpan, Lookup, StoreGrant
 from shared.kv_layout import Component, KVLayout, Layer
 from shared.kvd_client import KvdClient
 from shared.session_key import SessionKey
@@ -59,27 +59,43 @@ class SyntheticEngine:
         """Store the rows of token_ids[from_token:]; returns how many tokens are stored then."""
         while True:
             grant = await self.client.prepare_store(key, encode(token_ids), from_token, CALL_S)
-            for block in grant.blocks:
-                for row in range(block.num_tokens):
-                    position = block.token_offset + row
-                    self._write(grant.arena, block.slot_id, row, position, token_ids[position])
+            self.fill(grant, token_ids)
             stored = await self.client.complete_store(grant, success=True)
             if not grant.more or grant.refused_reason:
                 return stored
             from_token = grant.end_token
 
-    async def load(self, key: SessionKey, token_ids: Sequence[int], from_token: int = 0) -> Loaded:
-        """Load what is stored of token_ids[from_token:] and check every byte of it."""
+    def fill(self, grant: StoreGrant, token_ids: Sequence[int]) -> None:
+        """Write the rows of a grant, which is not completed yet."""
+        for block in grant.blocks:
+            for row in range(block.num_tokens):
+                position = block.token_offset + row
+                self._write(grant.arena, block.slot_id, row, position, token_ids[position])
+
+    async def load(
+        self,
+        key: SessionKey,
+        token_ids: Sequence[int],
+        from_token: int = 0,
+        *,
+        accept_pending: bool = False,
+    ) -> Loaded:
+        """Load what is stored of token_ids[from_token:] and check every byte of it.
+
+        With accept_pending each layer is checked as soon as it is said to be there.
+        """
         tiers: set[str] = set()
         end = from_token
         while True:
-            grant = await self.client.prepare_load(key, encode(token_ids), end, CALL_S)
-            for span in grant.spans:
-                tiers.add(span.tier)
-                for index in range(span.num_tokens):
-                    position = span.token_offset + index
-                    row = span.start + index
-                    self._check(grant.arena, span.slot_id, row, position, token_ids[position])
+            grant = await self.client.prepare_load(
+                key, encode(token_ids), end, CALL_S, accept_pending=accept_pending
+            )
+            tiers |= {span.tier for span in grant.spans}
+            for layer_index in range(len(self.layout.layers)):
+                if grant.progress is not None:
+                    await asyncio.to_thread(grant.progress.wait_layer, layer_index, CALL_S)
+                for span in grant.spans:
+                    self._check(grant.arena, span, token_ids, layer_index)
             if grant.lookup is Lookup.MISS:
                 return Loaded(end, frozenset(tiers), grant.miss_reason)
             end = grant.end_token
@@ -88,26 +104,39 @@ class SyntheticEngine:
                 return Loaded(end, frozenset(tiers), "")
 
     def _write(self, arena: ArenaMap, slot_id: int, row: int, position: int, token: int) -> None:
-        for view, expected in self._rows(arena, slot_id, row, position, token):
-            view[:] = expected
+        for layer_index in range(len(self.layout.layers)):
+            for view, expected in self._rows(arena, slot_id, row, position, token, layer_index):
+                view[:] = expected
 
-    def _check(self, arena: ArenaMap, slot_id: int, row: int, position: int, token: int) -> None:
-        for view, expected in self._rows(arena, slot_id, row, position, token):
-            assert np.array_equal(view, expected), f"wrong bytes at token {position}"
+    def _check(
+        self, arena: ArenaMap, span: LoadSpan, token_ids: Sequence[int], layer_index: int
+    ) -> None:
+        for index in range(span.num_tokens):
+            position = span.token_offset + index
+            row, token = span.start + index, token_ids[position]
+            for view, expected in self._rows(
+                arena, span.slot_id, row, position, token, layer_index
+            ):
+                assert np.array_equal(view, expected), f"wrong bytes at token {position}"
 
     def _rows(
-        self, arena: ArenaMap, slot_id: int, row: int, position: int, token: int
+        self,
+        arena: ArenaMap,
+        slot_id: int,
+        row: int,
+        position: int,
+        token: int,
+        layer_index: int,
     ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(memory, what belongs there) of one token's row in every component."""
+        """(memory, what belongs there) of one token's row in every component of a layer."""
         slot = np.frombuffer(arena.slot(slot_id), np.uint8)
         rows = []
-        for layer_index, layer in enumerate(self.layout.layers):
-            for component_index, component in enumerate(layer.components):
-                start = self.layout.component_offset(layer_index, component_index)
-                start += row * component.token_bytes
-                seed = [token, position, layer_index, component_index]
-                pattern = np.resize(np.asarray(seed, "<u4").view(np.uint8), component.token_bytes)
-                rows.append((slot[start : start + component.token_bytes], pattern))
+        for component_index, component in enumerate(self.layout.layers[layer_index].components):
+            start = self.layout.component_offset(layer_index, component_index)
+            start += row * component.token_bytes
+            seed = [token, position, layer_index, component_index]
+            pattern = np.resize(np.asarray(seed, "<u4").view(np.uint8), component.token_bytes)
+            rows.append((slot[start : start + component.token_bytes], pattern))
         return rows
 
 

@@ -20,7 +20,8 @@ from tests.kvd_polling import all_clean, eventually, reader_stats, sessions_of
 from tests.processes import KvdProcess, running_kvd
 from tests.synthetic_engine import ATTACH_S, SyntheticEngine, attached_engine, key_of, small_layout
 
-BLOCK_BYTES = 2 * 4096
+HEADER_BYTES = 4096
+EXTENT_BYTES = HEADER_BYTES + 2 * 4096
 FLAGS = ("--dram", "1MB", "--ssd", "4MB")
 
 # An engine that dies with a store and a load open: it says so, and waits for its end.
@@ -64,7 +65,10 @@ async def _restart(kvd: KvdProcess, engine: SyntheticEngine) -> None:
 
 async def test_kill_keeps_every_stored_session(tmp_path: Path) -> None:
     """After SIGKILL everything that was clean is listed, and loaded completely from SSD."""
-    async with running_kvd(tmp_path, *FLAGS) as kvd, attached_engine(kvd.runtime_dir) as engine:
+    async with (
+        running_kvd(tmp_path, *FLAGS, keep="none") as kvd,
+        attached_engine(kvd.runtime_dir) as engine,
+    ):
         await _store(engine, 12)
         await all_clean(kvd)
         await _restart(kvd, engine)
@@ -76,7 +80,10 @@ async def test_kill_keeps_every_stored_session(tmp_path: Path) -> None:
 
 async def test_kill_with_dirty_blocks_is_a_shorter_hit(tmp_path: Path) -> None:
     """Killed right after a store, a session is a prefix of itself or a miss, and stores again."""
-    async with running_kvd(tmp_path, *FLAGS) as kvd, attached_engine(kvd.runtime_dir) as engine:
+    async with (
+        running_kvd(tmp_path, *FLAGS, keep="none") as kvd,
+        attached_engine(kvd.runtime_dir) as engine,
+    ):
         for _ in range(3):
             await _store(engine, 8)
             await _restart(kvd, engine)
@@ -119,7 +126,7 @@ async def test_kill_in_the_middle_of_stores(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
 async def test_damaged_segment_is_a_counted_miss(tmp_path: Path, damage: str) -> None:
     """Damaged bytes on SSD are found when they are read: the session is cut there, and counted."""
-    async with running_kvd(tmp_path, *FLAGS) as kvd:
+    async with running_kvd(tmp_path, *FLAGS, keep="none") as kvd:
         async with attached_engine(kvd.runtime_dir) as engine:
             await engine.store(key_of("a"), _tokens(0))
             await all_clean(kvd)
@@ -131,7 +138,7 @@ async def test_damaged_segment_is_a_counted_miss(tmp_path: Path, damage: str) ->
             load = await engine.load(key_of("a"), _tokens(0))
             counters = (await reader_stats(kvd)).layouts[0].counters
             assert load.num_tokens < 50
-            assert counters["blocks_corrupt"] >= 1
+            assert counters["blocks_corrupt_ssd"] >= 1
             # Computed and stored again, it is whole again, on SSD too.
             await engine.store(key_of("a"), _tokens(0), load.num_tokens)
             await all_clean(kvd)
@@ -146,11 +153,11 @@ def _damage(segment: Path, how: str) -> None:
         return
     with segment.open("r+b") as file:
         if how == "truncate":
-            file.truncate(BLOCK_BYTES + 100)
+            file.truncate(EXTENT_BYTES + 100)
             return
-        file.seek(BLOCK_BYTES + 777)
+        file.seek(EXTENT_BYTES + HEADER_BYTES + 777)
         (byte,) = file.read(1)
-        file.seek(BLOCK_BYTES + 777)
+        file.seek(EXTENT_BYTES + HEADER_BYTES + 777)
         file.write(bytes([byte ^ 1]))
 
 

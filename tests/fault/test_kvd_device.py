@@ -14,6 +14,7 @@ import pytest
 
 from kvd.config import DramSettings, Settings, SsdSettings
 from kvd.daemon import Daemon
+from kvd.tiers.faults import WritePoint
 from tests.kvd_polling import all_clean, eventually, reader_stats
 from tests.processes import KvdProcess, wait_serving
 from tests.synthetic_engine import attached_engine, key_of
@@ -31,12 +32,15 @@ class FaultPlan:
         self.num_failures = 0
 
     def before_read(self, extent: int) -> None:
-        """See kvd.tiers.ssd.Faults."""
+        """See kvd.tiers.faults.Faults."""
         self._fail(self.read_errno)
 
     def before_write(self, extent: int) -> None:
-        """See kvd.tiers.ssd.Faults."""
+        """See kvd.tiers.faults.Faults."""
         self._fail(self.write_errno)
+
+    def reach(self, point: WritePoint) -> None:
+        """See kvd.tiers.faults.Faults."""
 
     def _fail(self, number: int) -> None:
         if number:
@@ -53,7 +57,7 @@ async def _daemon(
     settings = Settings(
         runtime_dir=where.runtime_dir,
         state_dir=where.state_dir,
-        dram=DramSettings(bytes=dram),
+        dram=DramSettings(bytes=dram, keep="none"),
         ssd=SsdSettings(bytes=4 << 20),
     )
     stop = asyncio.Event()

@@ -10,12 +10,14 @@ from tests.pair import SLOT_BYTES
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
+HEADER_BYTES = 4096  # of an extent
 LONG = inference_pb2.Sampling(max_tokens=300, ignore_eos=True)
 
 
-async def test_kvd_restart_keeps_every_session(pair, oracle):
-    """After SIGTERM and after SIGKILL of kvd a session's whole history comes from SSD."""
-    async with pair.with_kvd("--dram", "16MB"):
+@pytest.mark.parametrize(("keep", "tier"), [("none", "ssd"), ("file", "dram")])
+async def test_kvd_restart_keeps_every_session(pair, oracle, keep, tier):
+    """After SIGTERM and SIGKILL of kvd a session's whole history comes from SSD, or kept DRAM."""
+    async with pair.with_kvd("--dram", "16MB", keep=keep):
         names = ("a", "b", "c")
         for name in names:
             await pair.say(name, 250)
@@ -30,7 +32,7 @@ async def test_kvd_restart_keeps_every_session(pair, oracle):
     assert all(verdict.is_identical for verdict in verdicts), verdicts
     for usage in reused:
         assert usage.reused_tokens == usage.history_tokens > 0
-        assert dict(usage.tier_tokens) == {"ssd": usage.reused_tokens}
+        assert dict(usage.tier_tokens) == {tier: usage.reused_tokens}
 
 
 async def test_engine_restart_keeps_every_session(pair, oracle):
@@ -139,7 +141,7 @@ async def test_a_corrupted_block_on_ssd_is_recomputed(pair, oracle):
         verdict = await pair.verdict(oracle, "a")
     assert verdict.is_identical, verdict
     assert 0 < hurt.usage.recomputed_tokens < hurt.usage.history_tokens
-    assert stats.counters["blocks_corrupt"] == 1
+    assert stats.counters["blocks_corrupt_ssd"] == 1
     assert healed.usage.recomputed_tokens == 0
 
 
@@ -147,7 +149,7 @@ def flip_a_byte_of_block(state_dir, block_index):
     """Damage the first segment inside the given extent."""
     (segment,) = (state_dir / "volumes").rglob("*.segment")
     with segment.open("r+b") as file:
-        file.seek(block_index * SLOT_BYTES + 1000)
+        file.seek(block_index * (HEADER_BYTES + SLOT_BYTES) + HEADER_BYTES + 1000)
         byte = file.read(1)
         file.seek(-1, 1)
         file.write(bytes([byte[0] ^ 0xFF]))

@@ -1,0 +1,162 @@
+"""A synthetic engine in a process of its own, driven over stdin: a JSON list a line, and so back.
+
+    ["store", NAME, …]    → tokens of each session that are stored then
+    ["load", NAME, …]     → [tokens, tiers, miss reason] of each; wrong bytes end the process
+    ["attached", TIMES]   → once it has attached so often: the inode of the arena it maps
+    ["begin", NAME]       → lease id of a store whose rows are written, not completed
+    ["finish"]            → tokens stored by completing it, or the reason why it is refused
+    ["scribble", SEED]    → after filling every slot it can reach with garbage: how many
+
+It ends with its stdin. `DrivenEngine` is the other end.
+"""
+
+import asyncio
+import json
+import random
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from shared.errors import ReportedError
+from shared.log import configure_logging
+from tests.synthetic_engine import CALL_S, SyntheticEngine, attached_engine, encode, key_of
+
+ANSWER_S = 60.0
+
+
+def tokens_of(name: str) -> list[int]:
+    """Fifty tokens that depend on the name; no two names share a prefix."""
+    first = int.from_bytes(name.encode()[:3], "big") * 64
+    return list(range(first, first + 50))
+
+
+class Driven:
+    """The engine and what it has under way."""
+
+    def __init__(self, engine: SyntheticEngine) -> None:
+        self._engine = engine
+        self._num_attached = 1
+        self._changed = asyncio.Event()
+        self._grant = None
+        engine.client.on_change.append(self._note)
+
+    def _note(self, attached: bool) -> None:
+        self._num_attached += attached
+        self._changed.set()
+
+    async def do(self, command: str, *arguments: str | int) -> list:
+        """One command."""
+        if command != "attached":
+            await self._engine.client.wait_attached(30)
+        return await getattr(self, f"_{command}")(*arguments)
+
+    async def _attached(self, num_times: int) -> list:
+        while self._num_attached < num_times:
+            self._changed.clear()
+            await self._changed.wait()
+        return _mapped_arenas()
+
+    async def _store(self, *names: str) -> list:
+        return [await self._engine.store(key_of(name), tokens_of(name)) for name in names]
+
+    async def _load(self, *names: str) -> list:
+        loads = [await self._engine.load(key_of(name), tokens_of(name)) for name in names]
+        return [[load.num_tokens, sorted(load.tiers), load.miss_reason] for load in loads]
+
+    async def _begin(self, name: str) -> list:
+        tokens = tokens_of(name)
+        grant = await self._engine.client.prepare_store(key_of(name), encode(tokens), 0, CALL_S)
+        self._engine.fill(grant, tokens)
+        self._grant = grant
+        return [grant.lease_id]
+
+    async def _finish(self) -> list:
+        assert self._grant is not None
+        try:
+            return [await self._engine.client.complete_store(self._grant, success=True)]
+        except ReportedError as error:
+            return [error.reason]
+
+    async def _scribble(self, seed: int) -> list:
+        die = random.Random(seed)  # noqa: S311  # test data
+        arena = self._engine.client._mapped.arena
+        for slot_id in range(arena.num_slots):
+            arena.slot(slot_id)[:] = die.randbytes(arena.slot_bytes)
+        return [arena.num_slots]
+
+
+def _mapped_arenas() -> list[str]:
+    """Inodes of the arenas that this process maps."""
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    slots = [line.split() for line in maps if "-slots" in line or ".slots" in line]
+    return sorted({fields[4] for fields in slots})
+
+
+class DrivenEngine:
+    """The other end of its pipes."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+
+    async def store(self, *names: str) -> list[int]:
+        """Store sessions; returns how many tokens of each are stored then."""
+        return await self.ask("store", *names)
+
+    async def load(self, *names: str) -> list[tuple[int, list[str]]]:
+        """Load sessions and check every byte; returns (tokens, tiers) of each."""
+        return [(tokens, tiers) for tokens, tiers, _ in await self.ask("load", *names)]
+
+    async def attached(self, num_times: int) -> list[str]:
+        """Wait until it has attached so often; returns the arena it maps."""
+        return await self.ask("attached", num_times)
+
+    async def ask(self, command: str, *arguments: str | int) -> list:
+        """Any command."""
+        stdin, stdout = self.process.stdin, self.process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write(json.dumps([command, *arguments]).encode() + b"\n")
+        async with asyncio.timeout(ANSWER_S):
+            line = await stdout.readline()
+        assert line, "the engine has ended: see its traceback above"
+        return json.loads(line)
+
+    async def end(self) -> None:
+        """Have it leave, and wait for its end."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()  # not a signal: what we have started may be its parent only
+        await self.process.wait()
+
+
+@asynccontextmanager
+async def driven_engine(runtime_dir: Path) -> AsyncIterator[DrivenEngine]:
+    """One that is attached. It may be killed meanwhile."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.driven_engine", str(runtime_dir)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    engine = DrivenEngine(process)
+    try:
+        await engine.attached(1)
+        yield engine
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await engine.end()
+
+
+async def _main(runtime_dir: Path) -> None:
+    loop = asyncio.get_running_loop()
+    async with attached_engine(runtime_dir) as engine:
+        driven = Driven(engine)
+        while line := await loop.run_in_executor(None, sys.stdin.readline):
+            answer = await driven.do(*json.loads(line))
+            sys.stdout.write(json.dumps(answer) + "\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    configure_logging("error", json=False)
+    asyncio.run(_main(Path(sys.argv[1])))

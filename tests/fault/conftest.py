@@ -1,0 +1,58 @@
+"""The table of faults and outcomes, printed after the run.
+
+One line a test of this folder. What happened to stored sessions is told by the test itself, through
+`outcome`. With FAULT_TABLE=FILE the table is also written there, as Markdown.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROWS = pytest.StashKey[list[tuple[str, str, str]]]()
+_config: list[pytest.Config] = []  # a report does not say which session it is of
+
+
+@pytest.fixture
+def outcome(record_property) -> Callable[[object], None]:
+    """Say what became of what was stored."""
+
+    def tell(text: object) -> None:
+        told = text if isinstance(text, str) else ", ".join(f"{n} {k}" for k, n in text.items())
+        record_property("outcome", told)
+
+    return tell
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Begin with an empty table."""
+    config.stash[ROWS] = []
+    _config[:] = [config]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Add a row for a test that has ended."""
+    is_ours = (_config[0].rootpath / report.nodeid.split("::")[0]).is_relative_to(HERE)
+    if not is_ours or not (report.when == "call" or report.skipped):
+        return
+    file, _, name = report.nodeid.partition("::")
+    fault = f"{Path(file).stem.removeprefix('test_')}: {name.removeprefix('test_')}"
+    told = "; ".join(str(text) for key, text in report.user_properties if key == "outcome")
+    _config[0].stash[ROWS].append((fault.replace("_", " "), report.outcome, told))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the table."""
+    rows = _config[0].stash[ROWS]
+    if not rows:
+        return
+    terminalreporter.section("faults and outcomes")
+    width = max(len(fault) for fault, _, _ in rows)
+    for fault, result, told in rows:
+        terminalreporter.write_line(f"{fault:{width}}  {result:7} {told}".rstrip())
+    if path := os.environ.get("FAULT_TABLE"):
+        lines = ["| fault | result | outcome |", "|---|---|---|"]
+        lines += [f"| {fault} | {result} | {told} |" for fault, result, told in rows]
+        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")

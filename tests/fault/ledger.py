@@ -1,0 +1,127 @@
+"""What has been stored in a kvd that dies and is damaged, and whether it keeps its promises.
+
+After whatever has happened: each session that was stored is served with the right bytes, or less of
+it is and the miss has a reason; every copy that kvd has agrees with its checksums; flushed, nothing
+is left of anything.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+
+from shared.errors import ReportedError
+from tests.kvd_polling import eventually, reader_stats
+from tests.processes import KvdProcess, run_cli
+from tests.synthetic_engine import SyntheticEngine, key_of
+
+FULL_BLOCK = 16
+
+
+class Ledger:
+    """The sessions that one engine has stored."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self._acknowledged: dict[str, int] = {}
+
+    async def store(self, engine: SyntheticEngine, name: str, tokens: list[int]) -> None:
+        """Store a session; what it was before must be a prefix of it."""
+        self.tokens[name] = tokens
+        self._acknowledged.setdefault(name, 0)
+        self._acknowledged[name] = await engine.store(key_of(name), tokens)
+
+    async def grow(self, engine: SyntheticEngine, name: str, num_tokens: int) -> None:
+        """Load what is there of a session, as an engine does before a turn, and add to it."""
+        old = self.tokens.get(name, [])
+        first = 1000 * (1 + int(name[1:])) + len(old)
+        if old:
+            await engine.load(key_of(name), old)
+        await self.store(engine, name, old + list(range(first, first + num_tokens)))
+
+    async def work(self, engine: SyntheticEngine, names: list[str]) -> None:
+        """Grow sessions until kvd does not answer any more."""
+        for name in names:
+            with self.until_refused() as refused:
+                await self.grow(engine, name, 21)
+            if refused:
+                return
+
+    @contextmanager
+    def until_refused(self) -> Iterator[list[Exception]]:
+        """Collects the error of a kvd that has gone, or refuses."""
+        refused: list[Exception] = []
+        try:
+            yield refused
+        except (ReportedError, grpc.RpcError) as error:
+            refused.append(error)
+
+    async def judge(self, engine: SyntheticEngine, kvd: KvdProcess) -> Counter[str]:
+        """Load everything. Returns how many sessions were served from where, cut and missed."""
+        outcome: Counter[str] = Counter()
+        before = await _misses(kvd)
+        for name, tokens in self.tokens.items():
+            load = await engine.load(key_of(name), tokens)  # compares the bytes
+            promised = self._acknowledged[name]
+            if load.num_tokens >= promised:
+                outcome["+".join(sorted(load.tiers)) or "nothing stored"] += 1
+            elif load.num_tokens:
+                outcome["cut"] += 1
+                assert load.num_tokens % FULL_BLOCK == 0 or load.num_tokens <= promised
+            else:
+                outcome["missed"] += 1
+                assert load.miss_reason, "a miss has a reason"
+            self._acknowledged[name] = load.num_tokens
+        assert await _misses(kvd) - before >= outcome["missed"], "misses are counted"
+        return outcome
+
+
+async def everything_verifies(kvd: KvdProcess) -> None:
+    """Every copy in both tiers agrees with its checksums."""
+    code, stdout, stderr = await run_cli("verify", "--runtime-dir", str(kvd.runtime_dir))
+    assert code == 0, stdout + stderr
+
+
+async def nothing_leaks(kvd: KvdProcess) -> None:
+    """Flush everything: then no slot, extent, lease, session or file is in use.
+
+    No engine may be attached but idle ones.
+    """
+    flush = ("flush", "--all", "--yes", "--runtime-dir", str(kvd.runtime_dir))
+    code, stdout, stderr = await run_cli(*flush)
+    assert code == 0, stdout + stderr
+
+    async def left() -> dict[str, int]:
+        found: Counter[str] = Counter()
+        for layout in (await reader_stats(kvd)).layouts:
+            for tier in layout.tiers:
+                found[f"bytes in tier {tier.tier}"] += tier.used_bytes
+            found["leases"] += layout.leases
+            found["quarantined slots"] += layout.quarantined_slots
+            found["dirty bytes"] += layout.dirty_bytes
+            found["sessions"] += layout.num_sessions
+        return dict(+found)
+
+    await eventually(left, {})
+    num_layouts = len((await reader_stats(kvd)).layouts)
+    arenas = [path for path in (kvd.log_path.parent / "shm").rglob("*") if path.is_file()]
+    assert len(arenas) in {0, 2 * num_layouts}, "an arena is two files"
+    links = [os.readlink(f"/proc/{kvd.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{kvd.pid}/fd")]
+    removed = [link for link in links if link.endswith("(deleted)") and "memfd:" not in link]
+    assert not removed, "no descriptor of a removed file is kept"
+
+
+async def _misses(kvd: KvdProcess) -> int:
+    return sum(layout.counters["load_misses"] for layout in (await reader_stats(kvd)).layouts)
+
+
+def flip(path: Path, offset: int) -> None:
+    """Change one bit of a file."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x10]))

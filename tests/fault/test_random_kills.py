@@ -1,0 +1,107 @@
+"""kvd is killed at random moments, and at random write points, while two engines work with it."""
+
+import asyncio
+import random
+from collections import Counter
+
+import pytest
+
+from kvd.tiers.faults import WritePoint
+from tests.fault.ledger import Ledger, everything_verifies, nothing_leaks
+from tests.faulty_kvd import FaultyKvd
+from tests.synthetic_engine import attached_engine, small_layout
+
+LAYOUT = small_layout()
+NUM_SLOTS, NUM_EXTENTS = 30, 60  # less than all sessions together
+MAX_LOAD_S = 0.3
+MAX_TOKENS = 150
+SIZES = {
+    "KVD_DRAM__BYTES": str(NUM_SLOTS * LAYOUT.block_bytes),
+    "KVD_SSD__BYTES": str(NUM_EXTENTS * (LAYOUT.block_bytes + 4096)),
+    "KVD_SSD__RESERVE_BYTES": "0",
+    "KVD_SSD__SEGMENT_BYTES": "128KB",
+}
+
+
+async def test_a_few_kills(tmp_path, outcome):
+    """A seeded sample of the long test."""
+    outcome(await _killed_often(FaultyKvd(tmp_path, **SIZES), seed=1, num_kills=6))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [2, 3, 4, 5])
+async def test_many_kills(tmp_path, outcome, seed):
+    """Two hundred kills, fifty in a row on the same files."""
+    outcome(await _killed_often(FaultyKvd(tmp_path, **SIZES), seed, num_kills=50))
+
+
+async def _killed_often(kvd: FaultyKvd, seed: int, num_kills: int) -> Counter[str]:
+    die = random.Random(seed)  # noqa: S311  # test data
+    ledgers = (Ledger(), Ledger())
+    found: Counter[str] = Counter()
+    await kvd.start()
+    async with (
+        attached_engine(kvd.runtime_dir, LAYOUT, "first") as first,
+        attached_engine(kvd.runtime_dir, LAYOUT, "second") as second,
+    ):
+        engines = (first, second)
+        for number in range(num_kills):
+            work = [
+                asyncio.create_task(_work(ledger, engine, die.randrange(1 << 30), 10 * index))
+                for index, (ledger, engine) in enumerate(zip(ledgers, engines, strict=True))
+            ]
+            await _killed(kvd, die)
+            await asyncio.gather(*work)
+            kvd.faults = {}
+            if die.random() < 0.5:  # the next life ends at a write point, perhaps in its start
+                point = die.choice(list(WritePoint))
+                kvd.faults = {"kill_at": [point.value, die.randint(1, 60)]}
+            await _started(kvd)
+            for ledger, engine in zip(ledgers, engines, strict=True):
+                found += await _judged(ledger, engine, kvd)
+            if number % 10 == 9 and not kvd.faults:
+                await everything_verifies(kvd)
+        await kvd.kill()
+        kvd.faults = {}
+        await kvd.start()
+        for ledger, engine in zip(ledgers, engines, strict=True):
+            await engine.client.wait_attached(30)
+            found += await ledger.judge(engine, kvd)
+        await everything_verifies(kvd)
+        await nothing_leaks(kvd)
+    assert await kvd.stop() == 0, "its invariants hold"
+    return found
+
+
+async def _killed(kvd: FaultyKvd, die: random.Random) -> None:
+    """Let it live for a moment, then kill it, if it has not done so itself."""
+    await asyncio.sleep(die.random() * MAX_LOAD_S)
+    assert await kvd.kill_it(), kvd.log()[-3000:]
+
+
+async def _started(kvd: FaultyKvd) -> None:
+    """Start it, without its faults if they do not let it live."""
+    await kvd.spawn()
+    if not await kvd.serves_or_is_killed():
+        kvd.faults = {}
+        await kvd.start()
+
+
+async def _judged(ledger: Ledger, engine, kvd: FaultyKvd) -> Counter[str]:
+    """Judge what is there; nothing, if kvd kills itself meanwhile."""
+    with ledger.until_refused() as refused:
+        await engine.client.wait_attached(2)
+        found = await ledger.judge(engine, kvd)
+    return Counter() if refused else found
+
+
+async def _work(ledger: Ledger, engine, seed: int, first: int) -> None:
+    """Grow random sessions until kvd is gone; long ones begin anew under another name."""
+    die = random.Random(seed)  # noqa: S311  # test data
+    with ledger.until_refused():
+        await engine.client.wait_attached(1)
+        while True:
+            name = f"s{first + die.randrange(8)}"
+            while len(ledger.tokens.get(name, ())) > MAX_TOKENS:
+                name = f"s{int(name[1:]) + 100}"
+            await ledger.grow(engine, name, die.randint(1, 60))

@@ -1,0 +1,156 @@
+"""kvd in a process of its own, with injected failures, that checks its invariants all the time.
+
+    python -m tests.faulty_kvd --faults JSON [--dram SIZE] [--ssd SIZE] …
+
+The JSON object may have
+    kill_at: [POINT, NTH]   SIGKILL itself when a write point is reached for the NTH time
+    read_errno, write_errno: what every read, or write, of an extent fails with
+    delay_s: what each of them takes longer
+Other settings come from the environment, as for `kvd serve`. Exit code 0 of a SIGTERM also says
+that the invariants of every cache held to the end.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+from kvd import config
+from kvd.caches import Caches
+from kvd.clock import Clock
+from kvd.daemon import Daemon
+from kvd.tiers.faults import WritePoint
+from kvd.tiers.manifest import Manifest
+from shared.log import configure_logging
+from shared.runtime_dir import OPERATOR_SOCKET
+from tests.processes import KvdProcess, wait_serving
+
+CHECK_S = 0.1  # between two checks; what tests store is small
+
+
+class InjectedFaults:
+    """Fails as it is told; see the module docstring. Any thread."""
+
+    def __init__(
+        self,
+        kill_at: tuple[str, int] | None = None,
+        read_errno: int = 0,
+        write_errno: int = 0,
+        delay_s: float = 0,
+    ) -> None:
+        self._point = WritePoint(kill_at[0]) if kill_at else None
+        self._left = kill_at[1] if kill_at else 0
+        self._read_errno, self._write_errno = read_errno, write_errno
+        self._delay_s = delay_s
+        self._lock = threading.Lock()
+
+    def before_read(self, extent: int) -> None:
+        """See kvd.tiers.faults.Faults."""
+        self._transfer(self._read_errno)
+
+    def before_write(self, extent: int) -> None:
+        """See kvd.tiers.faults.Faults."""
+        self._transfer(self._write_errno)
+
+    def reach(self, point: WritePoint) -> None:
+        """See kvd.tiers.faults.Faults."""
+        if point is not self._point:
+            return
+        with self._lock:
+            self._left -= 1
+            if not self._left:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def _transfer(self, number: int) -> None:
+        time.sleep(self._delay_s)
+        if number:
+            raise OSError(number, "injected")
+
+
+class CheckedDaemon(Daemon):
+    """Stops as soon as an invariant does not hold."""
+
+    async def _until_stopped(
+        self, stop: asyncio.Event, manifest: Manifest, clock: Clock, caches: Caches
+    ) -> None:
+        checking = asyncio.create_task(_check_for_ever(caches))
+        try:
+            await super()._until_stopped(stop, manifest, clock, caches)
+        finally:
+            checking.cancel()
+        _check(caches)
+
+
+async def _check_for_ever(caches: Caches) -> None:
+    while True:
+        await asyncio.sleep(CHECK_S)
+        _check(caches)
+
+
+def _check(caches: Caches) -> None:
+    for cache in caches:
+        cache.act(lambda core, _now_ns: core.check())
+
+
+class FaultyKvd(KvdProcess):
+    """Such a process; `faults` holds for the next start."""
+
+    def __init__(self, directory: Path, *flags: str, keep: str = "file", **settings: str) -> None:
+        super().__init__(directory, flags, keep)
+        self._environment |= settings
+        self.faults: dict[str, object] = {}
+
+    async def kill_it(self) -> bool:
+        """Kill it; False if it had ended, otherwise than by SIGKILL."""
+        assert self._process is not None
+        if self._process.returncode is None:
+            await self.kill()
+        return self._process.returncode == -signal.SIGKILL
+
+    async def serves_or_is_killed(self) -> bool:
+        """Wait for one of the two; whether it serves."""
+        serving = asyncio.ensure_future(wait_serving(f"unix:{self.runtime_dir / OPERATOR_SOCKET}"))
+        ended = asyncio.ensure_future(self.exit_code())
+        await asyncio.wait((serving, ended), return_when=asyncio.FIRST_COMPLETED)
+        serving.cancel()
+        ended.cancel()
+        await asyncio.gather(serving, ended, return_exceptions=True)
+        return self._process is not None and self._process.returncode is None
+
+    def _command(self) -> list[str]:
+        return ["-m", "tests.faulty_kvd", "--faults", json.dumps(self.faults)]
+
+
+async def _main(settings: config.Settings, faults: InjectedFaults) -> None:
+    stop = asyncio.Event()
+    daemon = CheckedDaemon(settings, faults)
+
+    def interrupt() -> None:
+        daemon.keeps_dram = False
+        stop.set()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupt)
+    await daemon.run(stop)
+
+
+def _run() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--faults", type=json.loads, default={})
+    names = ("runtime_dir", "state_dir", "dram.bytes", "ssd.bytes", "log.level", "log.format")
+    for name in names:
+        flag = "--" + name.removesuffix(".bytes").replace(".", "-").replace("_", "-")
+        parser.add_argument(flag, dest=name)
+    given = vars(parser.parse_args())
+    faults = InjectedFaults(**given.pop("faults"))
+    settings = config.load(None, given).settings
+    configure_logging(settings.log.level, json=True)
+    asyncio.run(_main(settings, faults))
+
+
+if __name__ == "__main__":
+    _run()

@@ -1,0 +1,130 @@
+"""A kvd without a cache behind it: real sockets, a real arena, answers as a test wants them."""
+
+import asyncio
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import grpc
+
+from kvd.data_socket import DataSocket, Peer
+from kvd.tiers.arena import Arena
+from kvd.tiers.arena_store import ArenaOptions, ArenaStore
+from shared.kv_layout import KVLayout
+from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
+from shared.runtime_dir import DATA_SOCKET, ENGINE_SOCKET
+
+NUM_SLOTS = 4
+
+
+class SmallKvd(kvd_pb2_grpc.EngineServicer):
+    """One life of it.
+
+    Attributes:
+        confirms: whether leases held before are confirmed.
+        attaches: requests, newest last.
+        completed: lease ids of CompleteStore and CompleteLoad with their success.
+        gone: peers whose connection has ended.
+        may_attach: Attach is answered once it is set.
+    """
+
+    def __init__(self, arena: Arena, data_socket: DataSocket, *, confirms: bool) -> None:
+        self.arena = arena
+        self.confirms = confirms
+        self.attaches: list[kvd_pb2.AttachRequest] = []
+        self.completed: list[tuple[int, bool]] = []
+        self.gone: list[Peer] = []
+        self.may_attach = asyncio.Event()
+        self.may_attach.set()
+        self.peer: Peer | None = None
+        self.next_lease = arena.first_lease_id
+        self._data_socket = data_socket
+
+    async def Attach(self, request, context):  # noqa: N802
+        """Attach, and hold until the connection ends."""
+        self.peer = self._data_socket.claim(request.data_token)
+        self.peer.arena = self.arena
+        self.attaches.append(request)
+        await self.may_attach.wait()
+        attached = kvd_pb2.Attached(
+            engine_id=len(self.attaches),
+            arena_id=self.arena.arena_id,
+            slot_bytes=self.arena.slots.slot_bytes,
+            num_slots=self.arena.slots.num_slots,
+            confirmed_leases=request.held_leases if self.confirms else (),
+            lost_leases=() if self.confirms else request.held_leases,
+        )
+        yield kvd_pb2.AttachEvent(attached=attached)
+        await self.peer.gone.wait()
+
+    async def PrepareLoad(self, request, context):  # noqa: N802
+        """Grant slot 1 for everything; pending if that is accepted."""
+        self.next_lease += 1
+        num_tokens = len(request.token_ids) // 4
+        span = kvd_pb2.LoadSpan(slot_id=1, num_tokens=num_tokens, tier=kvd_pb2.TIER_SSD)
+        answer = kvd_pb2.PrepareLoadResponse(
+            lookup=kvd_pb2.LOOKUP_HIT, lease_id=self.next_lease, spans=[span], end_token=num_tokens
+        )
+        if request.accept_pending:
+            answer.lookup = kvd_pb2.LOOKUP_PENDING
+            wake = self.peer.wakeup.wake
+            answer.progress_index = self.arena.progress.open(self.next_lease, wake)
+        return answer
+
+    async def CompleteLoad(self, request, context):  # noqa: N802
+        """Note it."""
+        self.completed.append((request.lease_id, True))
+        return kvd_pb2.CompleteLoadResponse()
+
+    async def PrepareStore(self, request, context):  # noqa: N802
+        """Grant slot 2 for everything."""
+        self.next_lease += 1
+        num_tokens = len(request.token_ids) // 4
+        block = kvd_pb2.StoreBlock(slot_id=2, num_tokens=num_tokens)
+        return kvd_pb2.PrepareStoreResponse(
+            lease_id=self.next_lease, blocks=[block], end_token=num_tokens
+        )
+
+    async def CompleteStore(self, request, context):  # noqa: N802
+        """Note it."""
+        self.completed.append((request.lease_id, request.success))
+        return kvd_pb2.CompleteStoreResponse(stored_tokens=16)
+
+    async def PushQueue(self, requests, context):  # noqa: N802
+        """Acknowledge everything."""
+        async for snapshot in requests:
+            yield kvd_pb2.QueueAck(sequence=snapshot.sequence)
+
+
+@asynccontextmanager
+async def small_kvd(
+    directory: Path,
+    layout: KVLayout,
+    *,
+    confirms: bool = True,
+    keep: bool = True,
+    may_attach: bool = True,
+):
+    """One life of a kvd in `directory`; with `keep` it adopts and leaves the arena."""
+    options = ArenaOptions(keep="file" if keep else "none", directory=directory)
+    store = ArenaStore(options, directory, num_words=4)
+    kept = store.find().get(layout.fingerprint)
+    arena = store.adopt(layout, kept).arena if kept else store.create(layout, NUM_SLOTS)
+    data_socket = DataSocket(directory / DATA_SOCKET, (), max_peers=4)
+    kvd = SmallKvd(arena, data_socket, confirms=confirms)
+    if not may_attach:
+        kvd.may_attach.clear()
+    server = grpc.aio.server()
+    kvd_pb2_grpc.add_EngineServicer_to_server(kvd, server)
+    (directory / ENGINE_SOCKET).unlink(missing_ok=True)
+    server.add_insecure_port(f"unix:{directory / ENGINE_SOCKET}")
+    with data_socket.listen(0o660) as listener:
+        await server.start()
+        serving = asyncio.create_task(data_socket.serve(listener, kvd.gone.append))
+        try:
+            yield kvd
+        finally:
+            serving.cancel()
+            with suppress(asyncio.CancelledError):
+                await serving
+            await server.stop(None)
+            arena.close(keep=keep)
