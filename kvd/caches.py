@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from kvd import memory
 from kvd.budgets import Budgets
 from kvd.cache import Cache
 from kvd.clock import Clock
@@ -101,14 +102,19 @@ class Caches:
         """
         self._salts = self._manifest.salts()
         kept = self._arenas.find()
+        with memory.building_up():
+            self._restore_layouts(kept)
+        for arena in kept.values():
+            self._arenas.discard(arena, "its layout is not in the index")
+
+    def _restore_layouts(self, kept: dict[str, KeptArena]) -> None:
+        """Restore all layouts, taking out of `kept` what belongs to them."""
         for row in self._manifest.layouts():
             try:
                 layout = layout_of(kvd_pb2.KVLayout.FromString(row.message))
                 self._restore_layout(layout, row, kept.pop(row.fingerprint, None))
             except (ReportedError, ValueError, OSError) as error:  # ValueError: no such message
                 log.warning("layout_not_restored", layout=row.fingerprint, error=str(error))
-        for arena in kept.values():
-            self._arenas.discard(arena, "its layout is not in the index")
 
     async def open(self, layout: KVLayout) -> tuple[Cache, Arena]:
         """Return the cache of a layout, made if there is none, and its arena.

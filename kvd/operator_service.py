@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,9 @@ GONE_S = 5.0  # how long KillHolder waits for the end of a process
 GONE_POLL_S = 0.05  # upper bound between two looks whether its leases have ended
 
 
+FLUSH_BATCH = 500  # sessions dropped in one go: about 10 ms
+
+
 class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # the stubs are untyped
     """What an operator may change; an answer means that a restart will not undo it."""
 
@@ -37,15 +41,16 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
         """Drop one session's KV from all tiers, or everything."""
         if request.all == request.HasField("session"):
             raise InvalidRequestError("what to flush is not clear", "name one session, or all")
-        found: list[tuple[Cache, SessionKey | None]] = [(cache, None) for cache in self._caches]
-        if not request.all:
-            found = [self._caches.find(key_of(request.session))]
         response = kvd_pb2.FlushResponse()
-        for cache, key in found:
-            answer = cache.act(partial(_flush, key, request.dry_run))
-            response.sessions += answer.num_sessions
-            response.bytes += answer.freed_bytes
-            response.skipped_leased.extend(key_message(k) for k in answer.skipped_leased)
+        if not request.all:
+            cache, key = self._caches.find(key_of(request.session))
+            _add(response, cache.act(partial(_flush, key, request.dry_run)))
+        elif request.dry_run:
+            for cache in self._caches:
+                _add(response, cache.act(partial(_flush, None, True)))
+        else:
+            for cache in list(self._caches):
+                await _flush_all(cache, response)
         if not request.dry_run:
             await self._caches.committed()
         return response
@@ -132,6 +137,27 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
             for lease in cache.act(lambda core, _: core.leases())
             if lease.owner in owners
         ]
+
+
+async def _flush_all(cache: Cache, response: kvd_pb2.FlushResponse) -> None:
+    """Drop the sessions there are now, a few at a time: engines go on meanwhile."""
+    num_left = cache.stats().num_sessions
+    while num_left > 0 and (answer := cache.act(_flush_some)).num_sessions:
+        num_left -= answer.num_sessions
+        _add(response, replace(answer, skipped_leased=()))
+        await asyncio.sleep(0)
+    left = cache.act(partial(_flush, None, True))  # a dry run
+    response.skipped_leased.extend(key_message(key) for key in left.skipped_leased)
+
+
+def _flush_some(core: CacheEngine, now_ns: int) -> FlushAnswer:
+    return core.flush_some(FLUSH_BATCH, now_ns)
+
+
+def _add(response: kvd_pb2.FlushResponse, answer: FlushAnswer) -> None:
+    response.sessions += answer.num_sessions
+    response.bytes += answer.freed_bytes
+    response.skipped_leased.extend(key_message(key) for key in answer.skipped_leased)
 
 
 def _flush(key: SessionKey | None, dry_run: bool, core: CacheEngine, now_ns: int) -> FlushAnswer:
