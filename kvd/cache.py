@@ -60,8 +60,9 @@ class Cache:
         self._clock = clock
         self._on_event = on_event
         self._on_broken = on_broken
-        self._changed = asyncio.Event()
+        self._waiters: set[asyncio.Future[None]] = set()  # see changed()
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at_ns: int | None = None  # when it fires
         self._prefault: asyncio.Future[int] | None = None
         self._num_adopted = 0
 
@@ -136,11 +137,15 @@ class Cache:
 
     async def changed(self, timeout_s: float) -> bool:
         """Wait until slots or leases may have changed; False if nothing did in time."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
         try:
             async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
+                await waiter
         except TimeoutError:
             return False
+        finally:
+            self._waiters.discard(waiter)
         return True
 
     def progress_index(self, lease_id: int) -> int | None:
@@ -226,18 +231,28 @@ class Cache:
         self._arm_timer()
 
     def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        """Wake all who wait. Called for each completion, mostly with nobody waiting."""
+        while self._waiters:
+            waiter = self._waiters.pop()
+            if not waiter.done():
+                waiter.set_result(None)
 
     def _arm_timer(self) -> None:
+        deadline_ns = self._engine.next_deadline_ns()
+        if deadline_ns == self._timer_at_ns:
+            return  # as after most calls
+        self._timer_at_ns = deadline_ns
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        deadline_ns = self._engine.next_deadline_ns()
         if deadline_ns is not None:
             delay_s = max(0.0, (deadline_ns - self._clock.now_ns()) / NS_PER_S)
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(delay_s, self.act, _expire)
+            self._timer = loop.call_later(delay_s, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = self._timer_at_ns = None
+        self.act(_expire)
 
     async def _stop_prefault(self) -> None:
         if self.arena is not None:

@@ -2,13 +2,14 @@
 
     READ            a load waits: ordered by (load, group of layers, block)
     URGENT_VERIFY   a load waits for a slot's bytes to be checked
-    HASH            a stored block waits to be written
     WRITE
+    HASH            a stored block waits to be written
     BACKGROUND      scrubbing
 
 Invariants:
 1. the first job in this order is the next to start; it waits when its bytes would exceed the budget
-   in flight, unless nothing is in flight;
+   in flight, unless nothing is in flight; meanwhile blocks are hashed, which takes no I/O. Writes
+   go before hashes, so that the disk is busy from the first hashed block on;
 2. while writes or background jobs run, one more thread than configured stands by for the others,
    and half of the budget is theirs: a read does not wait for the end of a write.
 
@@ -17,6 +18,7 @@ The queue has no bound of its own: what is put holds a slot, or is one scrub.
 
 import heapq
 import threading
+from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple, TypeAlias
@@ -34,9 +36,12 @@ class Priority(IntEnum):
 
     READ = 0
     URGENT_VERIFY = 1
-    HASH = 2
-    WRITE = 3
+    WRITE = 2
+    HASH = 3
     BACKGROUND = 4
+
+
+PATIENT = (Priority.WRITE, Priority.BACKGROUND)  # nobody waits for them
 
 
 class _Queued(NamedTuple):
@@ -60,7 +65,8 @@ class IoPool:
     def __init__(self, num_threads: int, max_bytes_in_flight: int) -> None:
         self._num_threads = num_threads
         self._max_bytes = max_bytes_in_flight
-        self._queue: list[_Queued] = []
+        self._queue: list[_Queued] = []  # a heap
+        self._hashes: deque[_Queued] = deque()
         self._num_queued = 0  # ever
         self._bytes_in_flight = 0
         self._num_running = 0
@@ -77,7 +83,7 @@ class IoPool:
 
     def __len__(self) -> int:
         """Jobs that have not begun."""
-        return len(self._queue)
+        return len(self._queue) + len(self._hashes)
 
     def start(self) -> None:
         """Start the threads."""
@@ -100,7 +106,10 @@ class IoPool:
         with self._changed:
             self._num_queued += 1
             queued = _Queued(priority, order, self._num_queued, num_bytes, job)
-            heapq.heappush(self._queue, queued)
+            if priority is Priority.HASH:
+                self._hashes.append(queued)
+            else:
+                heapq.heappush(self._queue, queued)
             self._wake()
 
     def close(self) -> None:
@@ -108,6 +117,7 @@ class IoPool:
         with self._changed:
             self._closing = True
             self._queue.clear()
+            self._hashes.clear()
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
@@ -129,24 +139,38 @@ class IoPool:
             if ended is not None:
                 self._count(ended, -1)
             while not self._closing:
-                if self._queue and self._may_start(self._queue[0]):
-                    queued = heapq.heappop(self._queue)
-                    self._count(queued, 1)
+                queued = self._first()
+                if queued is not None:
+                    self._take(queued)
                     self._wake()  # one end may make room for several: each wakes the next
                     return queued
                 self._changed.wait()
         return None
 
+    def _first(self) -> _Queued | None:
+        """The job to start now, if any can start."""
+        for queue in (self._queue, self._hashes):
+            if queue and queue[0].priority < Priority.BACKGROUND and self._may_start(queue[0]):
+                return queue[0]
+        return self._queue[0] if self._queue and self._may_start(self._queue[0]) else None
+
+    def _take(self, queued: _Queued) -> None:
+        if queued.priority is Priority.HASH:
+            self._hashes.popleft()
+        else:
+            heapq.heappop(self._queue)
+        self._count(queued, 1)
+
     def _wake(self) -> None:
         """Wake a thread if there is a job for it: a vain wake-up costs as much as a small I/O."""
-        if self._queue and self._may_start(self._queue[0]):
+        if self._first() is not None:
             self._changed.notify()
 
     def _may_start(self, queued: _Queued) -> bool:
         in_flight = self._bytes_in_flight
         if in_flight and in_flight + queued.num_bytes > self._max_bytes:
             return False
-        if queued.priority < Priority.WRITE:
+        if queued.priority not in PATIENT:
             return self._num_running < self._num_threads + (self._num_patient > 0)
         in_flight = self._patient_bytes
         if in_flight and in_flight + queued.num_bytes > self._max_bytes // 2:
@@ -156,6 +180,6 @@ class IoPool:
     def _count(self, queued: _Queued, sign: int) -> None:
         self._num_running += sign
         self._bytes_in_flight += sign * queued.num_bytes
-        if queued.priority >= Priority.WRITE:
+        if queued.priority in PATIENT:
             self._num_patient += sign
             self._patient_bytes += sign * queued.num_bytes

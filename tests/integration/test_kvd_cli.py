@@ -115,7 +115,7 @@ async def test_stats_tell_how_the_tiers_are_kept(tmp_path: Path) -> None:
     )
     flags = ("--dram", "1MB", "--ssd", "4MB", "--config", str(tmp_path / "kvd.toml"))
     async with (
-        running_kvd(tmp_path, *flags) as kvd,
+        running_kvd(tmp_path, *flags, keep="none") as kvd,
         attached_engine(kvd.runtime_dir) as engine,
     ):
         await engine.store(key_of("a", tenant="acme"), TOKENS)
@@ -125,7 +125,7 @@ async def test_stats_tell_how_the_tiers_are_kept(tmp_path: Path) -> None:
             (await _json(kvd, "show", *of))["info"] for of in (("a", "--tenant", "acme"), ("b",))
         ]
         table = (await run_cli("stats", "--runtime-dir", str(kvd.runtime_dir)))[1]
-    assert layout["arena"]["keep"] == "file"
+    assert layout["arena"]["keep"] == "none"
     assert (layout["volume"]["direct"], layout["volume"]["admission"]) == (False, "write_back")
     tenants = {t["tenant"]: (t["has_quota"], t["num_sessions"]) for t in layout["tenants"]}
     assert tenants == {"acme": (True, 1), "default": (False, 1)}
