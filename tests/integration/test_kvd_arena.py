@@ -204,12 +204,11 @@ async def test_arenas_of_another_size_are_discarded(tmp_path: Path) -> None:
         assert "arena_discarded" in kvd.log()
 
 
-async def test_layers_are_checked_as_they_are_read(tmp_path: Path, monkeypatch) -> None:
+async def test_layers_are_checked_as_they_are_read(tmp_path: Path) -> None:
     """A load that is answered before its reads have ended; each layer is there when it is said."""
-    monkeypatch.setenv("KVD_DRAM__KEEP", "none")
     layout = small_layout(num_layers=12)
     tokens = list(range(1000, 1400))
-    async with running_kvd(tmp_path, "--dram", "4MB", "--ssd", "64MB") as kvd:
+    async with running_kvd(tmp_path, "--dram", "4MB", "--ssd", "64MB", keep="none") as kvd:
         async with attached_engine(kvd.runtime_dir, layout) as engine:
             await engine.store(key_of("a"), tokens)
             await all_clean(kvd)

@@ -27,11 +27,11 @@ async def _verify(kvd: KvdProcess, *flags: str) -> tuple[int, dict[str, Any], st
 
 @asynccontextmanager
 async def _filled_kvd(
-    directory: Path, *flags: str, num_sessions: int = 4
+    directory: Path, *flags: str, num_sessions: int = 4, keep: str = "file"
 ) -> AsyncIterator[tuple[KvdProcess, SyntheticEngine]]:
     """A kvd with sessions of four blocks each, in both tiers, and the engine that stored them."""
     async with (
-        running_kvd(directory, "--dram", "1MB", "--ssd", "16MB", *flags) as kvd,
+        running_kvd(directory, "--dram", "1MB", "--ssd", "16MB", *flags, keep=keep) as kvd,
         attached_engine(kvd.runtime_dir) as engine,
     ):
         for number in range(num_sessions):
@@ -85,8 +85,7 @@ async def test_corrupt_copies_are_found_and_written_again(tmp_path: Path) -> Non
 
 async def test_blocks_without_a_good_copy_are_dropped(tmp_path: Path) -> None:
     """What is corrupt on SSD and not in DRAM is lost, exit 1; its session is a miss."""
-    (tmp_path / "kvd.toml").write_text('[dram]\nkeep = "none"\n')
-    async with _filled_kvd(tmp_path, "--config", str(tmp_path / "kvd.toml")) as (kvd, engine):
+    async with _filled_kvd(tmp_path, keep="none") as (kvd, engine):
         await kvd.kill()
         _flip_volume(kvd)
         await kvd.start()
