@@ -7,7 +7,7 @@ PROTO_VENV := .venv-protos
 # The floor that pyproject.toml names: stubs refuse to run on anything older than they were made with.
 PROTO_TOOLS := grpcio-tools==1.76.0
 
-.PHONY: demo test test-long check protos train clean
+.PHONY: demo test test-long test-systemd check protos train clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,11 +24,18 @@ demo: $(VENV)/.installed
 	$(BIN)/inference-svc demo
 
 test: $(VENV)/.installed
-	$(BIN)/pytest -m 'not long'
+	$(BIN)/pytest -m 'not long and not systemd'
 
 # Full counts of what `make test` samples.
 test-long: $(VENV)/.installed
-	$(BIN)/pytest --timeout 3600
+	$(BIN)/pytest -m 'not systemd' --timeout 3600
+
+# kvd under a real systemd, booted in a container: needs root, and a Debian mirror the first time.
+SYSTEMD_SUITE ?= bookworm
+SYSTEMD_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/cachedattention/systemd
+test-systemd: $(VENV)/.installed
+	tests/systemd/prepare.sh '$(SYSTEMD_CACHE)' $(abspath $(BIN)/python) $(SYSTEMD_SUITE)
+	SYSTEMD_CACHE='$(SYSTEMD_CACHE)' SYSTEMD_SUITE=$(SYSTEMD_SUITE) $(BIN)/pytest -m systemd -rP tests/systemd
 
 check: $(VENV)/.installed $(PROTO_VENV)/.installed
 	$(BIN)/ruff check

@@ -32,13 +32,26 @@ class Budgets:
         total = self._settings.dram.total_bytes
         return None if total is None else max(0, total - taken_bytes)
 
-    def fits(self, layout: KVLayout, arena_bytes: int) -> bool:
-        """Whether an arena that was left is of the size that the settings ask for.
+    def fits(self, layout: KVLayout, arena_bytes: int, page_bytes: int, taken_bytes: int) -> bool:
+        """Whether an arena that was left is of a size that the settings ask for.
 
-        With "auto" any size will do: what is available changes from start to start.
+        With "auto" any size will do: what is available changes from start to start. With a bound on
+        all, an arena may be smaller than it was to be: others had taken the rest when it was made.
+
+        Args:
+            layout: of the arena.
+            arena_bytes: its size, up to the end of its last page.
+            page_bytes: of its memory.
+            taken_bytes: of the arenas that are in use already.
         """
+        free_bytes = self.free_dram_bytes(taken_bytes)
+        if free_bytes is not None and arena_bytes >= free_bytes + page_bytes:
+            return False
         wanted = self._settings.layout_settings(layout).dram or self._settings.dram.bytes
-        return wanted is None or wanted // layout.block_bytes == arena_bytes // layout.block_bytes
+        if wanted is None:
+            return True
+        too_many = arena_bytes - wanted // layout.block_bytes * layout.block_bytes
+        return too_many < page_bytes and (too_many >= 0 or free_bytes is not None)
 
     def ssd_bytes_of(self, layout: KVLayout) -> int:
         """What the volume of the layout may grow to."""

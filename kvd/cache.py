@@ -10,6 +10,7 @@ an index of what lies on SSD. Whoever needs the memory more may take it away aga
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from kvd.clock import Clock
@@ -64,6 +65,7 @@ class Cache:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_ns: int | None = None  # when it fires
         self._prefault: asyncio.Future[int] | None = None
+        self._is_prefaulted = False
         self._num_adopted = 0
 
     # ---------------------------------------------------------------------------------- beginning
@@ -106,9 +108,12 @@ class Cache:
         until = loop.time() + timeout_s
         while self.arena is not None:
             if self.act(lambda core, now_ns: core.release_dram(now_ns)):
+                if self._prefault is not None:
+                    await self._stop_prefault()
+                    continue  # others had their turn meanwhile
+                # Nothing is awaited from here on: our caller may be cancelled at any await.
                 arena = self.arena
                 self.act(lambda core, _: core.drop_slots())
-                await self._stop_prefault()
                 self._performer.use_arena(None)
                 self.arena = None
                 arena.close()
@@ -123,17 +128,19 @@ class Cache:
 
         Raises:
             ReportedError: the engine refuses the call.
-            Exception: an invariant broke; the daemon is told and stops.
+            Exception: an invariant broke, or an action could not be begun, which would leave its
+                operation without an answer; the daemon is told and stops.
         """
         try:
-            return step(self._engine, self._clock.now_ns())
+            try:
+                return step(self._engine, self._clock.now_ns())
+            finally:
+                self._carry_out()
         except ReportedError:
             raise
         except Exception as error:
             self._on_broken(error)
             raise
-        finally:
-            self._carry_out()
 
     async def changed(self, timeout_s: float) -> bool:
         """Wait until slots or leases may have changed; False if nothing did in time."""
@@ -176,7 +183,7 @@ class Cache:
             pages=arena.pages,
             epoch=arena.epoch,
             num_adopted=self._num_adopted,
-            is_prefaulted=self._prefault is not None and self._prefault.done(),
+            is_prefaulted=self._is_prefaulted,
             physical_bytes=arena.physical_bytes(),
         )
 
@@ -192,7 +199,7 @@ class Cache:
         if self._prefault is None and self.arena is not None:
             loop = asyncio.get_running_loop()
             self._prefault = loop.run_in_executor(None, self.arena.prefault)
-            self._prefault.add_done_callback(self._prefaulted)
+            self._prefault.add_done_callback(partial(self._prefaulted, self.arena))
 
     def measure_space(self) -> None:
         """Tell the engine how much the file system really has left for it."""
@@ -207,11 +214,18 @@ class Cache:
         """Stop threads and give up the memory; what is under way ends, what waits is dropped."""
         await self._stop_prefault()
         await asyncio.to_thread(self._performer.close)
+        self._performer.finish()
         if self._timer is not None:
             self._timer.cancel()
         self.volume.close()
         if self.arena is not None:
             self.arena.close(keep=keep_dram)
+
+    async def remove(self) -> None:
+        """Close for good: nothing is stored any more, and nothing is to be left."""
+        self.volume.shrink(0)
+        await self.close(keep_dram=False)
+        self.volume.remove()
 
     def _completed(self, completion: Completion) -> None:
         self.act(completion)
@@ -258,13 +272,20 @@ class Cache:
         if self.arena is not None:
             self.arena.stop_prefault()
         if self._prefault is not None:
-            await self._prefault
+            # Unlike awaiting it, this does not cancel it with us: its thread would still run.
+            await asyncio.wait((self._prefault,))
             self._prefault = None
+            self._is_prefaulted = False  # true of this arena only
 
-    def _prefaulted(self, done: "asyncio.Future[int]") -> None:
-        wanted = 0 if self.arena is None else self.arena.num_bytes
-        if not done.cancelled() and done.result() < wanted:
-            log.warning("arena_not_prefaulted", arena_bytes=wanted, allocated_bytes=done.result())
+    def _prefaulted(self, arena: Arena, done: "asyncio.Future[int]") -> None:
+        self._is_prefaulted = done.result() == arena.num_bytes
+        if not self._is_prefaulted and not arena.is_closing:
+            log.warning(
+                "arena_not_prefaulted",
+                layout=self.layout.fingerprint,
+                arena_bytes=arena.num_bytes,
+                allocated_bytes=done.result(),
+            )
 
 
 def _expire(engine: CacheEngine, now_ns: int) -> None:

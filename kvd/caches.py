@@ -120,14 +120,17 @@ class Caches:
         """Return the cache of a layout, made if there is none, and its arena.
 
         Raises:
-            LimitReachedError: limits.max_layouts are open.
+            LimitReachedError: limits.max_layouts are stored, and none of them is empty.
             ArenaTooSmallError: the DRAM tier has no room for even two blocks more.
         """
         async with self._opening:
-            cache = self._caches.get(layout.fingerprint) or self._add(layout)
-            arena = cache.arena
-            if arena is None:
+            cache = self._caches.get(layout.fingerprint)
+            if cache is None and len(self._caches) >= self._settings.limits.max_layouts:
+                await self._forget_a_layout()
+            arena = None if cache is None else cache.arena
+            if cache is None or arena is None:
                 num_slots = await self._room_for(layout)
+                cache = cache or self._add(layout)  # not before: layouts stay in the index
                 arena = self._arenas.create(layout, num_slots)
                 cache.mount(arena)
         cache.last_opened_s = asyncio.get_running_loop().time()
@@ -203,10 +206,6 @@ class Caches:
     # -------------------------------------------------------------------------------------- inside
 
     def _add(self, layout: KVLayout) -> Cache:
-        if len(self._caches) >= self._settings.limits.max_layouts:
-            raise LimitReachedError(
-                f"{len(self._caches)} layouts are stored", "raise limits.max_layouts"
-            )
         extent_bytes = ExtentShape(layout).full_bytes
         row = LayoutRow(
             layout.fingerprint,
@@ -220,7 +219,9 @@ class Caches:
 
     def _restore_layout(self, layout: KVLayout, row: LayoutRow, kept: KeptArena | None) -> None:
         rows = self._manifest.rows(layout)
-        if kept is not None and not self._budgets.fits(layout, kept.num_bytes):
+        if kept is not None and not self._budgets.fits(
+            layout, kept.num_bytes, kept.page_bytes, self._taken_bytes()
+        ):
             self._arenas.discard(kept, "its size is not what the settings say now")
             kept = None
         adoption = None if kept is None else self._arenas.adopt(layout, kept)
@@ -293,22 +294,47 @@ class Caches:
         """
         wanted_bytes = self._budgets.arena_bytes_of(layout)
         while True:
-            taken_bytes = sum(cache.arena.num_bytes for cache in self if cache.arena is not None)
-            free_bytes = self._budgets.free_dram_bytes(taken_bytes)
+            free_bytes = self._budgets.free_dram_bytes(self._taken_bytes())
             if free_bytes is None or free_bytes >= wanted_bytes:
                 return num_slots_for(wanted_bytes, layout.block_bytes)
             if not await self._take_an_arena():
-                return num_slots_for(free_bytes, layout.block_bytes)
+                return num_slots_for(free_bytes, layout.block_bytes, "dram.total_bytes")
+
+    def _taken_bytes(self) -> int:
+        """Bytes of the slots of all arenas."""
+        slots = [cache.arena.slots for cache in self if cache.arena is not None]
+        return sum(arena.num_slots * arena.slot_bytes for arena in slots)
 
     async def _take_an_arena(self) -> bool:
-        """Have a layout without engines give up its arena, the least recently opened first."""
-        in_use = {id(engine.cache) for engine in self._engines}
-        idle = [c for c in self if c.arena is not None and id(c) not in in_use]
+        """Have a layout without engines give up its arena, the least recently opened first.
+
+        One with a quarantined process cannot: asking it to would only empty its DRAM.
+        """
+        idle = [c for c in self if c.arena is not None and not self._engines.use(c)]
         for cache in sorted(idle, key=lambda cache: cache.last_opened_s):
             if await cache.unmount(UNMOUNT_S):
                 log.info("arena_taken", layout=cache.layout.fingerprint)
                 return True
         return False
+
+    async def _forget_a_layout(self) -> None:
+        """Remove a layout without engines and sessions: that of a model served no more, say.
+
+        Raises:
+            LimitReachedError: every layout has some.
+        """
+        empty = [c for c in self if c.is_idle and not c.stats().num_sessions]
+        for cache in sorted(empty, key=lambda cache: cache.last_opened_s):
+            if not self._engines.use(cache):
+                del self._caches[cache.layout.fingerprint]
+                self._manifest.drop_layout(cache.layout.fingerprint)
+                await cache.remove()
+                log.info("layout_forgotten", layout=cache.layout.fingerprint)
+                return
+        raise LimitReachedError(
+            f"{len(self._caches)} layouts are stored",
+            "raise limits.max_layouts, or flush the sessions of a model that is served no more",
+        )
 
     def _salt_of(self, tenant: str) -> bytes:
         """Return a tenant's secret salt, made and kept at its first block."""

@@ -5,7 +5,7 @@ Exit codes:
     1   verify found what it could not put right: corrupt copies without --repair, or, with it,
         blocks that have no good copy, or copies that could not be read
     2   bad usage or value
-    3   unknown session, or a process that holds no lease
+    3   unknown session or model, or a process that holds no lease
     4   in use
     5   not as things stand now
     6   a bound is reached: another verify runs

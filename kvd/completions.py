@@ -20,6 +20,7 @@ class Completions(Generic[T]):
         self._handle = handle
         self._items: deque[T] = deque()
         self._is_wake_due = False
+        self._is_closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def __len__(self) -> int:
@@ -30,9 +31,19 @@ class Completions(Generic[T]):
         """Open for items."""
         self._loop = loop
 
+    def close(self) -> None:
+        """Handle what is there; what is put from now on is dropped. On the loop."""
+        try:
+            while self._items:
+                self._handle(self._items.popleft())
+        finally:
+            self._is_closed = True
+
     def put(self, item: T) -> None:
         """Hand an item over; from any thread."""
         assert self._loop is not None, "completions are started before they come"  # noqa: S101
+        if self._is_closed:
+            return
         self._items.append(item)
         if not self._is_wake_due:  # read after the append: see _hand_over
             self._is_wake_due = True
@@ -44,10 +55,10 @@ class Completions(Generic[T]):
         self._is_wake_due = False
         try:
             for _ in range(MAX_AT_ONCE):
-                if not self._items:
+                if not self._items or self._is_closed:
                     return
                 self._handle(self._items.popleft())
         finally:  # also when one of them breaks an invariant: the others have their own
-            if self._items and not self._is_wake_due:
+            if self._items and not self._is_wake_due and not self._is_closed:
                 self._is_wake_due = True
                 self._loop.call_soon(self._hand_over)

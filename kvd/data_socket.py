@@ -40,7 +40,7 @@ class Peer:
         token: what Attach must present, once.
         pid: of the process, 0 if it lives in a foreign PID namespace.
         watch: of the process; None if it is dead, cannot be watched, or somebody has taken over.
-        wakeup: its eventfd.
+        wakeup: what tells it of its progress words.
         arena: what it may map; set by Attach.
         gone: set at the end of the connection or of the process.
         has_left: it said that it holds nothing any more.
@@ -139,7 +139,11 @@ class DataSocket:
             if self._num_peers >= self._max_peers:
                 _refuse(sock, "limit_reached", f"{self._num_peers} engines, limits.max_engines")
                 return
-            peer = Peer(secrets.token_hex(TOKEN_BYTES), pid, watch_peer(sock, pid))
+            try:
+                peer = _new_peer(sock, pid)
+            except OSError as error:
+                _refuse(sock, "limit_reached", f"no descriptor is left ({error.strerror})")
+                return
             self._waiting[peer.token] = peer
             self._num_peers += 1
             if peer.watch is not None:
@@ -185,6 +189,16 @@ class DataSocket:
         mapping = packets.ArenaMapping(slots.slot_bytes, slots.num_slots, progress.num_words)
         fds = [arena.fd, progress.fd, peer.wakeup.fd]
         seqpacket.send(sock, packets.encode(mapping), fds)
+
+
+def _new_peer(sock: socket.socket, pid: int) -> Peer:
+    watch = watch_peer(sock, pid)
+    try:
+        return Peer(secrets.token_hex(TOKEN_BYTES), pid, watch)
+    except OSError:
+        if watch is not None:
+            watch.close()
+        raise
 
 
 async def _next_packet(

@@ -204,6 +204,11 @@ class Engines:
 
     # ------------------------------------------------------------------------------- questions
 
+    def use(self, cache: Cache) -> bool:
+        """Whether an engine is attached to a cache, or a quarantined process may write to it."""
+        attached = [engine.cache for engine in self]
+        return any(c is cache for c in attached + [h.cache for h in self._holders.values()])
+
     def identity_of(self, owner: int) -> ProcessIdentity:
         """Which process an owner of leases is, for the journal."""
         found = self._engines.get(owner) or self._holders.get(owner)

@@ -74,6 +74,12 @@ class NotOursToKillError(DeniedError):
     reason = "not_ours_to_kill"
 
 
+class UnknownModelError(NotFoundError):
+    """Nothing is stored of the model that was named."""
+
+    reason = "unknown_model"
+
+
 class VerifyRunningError(ExhaustedError):
     """Only one verification runs at a time."""
 

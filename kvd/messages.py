@@ -1,5 +1,6 @@
 """The core's records as protobuf messages, and session keys back. Pure."""
 
+from kvd.core.errors import InvalidRequestError
 from kvd.core.records import (
     TTL_NEVER_NS,
     BlockInfo,
@@ -14,6 +15,8 @@ from shared.kv_layout import KVLayout
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.session_key import SessionKey, session_key
 from shared.units import NS_PER_S
+
+MAX_DURATION_S = 100 * 365 * 86400.0  # in ns, added to an instant, it is less than 2^63
 
 TIERS = {Tier.DRAM: kvd_pb2.TIER_DRAM, Tier.SSD: kvd_pb2.TIER_SSD}
 _LOOKUPS = {
@@ -129,7 +132,24 @@ def block_message(block: BlockInfo) -> kvd_pb2.BlockInfo:
 
 
 def ttl_ns_of(ttl_s: float) -> int | None:
-    """Decode SetTtlRequest.ttl_s: 0 is the default (None), negative is never."""
+    """Decode SetTtlRequest.ttl_s: 0 is the default (None), negative is never.
+
+    Raises:
+        InvalidRequestError: it is no duration.
+    """
     if ttl_s == 0:
         return None
-    return TTL_NEVER_NS if ttl_s < 0 else int(ttl_s * NS_PER_S)
+    return TTL_NEVER_NS if ttl_s < 0 else ns_of(ttl_s)
+
+
+def ns_of(duration_s: float) -> int:
+    """Decode a duration; a negative one is in the past.
+
+    Raises:
+        InvalidRequestError: it is not a number, or longer than numbers of the index can be.
+    """
+    if not abs(duration_s) <= MAX_DURATION_S:  # not `>`: NaN is neither
+        raise InvalidRequestError(
+            f"a duration of {duration_s} s", f"give at most {MAX_DURATION_S:.0f} s"
+        )
+    return int(duration_s * NS_PER_S)

@@ -13,7 +13,7 @@ from kvd.core.engine import CacheEngine
 from kvd.core.errors import InvalidRequestError
 from kvd.core.records import FlushAnswer, LeaseInfo, Pin
 from kvd.engines import Engines
-from kvd.errors import NoHolderError, NotOursToKillError
+from kvd.errors import NoHolderError, NotOursToKillError, UnknownModelError
 from kvd.messages import key_message, key_of, session_message, ttl_ns_of
 from kvd.operator_messages import verify_message
 from kvd.scrubber import Scrubber
@@ -114,6 +114,11 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
     ) -> AsyncIterator[kvd_pb2.VerifyProgress]:
         """Check every copy; it ends with its caller."""
         caches = self._caches.of_model(request.model)
+        if request.model and not caches:  # not to be taken for "nothing is corrupt"
+            raise UnknownModelError(
+                f"nothing is stored of a model {request.model[:64]!r}",
+                "see which there are: kvd stats",
+            )
         async with aclosing(self._scrubber.run(caches, repair=request.repair)) as run:
             async for progress in run:
                 yield verify_message(

@@ -43,6 +43,7 @@ from kvd.process_identity import ProcessIdentity
 from kvd.tiers.arena import Arena
 from kvd.tiers.io_pool import IoPool, Priority
 from kvd.tiers.manifest import Manifest
+from kvd.tiers.staging import Staging
 from kvd.tiers.volume import SegmentVolume
 from shared.kv_layout import KVLayout
 from shared.log import get_logger
@@ -116,7 +117,8 @@ class Performer:
         )
         self._complete: Callable[[Completion], None] | None = None
         self._completions: Completions[_Ended | None] = Completions(self._handle)
-        self._num_loads = 0  # tracked ever: reads are ordered by the load they came with
+        self._load = io_pool.ticket()  # reads are ordered by the load they came with
+        self._patient: dict[int, VerifySlot] = {}  # not begun; a load that comes to wait hurries it
         self.num_pending = 0  # operations that will still be answered
         self.num_uncommitted = 0  # blocks on SSD that a restart would not find yet
 
@@ -146,8 +148,11 @@ class Performer:
             case ClearSlot(slot_id):
                 self._slots().journal.clear(slot_id)
             case TrackLoad(lease_id, owner, op_ids):
-                self._num_loads += 1
+                self._load = self._io_pool.ticket()
                 self._loads().track(lease_id, op_ids, self._owners.wake_of(owner))
+                for op_id in op_ids:
+                    if op_id in self._patient:
+                        self._submit_patient(Priority.URGENT_VERIFY, op_id)
             case UntrackLoad(lease_id):
                 self._loads().untrack(lease_id)
             case PutBlock(block):
@@ -165,6 +170,14 @@ class Performer:
         """Sync and report the writes that have ended; blocks. The I/O pool is closed before."""
         self._writer.close()
 
+    def finish(self) -> None:
+        """Report what has ended, and nothing more: the arena and the files go. On the loop."""
+        try:
+            self._completions.close()
+        except Exception:
+            # The edge: an engine that is broken must not keep its arena from being closed.
+            log.exception("completion_failed_at_close")
+
     # -------------------------------------------------------------------------------- operations
 
     def _begin(
@@ -175,9 +188,7 @@ class Performer:
             case ReadBlock():
                 self._read(action)
             case VerifySlot():
-                self._loads().begin(action.op_id)
-                priority = Priority.URGENT_VERIFY if action.urgent else Priority.BACKGROUND
-                self._io_pool.submit(priority, 0, lambda _: self._verify(action))
+                self._verify_slot(action)
             case VerifyExtent():
                 self._verify_extent(action)
             case HashSlot():
@@ -210,8 +221,28 @@ class Performer:
         def advanced(num_layers: int) -> None:
             tracker.advanced(op_id, num_layers)
 
-        order = (self._num_loads, op_id)
+        order = (self._load, op_id)
         BlockReading(self._io_pool, read, Priority.READ, order, advanced, done).start()
+
+    def _verify_slot(self, action: VerifySlot) -> None:
+        tracker = self._loads()
+        tracker.begin(action.op_id)
+        if action.urgent:
+            self._io_pool.submit(Priority.URGENT_VERIFY, 0, lambda _: self._verify(action, tracker))
+        else:
+            self._patient[action.op_id] = action
+            self._submit_patient(Priority.BACKGROUND, action.op_id)
+
+    def _submit_patient(self, priority: Priority, op_id: int) -> None:
+        """Queue a verification that may be queued already: whichever job is first makes it."""
+        tracker = self._loads()
+
+        def job(_staging: Staging) -> None:
+            action = self._patient.pop(op_id, None)
+            if action is not None:
+                self._verify(action, tracker)
+
+        self._io_pool.submit(priority, 0, job)
 
     def _verify_extent(self, action: VerifyExtent) -> None:
         read = self._volume.reading(
@@ -253,7 +284,7 @@ class Performer:
         op_id = action.op_id
         self._report(_Ended(lambda engine, now_ns: engine.hash_done(op_id, checksums, now_ns)))
 
-    def _verify(self, action: VerifySlot) -> None:
+    def _verify(self, action: VerifySlot, tracker: LoadTracker) -> None:
         try:
             memory = self._memory(action.slot_id)
             is_good = self._hasher.matches(memory, action.num_tokens, action.checksums)
@@ -263,7 +294,7 @@ class Performer:
             log.exception("verify_failed_unexpectedly", slot_id=action.slot_id)
             outcome = IoOutcome.TRANSIENT
         if outcome is IoOutcome.OK:
-            self._loads().advanced(action.op_id, len(self._layout.layers))
+            tracker.advanced(action.op_id, len(self._layout.layers))
         self._report(_verified(action.op_id, outcome))
 
     def _write_done(self, op_id: int, outcome: IoOutcome) -> None:

@@ -19,6 +19,7 @@ import psutil
 
 SO_PEERPIDFD = 77  # Linux 6.5; the socket module does not know it yet
 INSTANCE_BYTES = 16
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _STARTTIME_FIELD = 19  # of /proc/PID/stat, counted after the command: field 22 in proc(5)
 
 
@@ -41,10 +42,14 @@ NOBODY = ProcessIdentity(0, 0, b"")
 
 
 def start_ticks_of(pid: int) -> int:
-    """When a process was started; 0 if it is not there."""
+    """When a process was started; 0 if it is not there.
+
+    Raises:
+        OSError: nobody knows: no descriptor is left to look with.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return 0
     fields = text.rpartition(")")[2].split()  # a command may contain spaces and parentheses
     return int(fields[_STARTTIME_FIELD]) if len(fields) > _STARTTIME_FIELD else 0
@@ -76,9 +81,17 @@ class ProcessWatch:
     """
 
     def __init__(self, pid: int, pidfd: int) -> None:
-        """Take over `pidfd`."""
+        """Take over `pidfd`.
+
+        Raises:
+            OSError: no descriptor is left to look with.
+        """
         self.pid = pid
-        self.start_ticks = start_ticks_of(pid)
+        try:
+            self.start_ticks = start_ticks_of(pid)
+        except OSError:
+            os.close(pidfd)
+            raise
         self.is_dead = _has_ended(pidfd)  # after the look into /proc: so that was the same process
         self._pidfd = pidfd
         self._on_death: Callable[[], None] = lambda: None
@@ -116,16 +129,24 @@ def watch_peer(sock: socket.socket, pid: int) -> ProcessWatch | None:
     """Watch the process that connected a Unix socket; None if it is dead or cannot be watched.
 
     The kernel knows that process for certain, even one of a foreign PID namespace (pid 0).
+
+    Raises:
+        OSError: no descriptor is left to watch with. Such a peer must not be served: its slots
+            would be given to others while it writes.
     """
     try:
         pidfd = sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
         os.set_inheritable(pidfd, False)
     except OSError as error:
+        if error.errno in _OUT_OF_DESCRIPTORS:
+            raise
         if error.errno != errno.ENOPROTOOPT or not pid:  # an older kernel knows pids only
             return None
         try:
             pidfd = os.pidfd_open(pid)
-        except OSError:
+        except OSError as error_too:
+            if error_too.errno in _OUT_OF_DESCRIPTORS:
+                raise
             return None
     return ProcessWatch(pid, pidfd)
 

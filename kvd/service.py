@@ -17,12 +17,11 @@ from kvd.core.records import LeaseState, LoadAnswer, Lookup, QueuedJob, StoreAns
 from kvd.data_socket import DataSocket
 from kvd.engines import AttachedEngine, Engines
 from kvd.errors import AttachDeniedError, StoppingError
-from kvd.messages import key_of, load_response, session_message, store_response
+from kvd.messages import key_of, load_response, ns_of, session_message, store_response
 from shared.layout_message import layout_of
 from shared.log import get_logger
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
 from shared.session_key import SessionKey
-from shared.units import NS_PER_S
 from shared.version import __version__
 
 MAX_WAIT_S = 60.0  # of one call, whatever deadline its caller names
@@ -208,7 +207,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
             QueuedJob(
                 key_of(kvd_pb2.SessionKey(tenant=job.tenant, session_id=job.session_id), model),
                 job.history_tokens,
-                int(job.starts_in_s * NS_PER_S),
+                ns_of(job.starts_in_s),
             )
             for job in snapshot.jobs
         ]

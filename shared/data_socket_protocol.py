@@ -8,7 +8,7 @@ The socket is SOCK_SEQPACKET: one packet is one message, a JSON object with its 
     Attach(data_token) over gRPC  ->      binds that stream to this connection's process
     arena {arena_id}              ->
                                   <-      mapping {slot_bytes, num_slots, num_words}
-                                          + slots, progress words, eventfd (SCM_RIGHTS)
+                                          + slots, progress words, wakeup (SCM_RIGHTS)
     ... the connection stays open; kvd sends nothing more over it ...
     leaving {}                    ->      no thread of ours touches a slot any more
     close
@@ -50,7 +50,7 @@ class ArenaRequest:
 
 @dataclass(frozen=True)
 class ArenaMapping:
-    """Answer to ArenaRequest. In the same packet: slots, progress words (read-only), eventfd."""
+    """Answer to ArenaRequest. In the same packet: slots, progress words (read-only), wakeup."""
 
     slot_bytes: int
     num_slots: int

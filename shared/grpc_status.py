@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 from shared.errors import (
@@ -142,13 +143,15 @@ class ReportedErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type
         wrapped = (self._streaming if handler.response_streaming else self._single)(
             method, behaviour
         )
-        made: Handler = maker(wrapped, handler.request_deserializer, handler.response_serializer)
+        made: Handler = maker(
+            wrapped, _reading(handler.request_deserializer), handler.response_serializer
+        )
         return made
 
     def _single(self, method: str, behaviour: Any) -> Any:
         async def answer(request: Any, context: Any) -> Any:
             try:
-                return await behaviour(request, context)
+                return await behaviour(_readable(request), context)
             except Exception as error:  # noqa: BLE001  # the edge: nothing above would report it
                 await self._abort(method, context, error)
 
@@ -157,7 +160,7 @@ class ReportedErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type
     def _streaming(self, method: str, behaviour: Any) -> Any:
         async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
             try:
-                responses = behaviour(request, context)
+                responses = behaviour(_readable(request), context)
                 if inspect.isawaitable(responses):  # health's Watch writes to the context itself
                     await responses
                     return
@@ -175,6 +178,35 @@ class ReportedErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type
             log.error("rpc_failed", method=method, exc_info=error)
             error = InternalError("internal error", "see the log of the service")
         await abort_with(context, error, self.domain)
+
+
+class _Unreadable:
+    """Stands for a request whose bytes are no message: grpc itself would answer UNKNOWN."""
+
+
+def _reading(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    def read(data: bytes) -> Any:
+        assert deserialize is not None  # noqa: S101  # see below
+        try:
+            return deserialize(data)
+        except DecodeError:
+            return _Unreadable()
+
+    return None if deserialize is None else read
+
+
+def _readable(request: Any) -> Any:
+    """Return the request, or the stream of requests, as it is; refuse what could not be read."""
+    if isinstance(request, _Unreadable):
+        raise InvalidInputError("the request is not a message", "send what the .proto file says")
+    if isinstance(request, AsyncIterator):
+        return _all_readable(request)
+    return request
+
+
+async def _all_readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _readable(request)
 
 
 def _code(error: ReportedError) -> grpc.StatusCode:

@@ -27,6 +27,8 @@ from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
 from shared.progress_words import ProgressWords
 from shared.runtime_dir import DATA_SOCKET, ENGINE_SOCKET, channel_options
 
+WAKEUP_BYTES = 512  # taken at once: more than kvd can have sent before it finds the socket full
+
 
 class KvdUnavailableError(UnavailableError):
     """kvd is not running, went away during the call, or did not answer in time."""
@@ -100,12 +102,14 @@ class Attachment:
             await asyncio.gather(*watched, return_exceptions=True)
 
     def _wake(self) -> None:
-        """Take what kvd has written to the eventfd, and let waiting threads look at their words."""
+        """Take what kvd has sent over the wakeup, and let waiting threads look at their words."""
         try:
-            is_alive = bool(os.read(self.wakeup_fd, 8))
+            is_alive = bool(os.read(self.wakeup_fd, WAKEUP_BYTES))
         except BlockingIOError:
             is_alive = True
-        if not is_alive:  # not an eventfd, and it would be readable for ever
+        except OSError:  # nothing that can be read
+            is_alive = False
+        if not is_alive:  # kvd has closed it, and it would be readable for ever
             asyncio.get_running_loop().remove_reader(self.wakeup_fd)
         self.progress.wake()
 
@@ -225,7 +229,7 @@ async def _shake_hands(
 async def _map_arena(
     data: socket, arena_id: str, known: MappedArena | None
 ) -> tuple[MappedArena, ProgressWords, int]:
-    """Map what kvd hands out; the eventfd is the caller's to close."""
+    """Map what kvd hands out; the wakeup is the caller's to close."""
     seqpacket.send(data, packets.encode(packets.ArenaRequest(arena_id)))
     answer, fds = await _answer(data)
     keep_fd = -1

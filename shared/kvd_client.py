@@ -94,7 +94,7 @@ class KvdClient(KvdConnection):
             deadline_s=deadline_s,
             accept_pending=accept_pending,
         )
-        call = self._call(attachment.stub.PrepareLoad, request, deadline_s + GRACE_S)
+        call = self._call(attachment.stub.PrepareLoad, request, deadline_s + GRACE_S, attachment)
         response = await self._granted(call, self._give_back_load, attachment)
         with self._ending_on_nonsense(attachment, response.lease_id):
             block_tokens = self._layout.block_tokens
@@ -123,7 +123,7 @@ class KvdClient(KvdConnection):
             from_token=from_token,
             deadline_s=deadline_s,
         )
-        call = self._call(attachment.stub.PrepareStore, request, deadline_s + GRACE_S)
+        call = self._call(attachment.stub.PrepareStore, request, deadline_s + GRACE_S, attachment)
         response = await self._granted(call, self._give_back_store, attachment)
         with self._ending_on_nonsense(attachment, response.lease_id):
             return store_grant(response, request, attachment.arena, self._layout.block_tokens)
@@ -201,7 +201,7 @@ class KvdClient(KvdConnection):
     async def _give_back_load(self, owner: Attachment, lease_id: int) -> None:
         self._release(lease_id)
         request = kvd_pb2.CompleteLoadRequest(engine_id=owner.engine_id, lease_id=lease_id)
-        await self._call(owner.stub.CompleteLoad, request, CALL_S)
+        await self._call(owner.stub.CompleteLoad, request, CALL_S, owner)
 
     async def _give_back_store(
         self, owner: Attachment, lease_id: int, *, success: bool = False
@@ -210,7 +210,7 @@ class KvdClient(KvdConnection):
         request = kvd_pb2.CompleteStoreRequest(
             engine_id=owner.engine_id, lease_id=lease_id, success=success
         )
-        response = await self._call(owner.stub.CompleteStore, request, CALL_S)
+        response = await self._call(owner.stub.CompleteStore, request, CALL_S, owner)
         return int(response.stored_tokens)
 
     def _owner_of(self, grant: LoadGrant | StoreGrant) -> Attachment:

@@ -221,12 +221,28 @@ class KvdConnection:
         return response
 
     async def _call(
-        self, method: Method[Request, Response], request: Request, timeout_s: float
+        self,
+        method: Method[Request, Response],
+        request: Request,
+        timeout_s: float,
+        leasing: Attachment | None = None,
     ) -> Response:
-        """Call a method; every failure becomes a ReportedError."""
+        """Call a method; every failure becomes a ReportedError.
+
+        Args:
+            method: of a stub.
+            request: its argument.
+            timeout_s: for all of it.
+            leasing: of a call that begins or ends a lease, whose attachment it is. Without an
+                answer in time nobody knows whether kvd holds that lease for us, which it would do
+                for ever: so that attachment ends, and the next one tells what we hold.
+        """
         try:
             return await method(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
+            if leasing is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                log.warning("kvd_call_unanswered", timeout_s=timeout_s)
+                leasing.events.cancel()
             reported = error_from_rpc(error)
             if isinstance(reported, UnavailableError):
                 raise KvdUnavailableError(reported.message, "history is recomputed") from error

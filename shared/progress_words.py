@@ -6,8 +6,8 @@ A word is 64 bits, little-endian, and belongs to one load lease:
     bit  16      FAILED: no more will come
     bits 32-63   low 32 bits of the lease id: the word of another lease says nothing about ours
 
-kvd writes the word, then the eventfd of our connection. One reader on the event loop drains that
-and wakes every waiting thread; the end of the attachment wakes them too.
+kvd writes the word, then a byte to the wakeup of our connection. One reader on the event loop
+drains that and wakes every waiting thread; the end of the attachment wakes them too.
 """
 
 import mmap

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from shared.errors import InvalidInputError
 
 DEFAULT_TENANT = "default"
-_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._:@+-]{0,127}$")
+_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._:@+-]{0,127}\Z")
 
 
 class InvalidNameError(InvalidInputError):

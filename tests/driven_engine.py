@@ -5,7 +5,7 @@
     ["attached", TIMES]   → once it has attached so often: the inode of the arena it maps
     ["begin", NAME]       → lease id of a store whose rows are written, not completed
     ["finish"]            → tokens stored by completing it, or the reason why it is refused
-    ["scribble", SEED]    → after filling every slot it can reach with garbage: how many
+    ["scribble", SEED]    → after filling all memory it can write to with garbage: how many bytes
 
 It ends with its stdin. `DrivenEngine` is the other end.
 """
@@ -80,10 +80,9 @@ class Driven:
 
     async def _scribble(self, seed: int) -> list:
         die = random.Random(seed)  # noqa: S311  # test data
-        arena = self._engine.client._mapped.arena
-        for slot_id in range(arena.num_slots):
-            arena.slot(slot_id)[:] = die.randbytes(arena.slot_bytes)
-        return [arena.num_slots]
+        memory = self._engine.client._mapped.slots.memory
+        memory[:] = die.randbytes(len(memory))
+        return [len(memory)]
 
 
 def _mapped_arenas() -> list[str]:

@@ -104,11 +104,15 @@ class FaultyKvd(KvdProcess):
         self._environment |= settings
         self.faults: dict[str, object] = {}
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it has been started and has not ended."""
+        return self._process is not None and self._process.returncode is None
+
     async def kill_it(self) -> bool:
         """Kill it; False if it had ended, otherwise than by SIGKILL."""
         assert self._process is not None
-        if self._process.returncode is None:
-            await self.kill()
+        await self.kill()
         return self._process.returncode == -signal.SIGKILL
 
     async def serves_or_is_killed(self) -> bool:
@@ -119,7 +123,7 @@ class FaultyKvd(KvdProcess):
         serving.cancel()
         ended.cancel()
         await asyncio.gather(serving, ended, return_exceptions=True)
-        return self._process is not None and self._process.returncode is None
+        return self.is_running
 
     def _command(self) -> list[str]:
         return ["-m", "tests.faulty_kvd", "--faults", json.dumps(self.faults)]

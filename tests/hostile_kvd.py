@@ -82,7 +82,7 @@ def _clear(runtime_dir: Path) -> None:
 async def _hand_out_arenas(listener: socket.socket) -> None:
     fd = os.memfd_create("lies")
     os.ftruncate(fd, SLOT_BYTES * NUM_SLOTS)
-    wakeup_fd = os.eventfd(0)
+    wakeup_fd = os.eventfd(0)  # what an older kvd has handed out; nobody ever writes it
     connections = []
     try:
         while True:

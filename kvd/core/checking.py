@@ -1,4 +1,4 @@
-"""The invariants of the cache engine, as code: O(everything), for tests and for `kvd verify`.
+"""The invariants of the cache engine, as code: O(everything), for tests.
 
 Pure. Raises AssertionError on the first broken one (house rule: a broken invariant stops the
 daemon).
@@ -168,7 +168,8 @@ def _check_leases(state: CacheState) -> None:
 
 
 def _check_load(state: CacheState, lease: LoadLease) -> None:
-    waits = {block.key for block, _ in lease.entries if block.io.is_arriving}
+    arriving = {block.key for block, _ in lease.entries if block.io.is_arriving}
+    waits = {key for key in arriving if lease.lease_id not in state.arrival_of[key].early}
     joined = {k for k, op in state.arrival_of.items() if lease.lease_id in op.waiting}
     assert waits == joined, "a lease waits for its reads and verifications and no others"
     assert lease.num_waiting == len(waits), "a lease counts what it waits for"

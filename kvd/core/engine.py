@@ -145,7 +145,10 @@ class CacheEngine:
         self._writer.set_capacity(num_extents)
 
     def write_dirty(self, now_ns: int) -> None:
-        """Write every dirty block now, whatever the admission policy; O(blocks)."""
+        """Write every dirty block now or as soon as it can be, whatever the policy; O(blocks).
+
+        The end is near: what is dirty from now on is not left to rest either.
+        """
         self._state.advance(now_ns)
         self._writer.write_all()
 

@@ -11,6 +11,8 @@ Every call is O(1) in the number of extents: packing extents are bit masks of th
 found by the length of their longest free run.
 """
 
+from heapq import heappop, heappush
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -30,7 +32,7 @@ class ExtentTable:
         self.num_free_packed = 0  # free sectors of packing extents
         self._all_free = (1 << sectors_per_extent) - 1
         self._next = 0  # whole extents from here on were never used
-        self._returned: list[int] = []
+        self._returned: list[int] = []  # a heap: runs that follow one another move faster
         self._packing: dict[int, int] = {}  # whole extent -> mask of its free sectors
         self._by_run: dict[int, dict[int, None]] = {}  # longest free run -> packing extents
         self._runs = 0  # mask of the keys of _by_run
@@ -86,7 +88,7 @@ class ExtentTable:
         assert index < self._next, f"extent {extent} was never allocated"
         self.num_used_sectors -= num_sectors
         if not self.is_packed(num_sectors):
-            self._returned.append(index)
+            heappush(self._returned, index)
             return
         run = _ones(num_sectors) << start
         assert not self._packing[index] & run, f"extent {extent} is free already"
@@ -117,7 +119,7 @@ class ExtentTable:
         is_free[index[is_sound]] = False
         used = np.flatnonzero(~is_free)
         self._next = int(used[-1]) + 1 if len(used) else 0
-        self._returned = np.flatnonzero(is_free[: self._next])[::-1].tolist()
+        self._returned = np.flatnonzero(is_free[: self._next]).tolist()  # sorted: a heap
         return is_sound
 
     def _restore_packed(
@@ -151,7 +153,7 @@ class ExtentTable:
     def _allocate_whole(self) -> int:
         assert self.num_free, "no extent is free"
         if self._returned:
-            return self._returned.pop()
+            return heappop(self._returned)
         self._next += 1
         return self._next - 1
 
@@ -166,7 +168,7 @@ class ExtentTable:
                 del self._by_run[old_run]
                 self._runs &= ~(1 << old_run)
         if free == self._all_free and old_run:
-            self._returned.append(index)
+            heappush(self._returned, index)
             return
         self._packing[index] = free
         self.num_free_packed += free.bit_count()

@@ -223,6 +223,14 @@ class LeaseTable:
         """All leases of an engine, oldest first."""
         return tuple(self._leases[lease_id] for lease_id in self._by_owner.get(owner, ()))
 
+    def reading(self, block: Block) -> list[LoadLease]:
+        """Load leases on a block; O(leases)."""
+        return [
+            lease
+            for lease in self._leases.values()
+            if isinstance(lease, LoadLease) and any(entry is block for entry, _ in lease.entries)
+        ]
+
     def num_of_session(self, key: SessionKey) -> int:
         """Leases taken for a session."""
         return self._by_session.get(key, 0)

@@ -108,11 +108,8 @@ class Loader:
 
     def revoke(self, block: Block) -> None:
         """End the leases that read a block whose bytes are wrong: their completion must fail."""
-        if not block.readers:
-            return
-        for lease in tuple(self._state.leases):
-            if isinstance(lease, LoadLease) and any(entry is block for entry, _ in lease.entries):
-                self.release(lease)
+        for lease in self._state.leases.reading(block) if block.readers else ():
+            self.release(lease)
 
     # --------------------------------------------------------------------------------- completions
 
@@ -150,6 +147,9 @@ class Loader:
             self._arrived(arrival)
         elif outcome is IoOutcome.CORRUPT:
             report_corrupt(state, block, Tier.DRAM)
+            for lease in arrival.early.values():
+                if state.leases.get(lease.lease_id) is lease:
+                    self.release(lease)
             self._fall_back(arrival)
         else:
             self._verifier.failed(block)

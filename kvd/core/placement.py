@@ -57,9 +57,15 @@ class Placement:
         """
         for rule in self._rules(Tier.DRAM, may_cut=may_cut):
             num_short = num_wanted - self._state.slots.num_free
+            if not may_cut:  # else an arena full of dirty blocks is looked through in vain
+                num_short = min(num_short, self._num_clean())
             if num_short > 0:
                 self._apply(self._plan(rule, num_short), rule)
         return self._state.slots.num_free
+
+    def _num_clean(self) -> int:
+        """Blocks in DRAM that are on SSD too; those being read and leased ones are among them."""
+        return self._state.blocks.num_dram - self._state.blocks.num_dirty
 
     def coldest_dirty(self, num_wanted: int) -> list[Block]:
         """Name the dirty blocks that would be cut next, if room had to be made so."""

@@ -60,12 +60,15 @@ class Arrival:
 
     Attributes:
         was_queued: the block was to be written, and is again once it is verified.
+        early: leases that were given the block before its verification began: they do not wait, and
+            end if it turns out corrupt.
     """
 
     op_id: int
     block: Block
     was_queued: bool = False
     waiting: dict[int, LoadLease] = field(default_factory=dict)
+    early: dict[int, LoadLease] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)

@@ -25,21 +25,21 @@ class Verifier:
     def is_needed(self, block: Block) -> bool:
         """Whether a block at rest in DRAM is to be verified before a load may have it.
 
-        With `verify_on_load` a block is verified unless it has readers already, or is being hashed
-        or written just now.
+        With `verify_on_load` a block is verified unless it is being hashed or written just now.
         """
         if block.io is not BlockIo.IDLE:
             return False
-        is_checked_live = self._state.limits.verify_on_load and not block.readers
-        return block.is_unverified or (is_checked_live and bool(block.checksums))
+        return block.is_unverified or (self._state.limits.verify_on_load and bool(block.checksums))
 
     def start(self, block: Block, *, urgent: bool) -> None:
-        """Verify a block at rest; then `verify_done`."""
+        """Verify a block at rest; then `verify_done`. Costs O(leases) if it has readers."""
         state = self._state
         assert block.slot_id is not None, "only a block in DRAM is verified"
         state.unverified.pop(block.key, None)
         block.io = BlockIo.VERIFYING
         verify = Arrival(state.next_op_id(), block, was_queued=state.unwritten.holds(block))
+        if block.readers:
+            verify.early = {lease.lease_id: lease for lease in state.leases.reading(block)}
         state.unwritten.discard(block)
         state.verifies[verify.op_id] = state.arrival_of[block.key] = verify
         if not urgent:

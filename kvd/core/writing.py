@@ -40,6 +40,7 @@ class Writer:
         self._issued_bytes = 0
         self._retry_at_ns = 0
         self._retry_delay_ns = FIRST_RETRY_NS
+        self._waits_for_nothing = False  # see write_all
 
     # ------------------------------------------------------------------------------------ admission
 
@@ -51,7 +52,8 @@ class Writer:
         state = self._state
         if not len(state.extents) or not state.blocks.holds(block) or not block.writable:
             return
-        if was_queued or state.limits.admission is Admission.WRITE_THROUGH:
+        is_due = was_queued or self._waits_for_nothing
+        if is_due or state.limits.admission is Admission.WRITE_THROUGH:
             self._queue((block,))
         elif state.limits.admission is Admission.WRITE_BACK and block.last_user in state.sessions:
             session = state.sessions[block.last_user]
@@ -91,7 +93,11 @@ class Writer:
         self.issue()
 
     def write_all(self) -> None:
-        """Queue every dirty block that can be written: O(blocks)."""
+        """Queue every dirty block that can be written: O(blocks).
+
+        From now on others are queued as soon as they can be: those being hashed or verified, too.
+        """
+        self._waits_for_nothing = True
         self._queue(self._state.blocks)
         self.issue()
 

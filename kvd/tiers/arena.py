@@ -38,8 +38,8 @@ def dram_bytes(configured: int | None) -> int:
     return int(psutil.virtual_memory().available * AUTO_FRACTION)
 
 
-def num_slots_for(arena_bytes: int, slot_bytes: int) -> int:
-    """How many slots fit.
+def num_slots_for(arena_bytes: int, slot_bytes: int, setting: str = "dram.bytes") -> int:
+    """How many slots fit; `setting` is the one that bounds arena_bytes.
 
     Raises:
         ArenaTooSmallError: fewer than MIN_SLOTS.
@@ -49,7 +49,7 @@ def num_slots_for(arena_bytes: int, slot_bytes: int) -> int:
         raise ArenaTooSmallError(
             f"{format_bytes(arena_bytes)} of DRAM hold {num_slots} blocks of "
             f"{format_bytes(slot_bytes)}, {MIN_SLOTS} are needed",
-            "raise dram.bytes",
+            f"raise {setting}",
         )
     return num_slots
 
@@ -117,6 +117,11 @@ class Arena:
             if not self._allocate(memory, start):
                 return start
         return memory.nbytes
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether prefault was told to stop."""
+        return self._closing.is_set()
 
     def stop_prefault(self) -> None:
         """Let a running prefault return after its current chunk."""

@@ -102,8 +102,14 @@ class KeptArena:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its slots."""
+        """Bytes of its slots, up to the end of its last page."""
         return os.fstat(self.slots_fd).st_size if self.slots_fd >= 0 else 0
+
+    @property
+    def page_bytes(self) -> int:
+        """Of its memory: the slots may be shorter by less than that."""
+        huge = os.fstat(self.slots_fd).st_blksize if self.slots_fd >= 0 else SECTOR_BYTES
+        return huge if self.num_bytes % huge == 0 else SECTOR_BYTES
 
 
 @dataclass(frozen=True)
@@ -245,7 +251,12 @@ class ArenaStore:
         """Memory for the slots, of huge pages if that is possible and wanted."""
         name, num_bytes = layout.fingerprint, layout.block_bytes * num_slots
         hugepages = self._options.hugepages
-        if place.is_sealed and hugepages != "off":  # a file has the pages of its file system
+        if hugepages == "on" and not place.is_sealed:
+            raise HugepagesUnavailableError(
+                f"files in {self._options.directory} have the pages of that file system",
+                "set dram.keep to fdstore or none, or dram.hugepages to auto",
+            )
+        if place.is_sealed and hugepages != "off":
             try:
                 return arena_file.huge_memfd(f"kvd-{name}-slots", layout.block_bytes, num_slots)
             except OSError as error:
@@ -325,5 +336,6 @@ def _first_page(fd: int) -> bytes:
     """Return the header's bytes; mapped, because not every file system of memory can be read."""
     if os.fstat(fd).st_size < HEADER_BYTES:
         raise UnfitArenaError("its journal has no header")
-    with mmap.mmap(fd, os.fstat(fd).st_blksize, prot=mmap.PROT_READ) as page:
+    size = min(max(HEADER_BYTES, os.fstat(fd).st_blksize), os.fstat(fd).st_size)
+    with mmap.mmap(fd, size, prot=mmap.PROT_READ) as page:
         return page[:HEADER_BYTES]

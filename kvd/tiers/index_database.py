@@ -136,7 +136,8 @@ def _connect(path: Path, faults: Faults) -> sqlite3.Connection:
         if 0 < version < SCHEMA_VERSION:
             raise _OlderSchemaError(version)  # noqa: TRY301
         faults.reach(WritePoint.INDEX_CREATED)
-        db.executescript(f"{_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+        if version != SCHEMA_VERSION:  # a start must not need space on a full disk
+            db.executescript(f"{_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
         _check_tables(db)
     except BaseException:
         db.close()

@@ -17,6 +17,7 @@ The queue has no bound of its own: what is put holds a slot, or is one scrub.
 """
 
 import heapq
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -44,6 +45,10 @@ class Priority(IntEnum):
 PATIENT = (Priority.WRITE, Priority.BACKGROUND)  # nobody waits for them
 
 
+def _done(_staging: Staging) -> None:
+    """In the place of a job that has run."""
+
+
 class _Queued(NamedTuple):
     """A job in the heap; `number` is unique, so that jobs themselves are never compared."""
 
@@ -68,6 +73,7 @@ class IoPool:
         self._queue: list[_Queued] = []  # a heap
         self._hashes: deque[_Queued] = deque()
         self._num_queued = 0  # ever
+        self._tickets = itertools.count()
         self._bytes_in_flight = 0
         self._num_running = 0
         self._num_patient = 0  # writes and background jobs that run
@@ -91,6 +97,10 @@ class IoPool:
             thread = threading.Thread(target=self._run, name=f"kvd-io-{index}", daemon=True)
             self._threads.append(thread)
             thread.start()
+
+    def ticket(self) -> int:
+        """Take a number for `order`, greater than all before: layouts take turns by it."""
+        return next(self._tickets)
 
     def submit(
         self, priority: Priority, num_bytes: int, job: Job, order: tuple[int, ...] = ()
@@ -131,7 +141,10 @@ class IoPool:
             except Exception:
                 # The edge: the thread outlives a faulty job.
                 log.exception("io_job_failed", priority=queued.priority.name)
-            ended = queued
+            # A thread that waits keeps no job alive: it may hold a slot, and with it an arena that
+            # is given up meanwhile.
+            ended = queued._replace(job=_done)
+            del queued
 
     def _next(self, ended: _Queued | None) -> _Queued | None:
         """Note the end of a job and wait for the one to run next; None when the pool closes."""

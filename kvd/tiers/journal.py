@@ -148,7 +148,10 @@ class Journal:
         size = journal_bytes(layout, num_slots)
         if os.fstat(fd).st_size < size:
             raise UnfitArenaError(f"its journal has {os.fstat(fd).st_size} bytes, not {size}")
-        self._memory = mmap.mmap(fd, align_up(size, os.fstat(fd).st_blksize))
+        # Whole huge pages where the file has them, but never more than the file: a file system may
+        # name a huge page as its block size and still have files of any size.
+        mapped = min(align_up(size, os.fstat(fd).st_blksize), os.fstat(fd).st_size)
+        self._memory = mmap.mmap(fd, mapped)
         self._words = memoryview(self._memory).cast("Q")  # a store to it is one instruction
 
     @property

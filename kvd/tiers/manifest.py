@@ -8,6 +8,7 @@ Invariants:
 A commit that fails (disk full) is tried again until it succeeds; loads and stores go on meanwhile.
 """
 
+import contextlib
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
@@ -145,6 +146,16 @@ class Manifest:
         values = (number, row.fingerprint, row.message, row.extents_per_segment)
         self._put(Row("INSERT OR REPLACE INTO layouts VALUES (?, ?, ?, ?)", values))
 
+    def drop_layout(self, fingerprint: str) -> None:
+        """Remove a layout, and any rows that name it."""
+        number = self._layout_ids.pop(fingerprint)
+        for sql in (
+            "DELETE FROM sessions WHERE layout = ?",
+            "DELETE FROM blocks WHERE layout = ?",
+            "DELETE FROM layouts WHERE id = ?",
+        ):
+            self._put(Row(sql, (number,)))
+
     def put_salt(self, tenant: str, salt: bytes) -> None:
         """Keep a tenant's salt."""
         self._put(Row("INSERT OR REPLACE INTO salts VALUES (?, ?)", (tenant, salt)))
@@ -209,8 +220,7 @@ class Manifest:
                 self._commit_once(self._db, batch)
                 break
             except (sqlite3.Error, OSError) as error:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
+                self._roll_back(self._db)
                 if not failed:
                     log.error("manifest_commit_failed", error=str(error), rows=len(batch))  # noqa: TRY400
                 failed = True
@@ -221,6 +231,12 @@ class Manifest:
         for row in batch:
             if row.committed is not None:
                 row.committed()
+
+    def _roll_back(self, db: sqlite3.Connection) -> None:
+        """Undo what a failed commit has begun; if that fails too, BEGIN does, and we are back."""
+        with contextlib.suppress(sqlite3.Error):
+            if db.in_transaction:
+                db.execute("ROLLBACK")
 
     def _commit_once(self, db: sqlite3.Connection, batch: list[Row]) -> None:
         db.execute("BEGIN IMMEDIATE")

@@ -7,9 +7,10 @@ one store, so a reader sees an old word or a new one. Its bits are in shared/pro
 import fcntl
 import mmap
 import os
-import select
+import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 from shared.progress_words import FAILED_BIT, LAYERS_MASK, WORD_BYTES, packed_word
 from shared.units import SECTOR_BYTES, align_up
@@ -18,30 +19,36 @@ F_SEAL_FUTURE_WRITE = 0x0010  # fcntl names it from Python 3.13 on: nobody else 
 
 
 class Wakeup:
-    """The eventfd of one engine's connection: written after its words, read by its event loop.
+    """Two sockets of one engine's connection: a byte is sent after its words, its event loop reads.
 
-    Any thread may call wake(), also after close().
+    Not an eventfd: its two sides share one file description, whose peer can fill it and make it
+    blocking just after we have looked, and then holds the thread that writes. Of a socket pair each
+    side is its own. Any thread may call wake(), also after close().
+
+    Attributes:
+        fd: what engines get.
     """
 
     def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._lock = threading.Lock()  # no write may fall on a number that was given anew
-        self._poller = select.poll()
-        self._poller.register(self.fd, select.POLLOUT)
+        self._ours, self._theirs = socket.socketpair()
+        self._ours.setblocking(False)
+        self._lock = threading.Lock()  # no byte may fall on a number that was given anew
+
+    @property
+    def fd(self) -> int:
+        """The engine's end; -1 after close()."""
+        return self._theirs.fileno()
 
     def wake(self) -> None:
         """Let the engine look at its words."""
-        with self._lock:
-            # The peer shares our file description, and may have filled it and made it blocking.
-            if self.fd >= 0 and self._poller.poll(0):
-                os.eventfd_write(self.fd, 1)
+        with self._lock, suppress(OSError):  # full: then it will look; closed, by it or by us
+            self._ours.send(b"w")
 
     def close(self) -> None:
-        """Give up our descriptor."""
+        """Give up our descriptors."""
         with self._lock:
-            if self.fd >= 0:
-                os.close(self.fd)
-                self.fd = -1
+            self._ours.close()
+            self._theirs.close()
 
 
 class Progress:

@@ -81,7 +81,10 @@ class SegmentFiles:
         Raises:
             OSError: the directory cannot be made or read.
         """
+        missing = [p for p in (self._directory, *self._directory.parents) if not p.exists()]
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for made in missing:
+            sync_directory(made.parent)
         if self._direct != "off":
             self.is_direct = probe_direct(self._directory)
             self._use_buffered("" if self.is_direct else "its file system has no direct I/O")
@@ -155,6 +158,11 @@ class SegmentFiles:
         while self._fds:
             os.close(self._fds.popitem()[1])
 
+    def remove(self) -> None:
+        """Remove the directory; segments that are still there stay, and it with them."""
+        with contextlib.suppress(OSError):
+            self._directory.rmdir()
+
     def _open(self, segment: int) -> int:
         with self._lock:
             if segment not in self._fds:
@@ -191,22 +199,18 @@ class SegmentFiles:
         fd = os.open(self._path(segment), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             self._faults.reach(WritePoint.SEGMENT_CREATED)
-            os.posix_fallocate(fd, 0, size)
+            try:
+                os.posix_fallocate(fd, 0, size)
+            except OSError as error:
+                if error.errno not in _WITHOUT_FALLOCATE:
+                    raise
+                os.ftruncate(fd, size)  # a write may find the disk full
             os.fsync(fd)
-            self._sync_directory()
+            sync_directory(self._directory)
             self._faults.reach(WritePoint.SEGMENT_ALLOCATED)
-        except OSError as error:
-            if error.errno not in _WITHOUT_FALLOCATE:
-                os.ftruncate(fd, had)  # a failed fallocate keeps what it took
-                raise
-        finally:
-            os.close(fd)
-
-    def _sync_directory(self) -> None:
-        """Make the names of new segments survive a power cut."""
-        fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
+        except OSError:
+            os.ftruncate(fd, had)  # a failed fallocate keeps what it took
+            raise
         finally:
             os.close(fd)
 
@@ -218,3 +222,12 @@ class SegmentFiles:
         if why:
             report = log.warning if self._direct == "on" else log.info
             report("ssd_buffered", directory=str(self._directory), reason=why)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names of what is new in a directory survive a power cut."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -106,6 +106,10 @@ class SegmentVolume:
         """Close the files."""
         self._files.close()
 
+    def remove(self) -> None:
+        """Remove the directory of a closed volume, unless something is still in it."""
+        self._files.remove()
+
     # ----------------------------------------------------------------------------------- reading
 
     def reading(

@@ -9,6 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
+
+from tests.faulty_kvd import FaultyKvd
 
 HERE = Path(__file__).parent
 ROWS = pytest.StashKey[list[tuple[str, str, str]]]()
@@ -24,6 +27,20 @@ def outcome(record_property) -> Callable[[object], None]:
         record_property("outcome", told)
 
     return tell
+
+
+@pytest_asyncio.fixture
+async def new_kvd(tmp_path):
+    """Makes the kvd of a test, not started yet; it does not outlive the test."""
+    made: list[FaultyKvd] = []
+
+    def make(settings: dict[str, str], keep: str = "file", kind=FaultyKvd) -> FaultyKvd:
+        made.append(kind(tmp_path, keep=keep, **settings))
+        return made[-1]
+
+    yield make
+    for kvd in made:
+        await kvd.kill()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -55,7 +55,11 @@ async def test_a_sound_store_passes(tmp_path: Path) -> None:
     """Every block is compared in both tiers, and the exit code is 0."""
     async with _filled_kvd(tmp_path) as (kvd, _):
         code, report, stderr = await _verify(kvd)
-        table = (await run_cli("verify", "--runtime-dir", str(kvd.runtime_dir)))[1]
+        at = ("--runtime-dir", str(kvd.runtime_dir))
+        table = (await run_cli("verify", *at))[1]
+        mistyped = await run_cli("verify", "--model", "no-such", *at)
+    assert (mistyped[0], mistyped[1]) == (3, "")
+    assert "no-such" in mistyped[2]
     assert (code, stderr) == (0, "")
     assert report["done"]
     assert report["num_copies"] == 32

@@ -35,7 +35,7 @@ from kvd.core.records import (
     StoredBlock,
     WritingSlot,
 )
-from kvd.performer import Owners, Performer
+from kvd.performer import Owners, Performer, _Ended
 from kvd.process_identity import ProcessIdentity
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore
 from kvd.tiers.faults import NoFaults
@@ -299,6 +299,39 @@ async def test_a_verify_brings_all_layers(world):
     index = world.performer.progress_index(LEASE)
     await world.until_idle()
     assert words.word(index) & (LAYERS_MASK | FAILED_BIT) == 8
+
+
+async def test_what_has_ended_at_the_end_is_reported(world):
+    """All of it, before the files and the arena go, and nothing afterwards."""
+    for op_id in range(1, 101):
+        world.performer._report(
+            _Ended(lambda engine, now_ns, op_id=op_id: engine.ended(op_id, now_ns))
+        )
+    world.performer.finish()
+    assert [op_id for _, op_id in world.engine.done] == list(range(1, 101))
+    world.performer._report(_Ended(lambda engine, now_ns: engine.ended(101, now_ns)))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert len(world.engine.done) == 100
+
+
+async def test_a_load_hurries_a_verify_in_the_background(world):
+    """One that nobody waited for so far does not keep a load waiting behind the writes."""
+    words = ProgressWords(world.arena.progress.fd, 4)
+    stored = world.fill(0)
+    world.faults.hold.clear()
+    for slot_id in (1, 2, 3, 4):  # more than there are threads
+        world.performer.perform(world.write_action(slot_id, slot_id, slot_id)[0])
+    world.performer.perform(VerifySlot(11, 0, 16, stored.checksums, urgent=False))
+    world.performer.perform(TrackLoad(LEASE, OWNER, (11,)))
+    index = world.performer.progress_index(LEASE)
+    async with asyncio.timeout(DEADLINE_S):
+        while words.word(index) & LAYERS_MASK < 8:  # noqa: ASYNC110  # the word is what counts
+            await asyncio.sleep(0.001)
+    assert [entry[:2] for entry in world.engine.done] in ([], [("verify_done", 11)])
+    world.faults.hold.set()
+    done = await world.until_idle()
+    assert sorted(entry[1] for entry in done) == [1, 2, 3, 4, 11]
 
 
 # ------------------------------------------------------------------------- journal and index

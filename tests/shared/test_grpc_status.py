@@ -5,7 +5,14 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from shared.errors import ConflictError, ExhaustedError, NotFoundError, StateError, UnavailableError
+from shared.errors import (
+    ConflictError,
+    ExhaustedError,
+    InvalidInputError,
+    NotFoundError,
+    StateError,
+    UnavailableError,
+)
 from shared.grpc_status import (
     MAX_TEXT,
     InternalError,
@@ -120,6 +127,23 @@ async def test_a_deadline_is_unavailable(tmp_path):
             await call
     assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert isinstance(error_from_rpc(late.value), UnavailableError)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_a_request_that_is_no_message_is_the_callers_fault(tmp_path, streaming):
+    """grpc itself would call it UNKNOWN, and log a traceback."""
+    async with (
+        _reader(tmp_path, NotFoundError("x", "y")),
+        grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel,
+    ):
+        if streaming:
+            answer = channel.unary_stream("/kvd.v1.Reader/WatchEvents")(b"\xff").read()
+        else:
+            answer = channel.unary_unary("/kvd.v1.Reader/GetStats")(b"\xff")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await answer
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert isinstance(error_from_rpc(refused.value), InvalidInputError)
 
 
 async def test_unknown_methods_are_left_to_grpc(tmp_path):

@@ -157,6 +157,22 @@ async def test_no_thread_waits_for_ever(tmp_path, end):
             await asyncio.wait_for(waiting, 30)
 
 
+@pytest.mark.parametrize("call", ["PrepareStore", "CompleteStore"])
+async def test_a_call_without_an_answer_ends_the_attachment(tmp_path, call):
+    """Nobody knows then what kvd holds for us: the next attachment tells what we hold."""
+    async with small_kvd(tmp_path, LAYOUT) as kvd, client_of(tmp_path) as client:
+        await client.wait_attached(30)
+        grant = await client.prepare_store(KEY, TOKENS, 0, 5)
+        kvd.mute.add(call)
+        is_prepare = call == "PrepareStore"
+        asking = client.prepare_store(KEY, TOKENS, 0, 0.0) if is_prepare else None
+        with pytest.raises(KvdUnavailableError):
+            await (asking or client.complete_store(grant, success=True))
+        await until(lambda: len(kvd.attaches) > 1)
+        still_held = [grant.lease_id] if is_prepare else []
+        assert list(kvd.attaches[1].held_leases) == still_held
+
+
 async def test_pending_is_answered_only_to_those_who_ask(tmp_path):
     """Others get what is complete."""
     async with small_kvd(tmp_path, LAYOUT), client_of(tmp_path) as client:

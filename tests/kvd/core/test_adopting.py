@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 
 from kvd.core.actions import HashSlot, IoOutcome, ReadBlock, TrackLoad, VerifySlot, WriteBlock
+from kvd.core.errors import LeaseLostError
 from kvd.core.records import AdoptedSlot, CommittedSlot, Lookup, OrphanSlot, Tier, WritingSlot
 from kvd.core.verifying import MAX_BACKGROUND, RETRY_NS
 from tests.kvd.core.turns import (
     ONES,
+    OWNER,
     THREES,
     TWOS,
     A,
@@ -188,7 +190,7 @@ def test_two_records_of_one_slot_or_block_count_once():
 
 
 def test_verify_on_load_verifies_live_hits():
-    """Each load of a block that nobody reads just now is pending on a verification."""
+    """Each load of a block at rest is pending on a verification."""
     world = new_world(verify_on_load=True)
     store(world, A, ONES)
     first = prepare_load(world, A, ONES)
@@ -196,7 +198,20 @@ def test_verify_on_load_verifies_live_hits():
     assert [event for event in world.events if isinstance(event, TrackLoad)] == []
     world.finish_all(VerifySlot)
     assert world.engine.settle_load(first.lease_id).lookup is Lookup.HIT
-    assert prepare_load(world, A, ONES).lookup is Lookup.HIT
+
+
+def test_readers_of_what_a_later_load_finds_corrupt_lose_their_lease():
+    """The later load gets the right bytes from SSD; what the earlier one copied must not count."""
+    world = new_world(verify_on_load=True)
+    store(world, A, ONES)
+    first = prepare_load(world, A, ONES)
+    world.finish_all(VerifySlot)
+    world.engine.settle_load(first.lease_id)
+    world.damage_slot(first.spans[0].slot_id)
+    assert load(world, A, ONES).end_token == 4
+    with pytest.raises(LeaseLostError):
+        world.engine.complete_load(first.lease_id, OWNER, world.now_ns)
+    assert counter(world, "blocks_corrupt_dram") == 1
 
 
 def test_verify_on_load_finds_wrong_bytes():

@@ -3,7 +3,7 @@
 import pytest
 
 from kvd.core.eviction import POLICIES, LruPolicy, make_policy
-from kvd.core.records import Pin, QueuedJob, Tier
+from kvd.core.records import Admission, Pin, QueuedJob, Tier
 from tests.kvd.core.turns import (
     ONES,
     OWNER,
@@ -16,6 +16,7 @@ from tests.kvd.core.turns import (
     load,
     new_world,
     prepare_load,
+    prepare_store,
     store,
     tiers_of,
 )
@@ -204,3 +205,27 @@ def test_lru_ranks_by_last_use():
     policy.removed(A)
     policy.ended(A)
     assert list(policy.victims(Tier.SSD)) == [C, B]
+
+
+class CountingPolicy(LruPolicy):
+    """Counts the sessions that were looked at."""
+
+    num_looked_at = 0
+
+    def victims(self, tier):
+        for key in super().victims(tier):
+            self.num_looked_at += 1
+            yield key
+
+
+def test_an_arena_full_of_dirty_blocks_is_not_looked_through():
+    """A store that has to wait costs no look at every session, however often it asks."""
+    world = new_world(num_slots=16, admission=Admission.ON_EVICT)
+    policy = world.engine._state.policy = CountingPolicy()
+    for index in range(16):
+        store(world, A._replace(session_id=f"s{index}"), [index] * 4)
+    assert world.engine.stats().dirty_bytes == 16 * world.engine.layout.block_bytes
+    for _ in range(3):
+        answer = prepare_store(world, A, [99] * 4)
+        assert answer.refused == "wait"
+    assert policy.num_looked_at <= 3

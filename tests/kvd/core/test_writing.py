@@ -1,5 +1,7 @@
 """Writes: when the policies ask for them, what they wait for, and their failures."""
 
+import pytest
+
 from kvd.core.actions import DropBlock, Emit, HashSlot, IoOutcome, PutBlock, WriteBlock
 from kvd.core.records import Admission, Pin
 from kvd.core.writing import FIRST_RETRY_NS
@@ -243,7 +245,7 @@ def test_what_ssd_cannot_take_is_cut():
     world.engine.pin(A, Pin.HARD, world.now_ns)
     store(world, B, TWOS)
     assert len(prepare_store(world, C, THREES).blocks) == 1
-    assert counter(world, "ssd_refused") == 1
+    assert counter(world, "ssd_refused") == 2, "when it was hashed, and for its room"
     assert world.engine.session_info(B) is None
 
 
@@ -251,6 +253,18 @@ def test_all_that_is_dirty_can_be_written():
     """Whatever the policy: before a shutdown."""
     world = new_world(admission=Admission.ON_EVICT)
     store(world, A, ONES + TWOS)
+    world.engine.write_dirty(world.now_ns)
+    world.pump()
+    world.quiesce()
+    assert world.engine.stats().dirty_bytes == 0
+
+
+@pytest.mark.parametrize("admission", [Admission.ON_EVICT, Admission.WRITE_BACK])
+def test_what_is_being_hashed_at_the_end_is_written_too(admission):
+    """A shutdown asks once; a block that cannot be written just then is when it can be."""
+    world = new_world(admission=admission)
+    complete_store(world, prepare_store(world, A, ONES))
+    assert any(isinstance(action, HashSlot) for action in world.io.values())
     world.engine.write_dirty(world.now_ns)
     world.pump()
     world.quiesce()

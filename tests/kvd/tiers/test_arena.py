@@ -82,6 +82,13 @@ def test_huge_pages_that_are_not_there(tmp_path):
     arena.close()
 
 
+def test_files_cannot_promise_huge_pages(tmp_path):
+    """Their pages are of their file system: "on" is refused instead of being without effect."""
+    store = store_of(tmp_path, hugepages="on", keep="file", directory=tmp_path)
+    with pytest.raises(HugepagesUnavailableError, match=r"dram\.keep"):
+        store.create(LAYOUT, 3)
+
+
 def _free_huge_pages():
     return int(Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages").read_text("ascii"))
 

@@ -2,6 +2,7 @@
 
 import mmap
 import threading
+import weakref
 
 import pytest
 
@@ -88,6 +89,24 @@ def test_layered_reads_run_group_by_group(make):
         pool.submit(Priority.READ, 0, order.job(key), key)
     _release(gates)
     assert order.wait(8) == sorted(keys)
+
+
+def test_later_tickets_are_greater(make):
+    """Whoever takes them: several layouts order their loads by them."""
+    pool = make(1)
+    tickets = [pool.ticket() for _ in range(3)]
+    assert tickets == sorted(set(tickets))
+
+
+def test_a_thread_that_waits_keeps_no_job_alive(make):
+    """A job holds memory of an arena, which may be given up once the job has run."""
+    pool, order, freed = make(1), Order(), threading.Event()
+    job = order.job("a")
+    weakref.finalize(job, freed.set)
+    pool.submit(Priority.WRITE, 0, job)
+    del job
+    order.wait(1)
+    assert freed.wait(WAIT_S)
 
 
 def test_equals_run_in_order(make):

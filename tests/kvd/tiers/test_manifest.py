@@ -323,3 +323,22 @@ def test_what_waits_is_bounded(make, monkeypatch):
     manifest.drop_block(LAYOUT.fingerprint, BLOCK.key, done.set)
     assert done.wait(30)
     assert (manifest.num_left_out, told) == (2, ["block"])
+
+
+def test_a_rollback_that_fails_is_tried_again(make):
+    """The writer's thread outlives it, and commits once it can."""
+    manifest = make(Recorder(num_failures=1))
+    _new(manifest, LAYOUT)
+    refused = []
+
+    def authorize(action, name, *_):
+        if action == sqlite3.SQLITE_TRANSACTION and name == "ROLLBACK" and not refused:
+            refused.append(name)
+            return sqlite3.SQLITE_DENY
+        return sqlite3.SQLITE_OK
+
+    manifest._db.set_authorizer(authorize)
+    committed = threading.Event()
+    manifest.put_block(LAYOUT.fingerprint, BLOCK, committed.set)
+    assert committed.wait(30)
+    assert refused

@@ -1,0 +1,125 @@
+"""Clocks that jump while kvd is down: no session expires for it, unless time has really passed.
+
+Within one boot kvd's clock is the kernel's boot time; over a reboot it is what it has saved, and
+what the wall clock says has passed since. A reboot is made by what kvd finds in its index.
+"""
+
+import json
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvd.clock import META_NAME
+from tests.fault.ledger import Ledger, everything_verifies, nothing_leaks
+from tests.faulty_kvd import FaultyKvd
+from tests.kvd_polling import all_clean, reader_stats
+from tests.synthetic_engine import attached_engine, small_layout
+
+DAY_S = 86400
+NAMES = ("s1", "s2", "s3")
+SIZES = {"KVD_DRAM__BYTES": "1MB", "KVD_SSD__BYTES": "4MB", "KVD_SSD__RESERVE_BYTES": "0"}
+
+
+class ShiftedKvd(FaultyKvd):
+    """A kvd that sees another boot time than the tests do."""
+
+    offset_s = 0
+
+    async def stop(self) -> int:
+        """See KvdProcess: not its parent is kvd, but the only child of that."""
+        if self.offset_s:
+            os.kill(_only_child(self.pid), signal.SIGTERM)
+            return await self.exit_code()
+        return await super().stop()
+
+    def _command(self) -> list[str]:
+        if not self.offset_s:
+            return super()._command()
+        shift = ["unshare", "--time", f"--boottime={self.offset_s}", "--fork", "--kill-child"]
+        code = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
+        return ["-c", code, *shift, sys.executable, *super()._command()]
+
+
+def _only_child(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii"))
+
+
+async def _stored(kvd, engine) -> Ledger:
+    ledger = Ledger()
+    for name in NAMES:
+        await ledger.grow(engine, name, 50)
+    await all_clean(kvd)
+    return ledger
+
+
+@pytest.mark.parametrize(
+    ("wall_s", "served"),
+    [(-3650 * DAY_S, True), (-DAY_S, True), (3600, True), (8 * DAY_S, False)],
+    ids=["10 years back", "1 day back", "1 hour on", "8 days on"],
+)
+async def test_wall_clock_over_a_reboot(new_kvd, outcome, wall_s, served):
+    """A wall clock set back costs nothing; a time longer than the TTL is believed."""
+    kvd = new_kvd(SIZES, keep="none")
+    await kvd.start()
+    async with attached_engine(kvd.runtime_dir, small_layout()) as engine:
+        ledger = await _stored(kvd, engine)
+        assert await kvd.stop() == 0
+        _reboot(kvd, wall_s)
+        await kvd.start()
+        await engine.client.wait_attached(30)
+        found = await ledger.judge(engine, kvd)
+        outcome(found)
+        assert set(found) == {"ssd" if served else "missed"}
+        counters = (await reader_stats(kvd)).layouts[0].counters
+        assert counters["sessions_expired"] == (0 if served else len(NAMES))
+        await everything_verifies(kvd)
+        await nothing_leaks(kvd)
+    assert await kvd.stop() == 0
+
+
+def _reboot(kvd, wall_s) -> None:
+    """Have kvd find another boot's clock, saved when the wall clock was `wall_s` behind now."""
+    db = sqlite3.connect(kvd.state_dir / "manifest.db")
+    (text,) = db.execute("SELECT value FROM meta WHERE name = ?", (META_NAME,)).fetchone()
+    saved = json.loads(text) | {"boot_id": "another", "wall_ns": time.time_ns() - wall_s * 10**9}
+    db.execute("UPDATE meta SET value = ? WHERE name = ?", (json.dumps(saved), META_NAME))
+    db.commit()
+    db.close()
+
+
+@pytest.mark.parametrize("offset_s", [DAY_S, 3650 * DAY_S], ids=["1 day", "10 years"])
+async def test_boot_time_jumps(new_kvd, outcome, offset_s):
+    """A suspended machine ages its sessions; a boot time that goes back again does no harm."""
+    if not shutil.which("unshare") or _unshare(offset_s):
+        pytest.skip("needs a time namespace: run it as root")
+    kvd = new_kvd(SIZES, keep="none", kind=ShiftedKvd)
+    kvd.offset_s = offset_s
+    await kvd.start()
+    async with attached_engine(kvd.runtime_dir, small_layout()) as engine:
+        ledger = await _stored(kvd, engine)
+        await kvd.stop()
+        kvd.offset_s = 0  # back by so much
+        await kvd.start()
+        await engine.client.wait_attached(30)
+        back = await ledger.judge(engine, kvd)
+        assert set(back) == {"ssd"}
+        await kvd.stop()
+        kvd.offset_s = offset_s
+        await kvd.start()
+        await engine.client.wait_attached(30)
+        on = await ledger.judge(engine, kvd)
+        assert set(on) == {"ssd" if offset_s < 7 * DAY_S else "missed"}
+        outcome(f"back: {dict(back)}; on: {dict(on)}")
+    await kvd.stop()
+
+
+def _unshare(offset_s: int) -> int:
+    command = ["unshare", "--time", f"--boottime={offset_s}", "true"]
+    return subprocess.run(command, check=False, capture_output=True).returncode

@@ -1,0 +1,77 @@
+"""A kvd to be fuzzed, with what must still be true of it afterwards."""
+
+import json
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+from tests.fault.ledger import nothing_leaks
+from tests.faulty_kvd import FaultyKvd
+from tests.kvd_polling import eventually
+
+SIZES = {
+    "KVD_DRAM__BYTES": "256KB",
+    "KVD_SSD__BYTES": "4MB",
+    "KVD_SSD__RESERVE_BYTES": "0",
+    "KVD_SSD__SEGMENT_BYTES": "512KB",
+    "KVD_INTEGRITY__VERIFY_ON_LOAD": "false",
+    "KVD_LIMITS__MAX_LAYOUTS": "40",
+    "KVD_LIMITS__LOAD_WAIT": "100ms",
+    "KVD_LIMITS__STORE_WAIT": "100ms",
+    "KVD_LIMITS__DRAIN": "300ms",
+}
+
+
+class FuzzedKvd(FaultyKvd):
+    """It checks its invariants all the time, and ends when one does not hold."""
+
+    def __init__(self, directory: Path, **settings: str) -> None:
+        super().__init__(directory, **(SIZES | settings))
+
+    def is_unharmed(self) -> None:
+        """Say that it runs, and has logged nothing that it did not expect."""
+        assert self.is_running, self.log()[-5000:]
+        assert not self.errors()
+
+    def errors(self) -> list[str]:
+        """Lines of the log that no peer must be able to cause."""
+        return [line for line in self.log().splitlines() if _is_error(line)]
+
+    async def leaves_nothing(self, before: Counter[str]) -> None:
+        """Flushed, it holds nothing, and of open connections no more than before."""
+        await nothing_leaks(self)
+        await self.has_no_more_than(before)
+        self.is_unharmed()
+
+    def is_over_unharmed(self) -> None:
+        """Say the same of one that has been stopped."""
+        assert not self.errors()
+
+    def open_fds(self) -> list[int]:
+        """Numbers of its descriptors."""
+        return [int(fd.name) for fd in Path(f"/proc/{self.pid}/fd").iterdir()]
+
+    async def has_no_more_than(self, before: Counter[str]) -> None:
+        """Wait until it has no more open connections than before: some were about to end then."""
+
+        async def added() -> Counter[str]:
+            return await self.connections() - before
+
+        await eventually(added, Counter())
+
+    async def connections(self) -> Counter[str]:
+        """Its descriptors that are no files, by kind: sockets, pidfds, eventfds."""
+        kinds: Counter[str] = Counter()
+        for fd in Path(f"/proc/{self.pid}/fd").iterdir():  # noqa: ASYNC240  # in no file system
+            with suppress(FileNotFoundError):  # closed meanwhile
+                kind, _, which = str(fd.readlink()).partition(":")
+                kinds[which if kind == "anon_inode" else kind] += 1
+        return Counter({kind: n for kind, n in kinds.items() if not kind.startswith("/")})
+
+
+def _is_error(line: str) -> bool:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return True  # a traceback, or a complaint of the interpreter
+    return entry.get("level") in ("error", "critical") or "exception" in entry

@@ -1,0 +1,171 @@
+"""Requests made from their descriptors: right, half right, and nonsense.
+
+What is right is known only when a test runs: engine ids, leases, tokens of the data socket. Those
+are drawn as marks, numbers or texts that stand for them, and put in by `resolve` just before a
+message is sent; so an example is the same at each run.
+"""
+
+import math
+import os
+from collections.abc import Mapping
+
+from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+from hypothesis import strategies as st
+
+from shared.kv_layout import Component, KVLayout, Layer
+from shared.layout_message import layout_message
+from tests.synthetic_engine import MODEL, encode, small_layout
+
+LAYOUTS = (small_layout(), small_layout(3, "ab" * 16))
+FIRST_MARK = 7_700_000_000  # marks are FIRST_MARK, FIRST_MARK + 1, …
+NUM_MARKS = 8
+TEXT_MARK = "mark-"
+MAX_UINT32, MAX_UINT64 = (1 << 32) - 1, (1 << 64) - 1
+
+_marks = st.integers(FIRST_MARK, FIRST_MARK + NUM_MARKS - 1)
+_uint32 = st.sampled_from([0, 1, 2, 16, 17, 1 << 31, MAX_UINT32]) | st.integers(0, MAX_UINT32)
+_uint64 = st.sampled_from([0, 1, 15, 16, 50, 1 << 40, 1 << 63, MAX_UINT64]) | st.integers(
+    0, MAX_UINT64
+)
+_double = st.sampled_from(
+    [0.0, -0.0, -1.0, 1e-9, 0.01, 3600.0, 1e9, 1e10, 1e300, -1e300, math.inf, -math.inf, math.nan]
+) | st.floats(0, 0.05)
+_text = st.sampled_from(
+    [
+        "",
+        "default",
+        "\x00",
+        "a\n",
+        "\u202e\u202d bidi",
+        "ﷺ" * 200,
+        "../../x",
+        "😀",
+        "%s{}",
+        "x" * 5000,
+    ]
+) | st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+_bytes = st.binary(max_size=40) | st.sampled_from([b"", b"\xff" * 7, b"\x00" * (1 << 20)])
+_token_ids = st.one_of(
+    st.tuples(st.integers(0, 3), st.sampled_from([50, 50, 33, 70, 0])).map(
+        lambda drawn: encode(range(1000 * drawn[0], 1000 * drawn[0] + drawn[1]))
+    ),
+    _bytes,
+)
+
+# Their fingerprint is right, whatever they are.
+_layouts = st.builds(
+    KVLayout,
+    model=_text | st.just(MODEL),
+    layers=st.lists(
+        st.lists(
+            st.builds(
+                Component,
+                name=_text,
+                shape=st.lists(st.sampled_from([1, 2, 8]) | _uint32, max_size=3).map(tuple),
+                dtype=st.sampled_from(["float32", "bfloat16", "float16", "int3"]),
+                rotary=_text,
+            ),
+            max_size=3,
+        ).map(lambda components: Layer(tuple(components))),
+        max_size=4,
+    ).map(tuple),
+    block_tokens=st.sampled_from([1, 3, 16]) | _uint32,
+    position_mode=st.sampled_from(["decoupled", "naive", "none"]),
+    tp_rank=st.sampled_from([0, 0, 1]),
+    tp_size=st.sampled_from([1, 1, 2]) | _uint32,
+).map(layout_message)
+
+# By field name: what may be right there.
+_HINTS: Mapping[str, st.SearchStrategy] = {
+    "engine_id": _marks,
+    "lease_id": _marks,
+    "held_leases": _marks,
+    "data_token": st.integers(0, NUM_MARKS - 1).map(lambda number: f"{TEXT_MARK}{number}"),
+    "instance": st.integers(0, NUM_MARKS - 1).map(lambda number: f"{TEXT_MARK}{number}"),
+    "page_token": st.integers(0, NUM_MARKS - 1).map(lambda number: f"{TEXT_MARK}{number}")
+    | st.sampled_from([f"{LAYOUTS[0].fingerprint} {token}" for token in ("", "1/2", "1/1/1/a/b/c")])
+    | st.from_regex(
+        rf"{LAYOUTS[0].fingerprint} \d{{1,19}}/\d{{1,19}}/\d{{1,19}}/a/b/c", fullmatch=True
+    ),
+    "tenant": st.sampled_from(["", "", "default", "other"]),
+    "model": st.sampled_from(["", MODEL, LAYOUTS[1].model]),
+    "session_id": st.sampled_from(["s0", "s0", "s1", "s2", "s3"]),
+    "token_ids": _token_ids,
+    "from_token": st.sampled_from([0, 0, 0, 1, 16, 32, 50]),
+    "success": st.sampled_from([True, True, False]),
+    "deadline_s": st.sampled_from([0.0, 0.0, 0.01, math.inf]),
+    "start": st.integers(0, 70),
+    "end": st.integers(0, 70),
+    "layout": st.sampled_from([layout_message(layout) for layout in LAYOUTS]) | _layouts,
+    "block_tokens": st.sampled_from([1, 16]),
+    "dtype": st.sampled_from(["float32", "int3"]),
+    "tp_size": st.just(1),
+}
+
+
+def requests_of(method: MethodDescriptor) -> st.SearchStrategy[Message]:
+    """Requests of an RPC."""
+    return _messages(GetMessageClass(method.input_type))
+
+
+@st.composite
+def _messages(draw, cls: type[Message], *, is_right: bool = False) -> Message:
+    # Most are right all through: a message with one wrong field seldom gets far.
+    is_right = is_right or draw(st.sampled_from([True, True, True, False]))
+    message = cls()
+    for field in cls.DESCRIPTOR.fields:
+        is_field_right = is_right or draw(st.booleans())
+        if not is_right and draw(st.integers(0, 5)) == 0:
+            continue  # left out
+        values = _values(field, is_right=is_field_right)
+        if field.is_repeated:
+            getattr(message, field.name).extend(draw(st.lists(values, max_size=4)))
+        elif field.message_type is None:
+            setattr(message, field.name, draw(values))
+        else:
+            getattr(message, field.name).CopyFrom(draw(values))
+    return message
+
+
+def _values(field: FieldDescriptor, *, is_right: bool) -> st.SearchStrategy:
+    if is_right and field.name in _HINTS:
+        return _HINTS[field.name]
+    if field.message_type is not None:
+        return _messages(GetMessageClass(field.message_type), is_right=is_right)
+    return {
+        FieldDescriptor.TYPE_UINT32: _uint32,
+        FieldDescriptor.TYPE_UINT64: _uint64,
+        FieldDescriptor.TYPE_DOUBLE: _double,
+        FieldDescriptor.TYPE_BOOL: st.booleans(),
+        FieldDescriptor.TYPE_STRING: _text,
+        FieldDescriptor.TYPE_BYTES: _bytes,
+    }[field.type]
+
+
+def resolve(message: Message, known: Mapping[str, list]) -> None:
+    """Put what is known by the name of a field in the place of its marks, in the whole message."""
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            for part in value if field.is_repeated else [value]:
+                resolve(part, known)
+        elif field.name == "pid" and value == os.getpid():
+            setattr(message, field.name, 0)  # kvd would kill it, as it was told to
+        elif field.is_repeated:
+            values = [_known(field, item, known) for item in value]
+            del value[:]
+            value.extend(values)
+        else:
+            setattr(message, field.name, _known(field, value, known))
+
+
+def _known(field: FieldDescriptor, value, known: Mapping[str, list]):
+    values = known.get(field.name, [])
+    if isinstance(value, str) and value.startswith(TEXT_MARK):
+        number = int(value.removeprefix(TEXT_MARK) or 0)
+    elif isinstance(value, int) and 0 <= value - FIRST_MARK < NUM_MARKS:
+        number = value - FIRST_MARK
+    else:
+        return value
+    return values[number % len(values)] if values else value

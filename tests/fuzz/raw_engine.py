@@ -1,0 +1,71 @@
+"""An attachment with nothing in the way: its data connection, its stream, its three descriptors."""
+
+import asyncio
+import os
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from socket import socket
+
+import grpc
+
+from shared import data_socket_protocol as packets
+from shared import seqpacket
+from shared.kv_layout import KVLayout
+from shared.layout_message import layout_message
+from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
+
+ANSWER_S = 30.0
+
+
+@dataclass(frozen=True)
+class RawEngine:
+    """What an engine process gets from kvd; all descriptors are its own."""
+
+    engine_id: int
+    stub: kvd_pb2_grpc.EngineStub
+    data: socket
+    slots_fd: int
+    progress_fd: int
+    wakeup_fd: int
+
+
+async def receive(data: socket) -> tuple[packets.Message | None, list[int]]:
+    """The next packet and its descriptors; None at the end of the connection."""
+    async with asyncio.timeout(ANSWER_S):
+        try:
+            packet, fds = await seqpacket.receive(data)
+        except ConnectionError:
+            return None, []
+    return (packets.decode(packet) if packet else None), fds
+
+
+@asynccontextmanager
+async def raw_engine(runtime_dir: Path, layout: KVLayout) -> AsyncIterator[RawEngine]:
+    """One that is attached; at the end it says that it leaves."""
+    data = seqpacket.connect(str(runtime_dir / "data.sock"))
+    welcome, _ = await receive(data)
+    assert isinstance(welcome, packets.Welcome)
+    async with grpc.aio.insecure_channel(f"unix:{runtime_dir / 'engine.sock'}") as channel:
+        stub = kvd_pb2_grpc.EngineStub(channel)
+        request = kvd_pb2.AttachRequest(
+            data_token=welcome.token,
+            layout=layout_message(layout),
+            engine_name="raw",
+            instance=secrets.token_hex(16),
+        )
+        events = stub.Attach(request)
+        attached = (await events.read()).attached
+        seqpacket.send(data, packets.encode(packets.ArenaRequest(attached.arena_id)))
+        mapping, fds = await receive(data)
+        assert isinstance(mapping, packets.ArenaMapping)
+        try:
+            yield RawEngine(attached.engine_id, stub, data, *fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
+            with suppress(OSError):  # kvd has gone
+                seqpacket.send(data, packets.encode(packets.Leaving()))
+            data.close()

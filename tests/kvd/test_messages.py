@@ -1,0 +1,33 @@
+"""Durations and names, as anybody may send them."""
+
+import math
+
+import pytest
+
+from kvd.core.errors import InvalidRequestError
+from kvd.core.records import TTL_NEVER_NS
+from kvd.messages import MAX_DURATION_S, key_of, ns_of, ttl_ns_of
+from shared.pb.kvd.v1 import kvd_pb2
+from shared.session_key import InvalidNameError
+
+
+@pytest.mark.parametrize("duration_s", [math.nan, math.inf, -math.inf, 1e300, MAX_DURATION_S * 1.1])
+def test_what_is_no_duration_is_refused(duration_s):
+    """Neither the index nor an integer could hold it."""
+    with pytest.raises(InvalidRequestError):
+        ns_of(duration_s)
+
+
+def test_ttls():
+    """None is the default; the longest can be added to any instant."""
+    assert (ttl_ns_of(0), ttl_ns_of(-math.inf), ttl_ns_of(0.5)) == (None, TTL_NEVER_NS, 500_000_000)
+    assert ttl_ns_of(MAX_DURATION_S) * 2 < 1 << 63
+    with pytest.raises(InvalidRequestError):
+        ttl_ns_of(math.nan)
+
+
+@pytest.mark.parametrize("name", ["a\n", "", "\n", "é", "x" * 129, "-a"])
+def test_names_that_can_not_be(name):
+    """A line end at the end is a character like others."""
+    with pytest.raises(InvalidNameError):
+        key_of(kvd_pb2.SessionKey(session_id=name))
