@@ -1,6 +1,6 @@
 """Writes of one layout: each through the I/O pool, then one sync for all that ended meanwhile."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvd.core.actions import IoOutcome, WriteBlock
 from kvd.core.records import StoredBlock
@@ -24,7 +24,7 @@ class BlockWriter:
         volume: written to.
         name: of the syncer's thread.
         memory_of: slot id → its memory.
-        done: told the outcome of each op, in some thread; OK means that it is durable.
+        done: told the outcomes of ops, in some thread; OK means that it is durable.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class BlockWriter:
         volume: SegmentVolume,
         name: str,
         memory_of: Callable[[int], memoryview],
-        done: Callable[[int, IoOutcome], None],
+        done: Callable[[Sequence[tuple[int, IoOutcome]]], None],
     ) -> None:
         self._pool = pool
         self._volume = volume
@@ -77,7 +77,7 @@ class BlockWriter:
         if written.outcome is IoOutcome.OK:
             self._syncer.put((action.op_id, written))
         else:
-            self._done(action.op_id, written.outcome)
+            self._done([(action.op_id, written.outcome)])
 
     def _sync(self, batch: list[tuple[int, Written]]) -> None:
         try:
@@ -86,5 +86,5 @@ class BlockWriter:
             # The edge, as above.
             log.exception("sync_failed_unexpectedly", blocks=len(batch))
             outcomes = [IoOutcome.TRANSIENT] * len(batch)
-        for (op_id, _), outcome in zip(batch, outcomes, strict=True):
-            self._done(op_id, outcome)
+        op_ids = [op_id for op_id, _ in batch]
+        self._done(list(zip(op_ids, outcomes, strict=True)))

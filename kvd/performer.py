@@ -12,7 +12,7 @@ extent.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -38,6 +38,7 @@ from kvd.core.actions import (
 )
 from kvd.core.engine import CacheEngine
 from kvd.core.records import SlotRecord, StoredBlock, WritingSlot
+from kvd.hash_queue import HashQueue
 from kvd.load_tracking import LoadTracker
 from kvd.process_identity import ProcessIdentity
 from kvd.tiers.arena import Arena
@@ -82,11 +83,12 @@ class Owners:
 
 
 class _Ended(NamedTuple):
-    """An operation on its way to the engine; with an op_id it is one that loads may wait for."""
+    """Operations on their way to the engine; with an op_id it is one that loads may wait for."""
 
     completion: Completion
     op_id: int | None = None
     is_good: bool = True
+    num_ops: int = 1
 
 
 class Performer:
@@ -113,8 +115,9 @@ class Performer:
             volume,
             f"kvd-sync-{layout.fingerprint[:6]}",
             self._memory,
-            self._write_done,
+            self._writes_done,
         )
+        self._hash_queue = HashQueue(io_pool, self._hash)
         self._complete: Callable[[Completion], None] | None = None
         self._completions: Completions[_Ended | None] = Completions(self._handle)
         self._load = io_pool.ticket()  # reads are ordered by the load they came with
@@ -192,7 +195,7 @@ class Performer:
             case VerifyExtent():
                 self._verify_extent(action)
             case HashSlot():
-                self._io_pool.submit(Priority.HASH, 0, lambda _: self._hash(action))
+                self._hash_queue.put(action)
             case WriteBlock():
                 self._writer.write(action)
             case DropBlock(op_id, key):
@@ -274,15 +277,22 @@ class Performer:
 
     # ------------------------------------------------------------------------- in other threads
 
-    def _hash(self, action: HashSlot) -> None:
+    def _hash(self, actions: Sequence[HashSlot]) -> None:
+        hashed = [(action.op_id, self._checksums(action)) for action in actions]
+
+        def complete(engine: CacheEngine, now_ns: int) -> None:
+            for op_id, checksums in hashed:
+                engine.hash_done(op_id, checksums, now_ns)
+
+        self._report(_Ended(complete, num_ops=len(hashed)))
+
+    def _checksums(self, action: HashSlot) -> bytes:
         try:
-            checksums = self._hasher.checksums(self._memory(action.slot_id), action.num_tokens)
+            return self._hasher.checksums(self._memory(action.slot_id), action.num_tokens)
         except Exception:
             # The edge: an op without an answer would hold its slot for ever.
             log.exception("hash_failed_unexpectedly", slot_id=action.slot_id)
-            checksums = b""
-        op_id = action.op_id
-        self._report(_Ended(lambda engine, now_ns: engine.hash_done(op_id, checksums, now_ns)))
+            return b""
 
     def _verify(self, action: VerifySlot, tracker: LoadTracker) -> None:
         try:
@@ -297,8 +307,12 @@ class Performer:
             tracker.advanced(action.op_id, len(self._layout.layers))
         self._report(_verified(action.op_id, outcome))
 
-    def _write_done(self, op_id: int, outcome: IoOutcome) -> None:
-        self._report(_Ended(lambda engine, now_ns: engine.write_done(op_id, outcome, now_ns)))
+    def _writes_done(self, outcomes: Sequence[tuple[int, IoOutcome]]) -> None:
+        def complete(engine: CacheEngine, now_ns: int) -> None:
+            for op_id, outcome in outcomes:
+                engine.write_done(op_id, outcome, now_ns)
+
+        self._report(_Ended(complete, num_ops=len(outcomes)))
 
     def _block_committed(self) -> None:
         self._completions.put(None)
@@ -314,7 +328,7 @@ class Performer:
         if ended is None:
             self.num_uncommitted -= 1
             return
-        self.num_pending -= 1
+        self.num_pending -= ended.num_ops
         self._complete(ended.completion)
         # After the engine has had its say: it may have given the load another operation.
         if ended.op_id is not None and self._tracker is not None:

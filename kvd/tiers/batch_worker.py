@@ -5,6 +5,7 @@ bounded by the caller (an SSD write holds a slot, an index row is counted by the
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -15,10 +16,18 @@ T = TypeVar("T")
 class BatchWorker(Generic[T]):
     """Runs `handle(batch)` in its own thread for batches of at most `max_batch` items.
 
-    `handle` must not raise: nobody would hear it.
+    `handle` must not raise: nobody would hear it. `gather_s` is how long others may join the first
+    item of a batch.
     """
 
-    def __init__(self, name: str, handle: Callable[[list[T]], None], max_batch: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        handle: Callable[[list[T]], None],
+        max_batch: int,
+        gather_s: float = 0.0,
+    ) -> None:
+        self._gather_s = gather_s
         self._handle = handle
         self._max_batch = max_batch
         self._items: deque[T] = deque()
@@ -53,6 +62,9 @@ class BatchWorker(Generic[T]):
         while True:
             with self._wake:
                 self._wake.wait_for(lambda: self._items or self._closing)
+            if self._gather_s and not self._closing:
+                time.sleep(self._gather_s)
+            with self._wake:
                 if not self._items:
                     return
                 num_taken = min(len(self._items), self._max_batch)

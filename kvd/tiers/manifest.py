@@ -26,7 +26,9 @@ from shared.kv_layout import KVLayout
 from shared.log import get_logger
 from shared.session_key import SessionKey
 
+GATHER_S = 0.01  # a commit syncs the disk: without, there would be hundreds a second
 MAX_BATCH = 4096  # rows in one commit
+GATHER_S = 0.01  # for others to join: a commit syncs the disk, and writes of data wait for it
 MAX_QUEUED = (
     200_000  # rows waiting for a disk that does not take them; beyond, records are not kept
 )
@@ -81,7 +83,9 @@ class Manifest:
         self._reader: sqlite3.Connection | None = None  # the caller's: no transaction to share
         self._layout_ids: dict[str, int] = {}
         self._closing = threading.Event()
-        self._writer: BatchWorker[Row] = BatchWorker("kvd-manifest", self._commit, MAX_BATCH)
+        self._writer: BatchWorker[Row] = BatchWorker(
+            "kvd-manifest", self._commit, MAX_BATCH, GATHER_S
+        )
         self.num_left_out = 0  # optional rows given up
 
     def open(self) -> None:

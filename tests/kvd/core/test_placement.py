@@ -208,13 +208,13 @@ def test_lru_ranks_by_last_use():
 
 
 class CountingPolicy(LruPolicy):
-    """Counts the sessions that were looked at."""
+    """Counts the sessions that were looked at for room in DRAM."""
 
     num_looked_at = 0
 
     def victims(self, tier):
         for key in super().victims(tier):
-            self.num_looked_at += 1
+            self.num_looked_at += tier is Tier.DRAM
             yield key
 
 
@@ -228,4 +228,4 @@ def test_an_arena_full_of_dirty_blocks_is_not_looked_through():
     for _ in range(3):
         answer = prepare_store(world, A, [99] * 4)
         assert answer.refused == "wait"
-    assert policy.num_looked_at <= 3
+    assert policy.num_looked_at <= 1, "the coldest, which is written"
