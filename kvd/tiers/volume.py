@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from kvd.core.actions import IoOutcome
+from kvd.core.actions import IoOutcome, WriteBlock
 from kvd.core.records import StoredBlock
 from kvd.tiers.direct_io import read_fully, write_fully
 from kvd.tiers.extent_format import ExtentFormat, GroupPlan
@@ -37,6 +37,16 @@ T = TypeVar("T")
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 log = get_logger(__name__)
+
+
+class ToWrite(NamedTuple):
+    """A block on its way to its extent."""
+
+    extent: int
+    key: bytes
+    num_tokens: int
+    stored: StoredBlock
+    memory: memoryview  # of its slot
 
 
 class Written(NamedTuple):
@@ -137,33 +147,52 @@ class SegmentVolume:
 
     # ----------------------------------------------------------------------------------- writing
 
-    def write(
-        self,
-        extent: int,
-        key: bytes,
-        num_tokens: int,
-        block: StoredBlock,
-        memory: memoryview,
-        staging: Staging,
-    ) -> Written:
-        """Write a slot to its extent; blocks. It is not durable before sync()."""
-        segment, start = self._place(extent)
+    def follows(self, block: WriteBlock, before: WriteBlock) -> bool:
+        """Whether two blocks may go to SSD in one write: full ones, side by side in one segment."""
+        sectors = self.shape.sectors_per_extent
+        return (
+            self._format.is_full(block.num_tokens)
+            and self._format.is_full(before.num_tokens)
+            and block.extent == before.extent + sectors
+            and block.extent % self._segment_sectors != 0
+        )
+
+    def write(self, run: Sequence[ToWrite], staging: Staging) -> Written:
+        """Write slots to their extents; blocks. They are not durable before sync().
+
+        Args:
+            run: one block, or several of which each follows the one before.
+            staging: of the calling thread.
+        """
+        first = run[0]
+        segment, start = self._place(first.extent)
         num_failed = self._failed_syncs.get(segment, 0)
         try:
-            self._faults.before_write(extent)
-            fd = self._files.for_writing(segment, self._whole_extents_end(start))
-            if self._format.is_full(num_tokens):
-                header = staging.take(self._format.header.num_bytes)
-                self._format.header.pack_into(header, key, num_tokens, block)
-                self._retried(lambda: write_fully(fd, [header, memory], start))
+            for block in run:
+                self._faults.before_write(block.extent)
+            end = self._whole_extents_end(start) + (len(run) - 1) * self.shape.full_bytes
+            fd = self._files.for_writing(segment, end)
+            if self._format.is_full(first.num_tokens):
+                self._write_full(fd, run, start, staging)
             else:
-                for offset, packed in self._packed(key, num_tokens, block, memory, staging):
+                for offset, packed in self._packed(first, staging):
                     self._write_part(fd, packed, start + offset)
             self._faults.reach(WritePoint.EXTENT_WRITTEN)
         except OSError as error:
-            log.warning("ssd_write_failed", extent=extent, error=str(error))
+            log.warning("ssd_write_failed", extent=first.extent, error=str(error))
             return Written(_outcome(error), segment, num_failed)
         return Written(IoOutcome.OK, segment, num_failed)
+
+    def _write_full(self, fd: int, run: Sequence[ToWrite], start: int, staging: Staging) -> None:
+        """Write header and slot of each block, all in one I/O."""
+        header_bytes = self._format.header.num_bytes
+        headers = staging.take(header_bytes * len(run))
+        buffers = []
+        for index, block in enumerate(run):
+            header = headers[index * header_bytes : (index + 1) * header_bytes]
+            self._format.header.pack_into(header, block.key, block.num_tokens, block.stored)
+            buffers += [header, block.memory]
+        self._retried(lambda: write_fully(fd, buffers, start))
 
     def sync(self, batch: Sequence[Written]) -> list[IoOutcome]:
         """Make writes durable, with one sync per segment."""
@@ -188,21 +217,14 @@ class SegmentVolume:
         is_lost = written.num_failed_syncs != self._failed_syncs.get(written.segment, 0)
         return IoOutcome.TRANSIENT if is_lost else IoOutcome.OK
 
-    def _packed(
-        self,
-        key: bytes,
-        num_tokens: int,
-        block: StoredBlock,
-        memory: memoryview,
-        staging: Staging,
-    ) -> Iterator[tuple[int, memoryview]]:
+    def _packed(self, block: ToWrite, staging: Staging) -> Iterator[tuple[int, memoryview]]:
         """(offset in the extent, bytes) of a partial block, piece by piece."""
-        for index, group in enumerate(self._format.plan(num_tokens, STAGED_IO_BYTES)):
+        for index, group in enumerate(self._format.plan(block.num_tokens, STAGED_IO_BYTES)):
             header_bytes = 0 if index else self._format.header.num_bytes
             buffer = staging.take(header_bytes + group.num_bytes)
             if header_bytes:
-                self._format.header.pack_into(buffer, key, num_tokens, block)
-            self._gather(group, num_tokens, memory, buffer[header_bytes:])
+                self._format.header.pack_into(buffer, block.key, block.num_tokens, block.stored)
+            self._gather(group, block.num_tokens, block.memory, buffer[header_bytes:])
             yield group.offset - header_bytes, buffer
 
     def _gather(

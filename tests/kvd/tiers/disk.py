@@ -9,7 +9,7 @@ from kvd.core.records import StoredBlock
 from kvd.tiers.faults import NoFaults
 from kvd.tiers.space_budget import SpaceBudget
 from kvd.tiers.staging import Staging
-from kvd.tiers.volume import SegmentVolume
+from kvd.tiers.volume import SegmentVolume, ToWrite
 from shared.kv_layout import Component, KVLayout, Layer
 
 # Slices of 1, 0, 10 and 2 sectors; the last one fills its padding to the byte.
@@ -47,6 +47,10 @@ class Block:
         checksums = self.hasher.checksums(self.slot, num_tokens)
         self.stored = StoredBlock(os.urandom(4 * num_tokens), checksums)
 
+    def at(self, extent: int) -> ToWrite:
+        """The block on its way to an extent."""
+        return ToWrite(extent, self.key, self.num_tokens, self.stored, self.slot)
+
     def is_in(self, slot: memoryview) -> bool:
         """Whether another slot's used bytes are this block's."""
         return self.hasher.matches(slot, self.num_tokens, self.stored.checksums)
@@ -77,10 +81,7 @@ class Disk:
     def write(self, extent: int, block: Block):
         """Write a block and make it durable."""
         volume = self.made[-1]
-        written = volume.write(
-            extent, block.key, block.num_tokens, block.stored, block.slot, self.staging
-        )
-        return volume.sync([written])[0]
+        return volume.sync([volume.write([block.at(extent)], self.staging)])[0]
 
     def read(self, extent: int, block: Block, slot: memoryview | None, *, layered=False):
         """Outcome of the read's groups, one after the other, and what the header says."""

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.core.actions import IoOutcome
+from kvd.core.actions import IoOutcome, WriteBlock
 from kvd.core.extent_shape import ExtentShape
 from kvd.tiers.faults import NoFaults, WritePoint
 from kvd.tiers.space_budget import SpaceBudget
@@ -280,13 +280,30 @@ def test_a_failed_sync_fails_all_since_the_last(disk):
     blocks = [Block() for _ in range(4)]
 
     def write(index):
-        block = blocks[index]
-        return volume.write(index * WHOLE, block.key, 16, block.stored, block.slot, disk.staging)
+        return volume.write([blocks[index].at(index * WHOLE)], disk.staging)
 
     first, meanwhile, elsewhere = write(0), write(1), write(3)  # 3: of another segment
     assert volume.sync([first]) == [IoOutcome.TRANSIENT]
     assert volume.sync([meanwhile, elsewhere]) == [IoOutcome.TRANSIENT, IoOutcome.OK]
     assert volume.sync([write(0)]) == [IoOutcome.OK]
+
+
+def test_blocks_side_by_side_go_in_one_write(disk):
+    """Each has its header; a segment's end, a gap or a partial block ends the run."""
+    volume = disk.volume()
+    blocks = [Block() for _ in range(3)]
+    run = [block.at(index * WHOLE) for index, block in enumerate(blocks)]
+    assert volume.sync([volume.write(run, disk.staging)]) == [IoOutcome.OK]
+    for index, block in enumerate(blocks):
+        assert disk.read(index * WHOLE, block, None)[0] is IoOutcome.OK
+
+    def action(extent, num_tokens=16):
+        return WriteBlock(1, b"", 0, extent, num_tokens, b"", b"")
+
+    assert volume.follows(action(WHOLE), action(0))
+    assert not volume.follows(action(2 * WHOLE), action(0))
+    assert not volume.follows(action(WHOLE, 3), action(0))
+    assert not volume.follows(action(3 * WHOLE), action(2 * WHOLE))  # of another segment
 
 
 def test_one_failure_does_not_fail_the_batch(disk):
