@@ -16,8 +16,8 @@ T = TypeVar("T")
 class BatchWorker(Generic[T]):
     """Runs `handle(batch)` in its own thread for batches of at most `max_batch` items.
 
-    `handle` must not raise: nobody would hear it. `gather_s` is how long others may join the first
-    item of a batch.
+    `handle` must not raise: nobody would hear it. Two batches begin at least `gather_s` apart, so
+    that under load many items share one; after a pause an item is handled at once.
     """
 
     def __init__(
@@ -59,11 +59,14 @@ class BatchWorker(Generic[T]):
             self._thread.join()
 
     def _run(self) -> None:
+        begun_at = -self._gather_s
         while True:
             with self._wake:
                 self._wake.wait_for(lambda: self._items or self._closing)
-            if self._gather_s and not self._closing:
-                time.sleep(self._gather_s)
+            early_s = begun_at + self._gather_s - time.monotonic()
+            if early_s > 0 and not self._closing:
+                time.sleep(early_s)
+            begun_at = time.monotonic()
             with self._wake:
                 if not self._items:
                     return

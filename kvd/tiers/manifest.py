@@ -28,7 +28,7 @@ from shared.session_key import SessionKey
 
 GATHER_S = 0.01  # a commit syncs the disk: without, there would be hundreds a second
 MAX_BATCH = 4096  # rows in one commit
-GATHER_S = 0.01  # for others to join: a commit syncs the disk, and writes of data wait for it
+GATHER_S = 0.01  # between commits: each syncs the disk, and writes of data wait for that
 MAX_QUEUED = (
     200_000  # rows waiting for a disk that does not take them; beyond, records are not kept
 )

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from kvd.core.records import CommittedSlot, WritingSlot
 from kvd.process_identity import ProcessIdentity
@@ -142,18 +143,18 @@ SPOILS = {
 
 
 @pytest.mark.parametrize("name", SPOILS)
-def test_what_does_not_fit_is_removed_with_its_reason(store, files, capsys, name):
+def test_what_does_not_fit_is_removed_with_its_reason(store, files, name):
     """One log line says why, and no memory stays behind."""
     kept_arena(store)
     part, spoil, reason = SPOILS[name]
     (path,) = [path for path in files() if path.suffix == f".{part}"]
     spoil(path)
-    kept = store.find().get(LAYOUT.fingerprint)
-    assert kept is None or store.adopt(LAYOUT, kept) is None
+    with capture_logs() as lines:
+        kept = store.find().get(LAYOUT.fingerprint)
+        assert kept is None or store.adopt(LAYOUT, kept) is None
     assert [path for path in files() if path.suffix in {".slots", ".journal"}] == []
-    lines = [line for line in capsys.readouterr().out.splitlines() if "arena_discarded" in line]
-    assert len(lines) == 1
-    assert reason in lines[0]
+    (reported,) = [line["reason"] for line in lines if line["event"] == "arena_discarded"]
+    assert reason in reported
     store.create(LAYOUT, 4).close()
 
 
