@@ -124,6 +124,7 @@ async def test_a_writer_killed_while_kvd_is_down(kvd, outcome, first):
     """Both are killed, in either order: no slot stays with the dead."""
     async with driven_engine(kvd.runtime_dir) as writer:
         await writer.store("a")
+        await all_clean(kvd)
         await writer.ask("begin", "b")
         if first == "kvd":
             assert await kvd.kill_it()
