@@ -1,5 +1,6 @@
 """Wires the service together from settings and a calibrated model; nothing runs yet."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -8,17 +9,24 @@ import torch
 
 from inference_svc.config import CacheSettings, InferenceSettings, SchedulerSettings
 from inference_svc.core.counters import Counters
+from inference_svc.core.load_or_recompute import LoadPolicy
+from inference_svc.core.rates import Rates
 from inference_svc.core.scheduler import Scheduler, SchedulerLimits
 from inference_svc.core.session_turns import SessionTurns
 from inference_svc.runtime.chat_text import TurnText
 from inference_svc.runtime.engine_loop import EngineLoop
+from inference_svc.runtime.kv_pool import KVPool
+from inference_svc.runtime.kvd_session_store import KvdSessionStore
+from inference_svc.runtime.loads import Loads, PreloadPolicy
 from inference_svc.runtime.model_loader import LoadedModel
 from inference_svc.runtime.model_runner import ModelRunner
 from inference_svc.runtime.recipes import Calibration
-from inference_svc.runtime.session_store import KvdSessionStore, NoSessionStore, SessionStore
+from inference_svc.runtime.resident_slabs import ResidentSlabs
+from inference_svc.runtime.saves import Saves
+from inference_svc.runtime.session_store import NoSessionStore, SessionStore
 from inference_svc.runtime.stepping import Stepper
+from inference_svc.runtime.attention_backends import make_attention
 from inference_svc.runtime.transcript import TranscriptStore
-from inference_svc.runtime.transfers import Transfers
 from inference_svc.runtime.turn_runner import TurnLimits, TurnRunner
 from inference_svc.runtime.turns import Turns
 from inference_svc.runtime.worker_thread import WorkerThread
@@ -28,7 +36,10 @@ from shared.pb.inference.v1 import inference_pb2
 from shared.version import __version__
 
 KV_SHARE = 4  # the working KV may take one part in four of the memory that is free at the start
-SLAB_FACTOR = 2  # a slab holds keys twice (with and without position), and values
+ROWS_PER_TOKEN = (
+    2  # a token that is going to be saved has a row in a slab and one in a write buffer
+)
+TAIL_BLOCKS = 64  # rows of the pool beyond the budget, in blocks: for the tails of residents
 
 
 @dataclass(frozen=True)
@@ -40,62 +51,162 @@ class Model:
 
 
 @dataclass(frozen=True)
-class ServiceParts:
-    """What the server runs."""
+class EngineParts:
+    """An engine and what it stands on; usable without a server.
+
+    Attributes:
+        window_tokens: of a turn: the model's, or what the KV budget holds.
+        prefault_thread: faults the pool in, if that is wanted.
+    """
 
     engine: EngineLoop
-    turns: Turns
-    service: InferenceService
+    store: SessionStore
     client: KvdClient | None
+    pool: KVPool
+    counters: Counters
+    rates: Rates
+    window_tokens: int
     threads: tuple[WorkerThread, ...]
+    prefaults: bool
+
+    async def prefault(self) -> None:
+        """Fault the pool in, beside everything else."""
+        if self.prefaults:
+            await asyncio.to_thread(self.pool.prefault)
 
     def close(self) -> None:
         """End the threads, each after the call it runs."""
+        self.pool.close()
         for thread in self.threads:
             thread.close()
+
+
+@dataclass(frozen=True)
+class ServiceParts:
+    """What the server runs."""
+
+    engine_parts: EngineParts
+    turns: Turns
+    service: InferenceService
+    text_thread: WorkerThread
+
+    @property
+    def engine(self) -> EngineLoop:
+        """The engine."""
+        return self.engine_parts.engine
+
+    @property
+    def client(self) -> KvdClient | None:
+        """Of kvd."""
+        return self.engine_parts.client
+
+    def close(self) -> None:
+        """End the threads, each after the call it runs."""
+        self.engine_parts.close()
+        self.text_thread.close()
+
+
+def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
+    """Build the engine and hand each part what it needs."""
+    loaded, calibration, cache = model.loaded, model.calibration, settings.cache
+    counters, rates = Counters(), Rates()
+    compute_thread, load_thread, store_thread = map(WorkerThread, ("compute", "load", "store"))
+    layout, num_layers = calibration.layout, len(calibration.layers)
+    client, store = _make_store(cache, model, load_thread, store_thread, counters, rates)
+    limits = _scheduler_limits(settings.scheduler, cache, model, saves=store.saves)
+    pool = KVPool(
+        [layer.shape for layer in calibration.layers],
+        limits.kv_rows + TAIL_BLOCKS * layout.block_tokens,
+        device=loaded.device,
+        dtype=loaded.dtype,
+    )
+    residents = ResidentSlabs(pool, layout.block_tokens)
+    attention = make_attention(settings.model.attention, loaded.device)
+    engine = EngineLoop(
+        Scheduler(limits, rates, num_layers, settings.scheduler.tenant_weights),
+        Stepper(ModelRunner(loaded, calibration, attention), compute_thread, counters, rates),
+        Loads(
+            pool,
+            store,
+            residents,
+            load_thread,
+            counters,
+            num_layers=num_layers,
+            policy=LoadPolicy(cache.load_policy),
+            preload=_preload(cache, num_layers),
+        ),
+        Saves(
+            store,
+            counters,
+            block_tokens=layout.block_tokens,
+            group_tokens=cache.save_group_tokens,
+        ),
+        residents,
+        pool,
+        store,
+        counters,
+        num_layers=num_layers,
+        saves_first=cache.saving == "sync",
+    )
+    most_tokens = limits.kv_rows // (ROWS_PER_TOKEN if store.saves else 1)
+    return EngineParts(
+        engine,
+        store,
+        client,
+        pool,
+        counters,
+        rates,
+        window_tokens=min(loaded.context_window or most_tokens, most_tokens),
+        threads=(compute_thread, load_thread, store_thread),
+        prefaults=settings.scheduler.prefault,
+    )
 
 
 def assemble(
     settings: InferenceSettings, model: Model, transcripts: TranscriptStore
 ) -> ServiceParts:
     """Build every part and hand each what it needs."""
-    loaded, counters = model.loaded, Counters()
-    compute_thread, copy_thread, text_thread = map(WorkerThread, ("compute", "copy", "text"))
-    runner = ModelRunner(loaded, model.calibration)
-    client, store = _make_store(settings.cache, model, copy_thread, counters)
-    limits = _scheduler_limits(settings.scheduler, model)
-    engine = EngineLoop(
-        Scheduler(limits),
-        Stepper(runner, compute_thread, counters),
-        Transfers(runner, store, copy_thread),
-        store,
-    )
+    loaded, parts = model.loaded, assemble_engine(settings, model)
     text = TurnText(loaded.tokenizer, loaded.eos_ids)
     text.try_out()
-    window_tokens = min(loaded.context_window or limits.kv_tokens, limits.kv_tokens)
-    turn_limits = TurnLimits(window_tokens, loaded.vocab_size, loaded.eos_ids)
+    text_thread = WorkerThread("text")
     turn_runner = TurnRunner(
-        engine, transcripts, text, loaded.tokenizer, text_thread, turn_limits, counters
+        parts.engine,
+        transcripts,
+        text,
+        loaded.tokenizer,
+        text_thread,
+        TurnLimits(parts.window_tokens, loaded.vocab_size, loaded.eos_ids),
+        parts.counters,
     )
     turns = Turns(
         turn_runner,
         transcripts,
-        engine,
-        SessionTurns(settings.scheduler.max_turns, settings.scheduler.max_turns_per_session),
-        counters,
+        parts.engine,
+        SessionTurns(
+            settings.scheduler.max_turns,
+            settings.scheduler.max_turns_per_session,
+            lambda: parts.engine.retry_after_s,
+        ),
+        parts.counters,
     )
-    about = _describe(model, settings.cache.mode, window_tokens, text)
+    about = _describe(model, settings.cache.mode, parts.window_tokens, text)
     service = InferenceService(
         turns,
         loaded.fingerprint,
-        _describe_now(about, engine, store, counters),
+        _describe_now(about, parts),
         settings.scheduler.default_max_tokens,
     )
-    return ServiceParts(engine, turns, service, client, (compute_thread, copy_thread, text_thread))
+    return ServiceParts(parts, turns, service, text_thread)
 
 
 def _make_store(
-    settings: CacheSettings, model: Model, copy_thread: WorkerThread, counters: Counters
+    settings: CacheSettings,
+    model: Model,
+    load_thread: WorkerThread,
+    store_thread: WorkerThread,
+    counters: Counters,
+    rates: Rates,
 ) -> tuple[KvdClient | None, SessionStore]:
     if settings.mode == "recompute":
         return None, NoSessionStore()
@@ -104,28 +215,46 @@ def _make_store(
     store = KvdSessionStore(
         client,
         model.calibration,
-        copy_thread,
+        load_thread,
+        store_thread,
         counters,
-        loads=settings.load_policy != "never",
+        rates,
+        saves=settings.saving != "off",
         deadline_s=settings.deadline_s,
     )
     return client, store
 
 
-def _scheduler_limits(settings: SchedulerSettings, model: Model) -> SchedulerLimits:
+def _preload(settings: CacheSettings, num_layers: int) -> PreloadPolicy:
+    if settings.preload == "none":
+        return PreloadPolicy(is_layerwise=False, buffer_layers=0)
+    num_buffered = settings.read_buffer_layers
+    return PreloadPolicy(
+        is_layerwise=True, buffer_layers=num_layers if num_buffered < 0 else num_buffered
+    )
+
+
+def _scheduler_limits(
+    settings: SchedulerSettings, cache: CacheSettings, model: Model, *, saves: bool
+) -> SchedulerLimits:
     """The scheduler's bounds; without a setting, working KV takes a share of the free memory."""
-    kv_tokens = settings.kv_tokens
-    if not kv_tokens:
-        slab_token_bytes = model.calibration.layout.token_bytes * SLAB_FACTOR
-        kv_tokens = _free_bytes(model.loaded.device) // KV_SHARE // slab_token_bytes
-        most = (settings.max_running + settings.max_loading) * model.loaded.context_window
-        kv_tokens = min(kv_tokens, most) if most else kv_tokens
+    kv_rows = settings.kv_tokens
+    if not kv_rows:
+        kv_rows = _free_bytes(model.loaded.device) // KV_SHARE
+        kv_rows //= model.calibration.layout.token_bytes
+        num_turns = settings.max_running + settings.max_loading
+        most = num_turns * model.loaded.context_window * ROWS_PER_TOKEN
+        kv_rows = min(kv_rows, most) if most else kv_rows
     return SchedulerLimits(
         max_running=settings.max_running,
         max_loading=settings.max_loading,
         max_waiting=settings.max_turns,
-        kv_tokens=max(2, kv_tokens),
+        kv_rows=max(2 * ROWS_PER_TOKEN, kv_rows),
         step_tokens=settings.step_tokens,
+        mixed_step_tokens=min(settings.mixed_step_tokens, settings.step_tokens),
+        answer_tokens=settings.answer_tokens,
+        saves=saves,
+        keeps_residents=cache.residents and cache.mode == "cached",
     )
 
 
@@ -157,16 +286,17 @@ def _describe(model: Model, mode: str, window_tokens: int, text: TurnText) -> in
 
 
 def _describe_now(
-    about: inference_pb2.Model, engine: EngineLoop, store: SessionStore, counters: Counters
+    about: inference_pb2.Model, parts: EngineParts
 ) -> Callable[[], inference_pb2.Model]:
     """A call that adds what does change."""
 
     def describe() -> inference_pb2.Model:
         now = inference_pb2.Model(
-            kvd_state=store.state,
-            running_turns=engine.num_running,
-            waiting_turns=engine.num_waiting,
-            counters=counters.snapshot(),
+            kvd_state=parts.store.state,
+            running_turns=parts.engine.num_running,
+            waiting_turns=parts.engine.num_waiting,
+            counters=parts.counters.snapshot(),
+            gauges={**parts.engine.gauges(), **parts.rates.as_dict()},
         )
         now.MergeFrom(about)
         return now

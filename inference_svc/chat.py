@@ -72,4 +72,8 @@ def describe(usage: pb.Usage) -> str:
         f"first token after {format_duration(usage.ttft_s)}",
         f"{format_duration(usage.tpot_s)} a token",
     ]
+    if usage.stall_s:
+        parts.append(f"waited {format_duration(usage.stall_s)} for layers")
+    if usage.preemptions:
+        parts.append(f"interrupted {usage.preemptions} times")
     return " · ".join(parts)

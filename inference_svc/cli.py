@@ -11,9 +11,11 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
+from inference_svc.bench.cli import bench_app
 from inference_svc.client import InferenceClient
 from inference_svc.config import InferenceSettings, default_listen, load_inference_settings
 from inference_svc.demo.cli import demo
+from inference_svc.status_view import status_tables
 from shared.config import LoadedSettings
 from shared.errors import ReportedError
 from shared.log import configure_logging
@@ -27,6 +29,7 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Look at the settings.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
+app.add_typer(bench_app, name="bench")
 
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="Settings file (TOML).", show_default=False)
@@ -50,11 +53,21 @@ def serve(
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ….")] = None,
     threads: Annotated[int | None, typer.Option(help="Compute threads; 0: torch's choice.")] = None,
+    attention: Annotated[str | None, typer.Option(help="auto or torch.")] = None,
     listen: Annotated[str | None, typer.Option(help="unix:/path or 127.0.0.1:port.")] = None,
     state_dir: Annotated[str | None, typer.Option(help="Where transcripts are kept.")] = None,
     mode: Annotated[str | None, typer.Option(help="cached, or recompute (never kvd).")] = None,
-    load_policy: Annotated[str | None, typer.Option(help="always or never.")] = None,
+    load_policy: Annotated[str | None, typer.Option(help="auto, always or never.")] = None,
+    residents: Annotated[
+        bool | None, typer.Option(help="Keep sessions' KV in memory after their turns.")
+    ] = None,
+    saving: Annotated[str | None, typer.Option(help="async, sync or off.")] = None,
     kvd_runtime_dir: Annotated[str | None, typer.Option(help="Where kvd's sockets are.")] = None,
+    max_running: Annotated[int | None, typer.Option(help="Turns in a batch.")] = None,
+    max_turns: Annotated[
+        int | None, typer.Option(help="Turns under way, waiting included.")
+    ] = None,
+    kv_tokens: Annotated[int | None, typer.Option(help="KV in memory; 0: by free memory.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning, error.")] = None,
 ) -> None:
     """Serve a model until SIGTERM."""
@@ -63,11 +76,17 @@ def serve(
         "model.dtype": dtype,
         "model.device": device,
         "model.threads": threads,
+        "model.attention": attention,
         "server.listen": listen,
         "server.state_dir": state_dir,
         "cache.mode": mode,
         "cache.load_policy": load_policy,
+        "cache.residents": residents,
+        "cache.saving": saving,
         "cache.kvd_runtime_dir": kvd_runtime_dir,
+        "scheduler.max_running": max_running,
+        "scheduler.max_turns": max_turns,
+        "scheduler.kv_tokens": kv_tokens,
         "log.level": log_level,
     }
     settings = load_inference_settings(config, flags).settings
@@ -107,11 +126,8 @@ def status(
     if as_json:
         typer.echo(json.dumps(fields, indent=2))
         return
-    table = Table("what", "value", box=None)
-    for name, value in fields.items():
-        if name != "counters":
-            table.add_row(name, str(value))
-    Console().print(table)
+    for table in status_tables(model):
+        Console().print(table)
 
 
 async def _get_model(address: str) -> pb.Model:

@@ -1,8 +1,11 @@
 """A small typed client of the inference service, for the chat, the demo and the tests.
 
-Every method raises a ReportedError: the service's own, or NotRunningError if nobody answers.
+Every method raises a ReportedError: the service's own, NotRunningError if nobody answers, or
+TurnTimeoutError if a turn takes longer than it was given.
 """
 
+import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -11,7 +14,7 @@ from typing import Any, Self, TypeAlias
 
 import grpc
 
-from shared.errors import ReportedError, UnavailableError
+from shared.errors import DeadlineError, ExhaustedError, ReportedError, UnavailableError
 from shared.grpc_status import error_from_rpc
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.pb.inference.v1 import inference_pb2_grpc
@@ -19,12 +22,19 @@ from shared.runtime_dir import MAX_MESSAGE_BYTES
 
 CALL_S = 30.0  # deadline of everything but a turn
 TURN_S = 600.0
+RETRY_S = 1.0  # after a refusal without a hint: gRPC's own, when a great many ask at once
 
 
 class NotRunningError(UnavailableError):
     """Nobody answers at the address, or not in time."""
 
     reason = "not_running"
+
+
+class TurnTimeoutError(DeadlineError):
+    """The turn was not over in the time that this client gave it."""
+
+    reason = "deadline_exceeded"
 
 
 TurnContent: TypeAlias = str | Sequence[pb.ChatMessage] | Sequence[int]
@@ -106,7 +116,14 @@ class InferenceClient:
             async for event in call:
                 yield event
         except grpc.aio.AioRpcError as error:
-            raise self._reported(error) from error
+            reported = self._reported(error)
+            is_late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            if is_late and isinstance(reported, NotRunningError):  # the service took the turn
+                raise TurnTimeoutError(
+                    f"the turn was not over in {timeout_s:g} s",
+                    "submit it again with more time; the session is as it was",
+                ) from error
+            raise reported from error
         finally:
             call.cancel()
 
@@ -128,6 +145,29 @@ class InferenceClient:
                 else:
                     seen[str(kind)] = getattr(event, str(kind))
         return TurnResult(tokens=tokens, **seen)
+
+    async def submit_patiently(
+        self,
+        request: pb.SubmitTurnRequest,
+        timeout_s: float = TURN_S,
+        on_refused: Callable[[ExhaustedError], None] = lambda _: None,
+    ) -> TurnResult:
+        """Run a turn to its end, coming back as hinted while the service is full.
+
+        Raises:
+            ReportedError: something else is wrong, or it is still full after `timeout_s`.
+        """
+        end_s = time.monotonic() + timeout_s
+        while True:
+            left_s = end_s - time.monotonic()
+            try:
+                return await self.submit(request, timeout_s=left_s)
+            except ExhaustedError as error:
+                retry_s = RETRY_S if error.retry_after_s is None else error.retry_after_s
+                if not error.retryable or retry_s >= left_s:
+                    raise
+                on_refused(error)
+            await asyncio.sleep(retry_s)
 
     async def cancel(self, session_id: str, request_id: str = "", tenant: str = "") -> int:
         """Stop a session's turns; return how many."""

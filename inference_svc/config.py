@@ -11,9 +11,10 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from inference_svc.core.load_or_recompute import LoadPolicy
 from shared.config import LoadedSettings, load_settings
 from shared.runtime_dir import MAX_MESSAGE_BYTES, MAX_SOCKET_PATH, default_runtime_dir
-from shared.setting_types import Duration, Section
+from shared.setting_types import Duration, Section, TenantWeights
 
 ENV_PREFIX = "INFERENCE"
 SYSTEM_NAME = "inference-svc"  # of RuntimeDirectory= and StateDirectory=
@@ -48,12 +49,14 @@ class ModelSettings(Section):
     Attributes:
         path: a Transformers model directory.
         threads: that compute; 0: as many as torch chooses.
+        attention: how attention is computed; "auto": the best there is for the device.
     """
 
     path: Path | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "cpu"
     threads: int = Field(default=0, ge=0, le=1024)
+    attention: Literal["auto", "torch"] = "auto"
 
 
 class ServerSettings(Section):
@@ -86,12 +89,26 @@ class CacheSettings(Section):
 
     Attributes:
         mode: "recompute" never talks to kvd: the baseline.
-        load_policy: "never" saves but does not load.
+        load_policy: "auto" loads what is loaded sooner than recomputed, by measured rates; "never"
+            saves but does not load.
+        residents: sessions keep their KV in memory after their turn while there is room.
+        preload: "layers": a turn computes while its later layers are still being loaded; "none":
+            it waits for all of them.
+        read_buffer_layers: how many layers may be loaded before their turn computes; -1: all.
+        saving: "async": while others compute; "sync": nothing is computed meanwhile; "off":
+            nothing is stored.
+        save_group_tokens: of a turn under way, stored together; at least a block's.
+        kvd_runtime_dir: where kvd's sockets are.
         deadline_s: how long one load or one save may wait for kvd.
     """
 
     mode: Literal["cached", "recompute"] = "cached"
-    load_policy: Literal["always", "never"] = "always"
+    load_policy: LoadPolicy = LoadPolicy.AUTO
+    residents: bool = True
+    preload: Literal["layers", "none"] = "layers"
+    read_buffer_layers: int = Field(default=-1, ge=-1, le=65536)
+    saving: Literal["async", "sync", "off"] = "async"
+    save_group_tokens: int = Field(default=256, ge=1)
     kvd_runtime_dir: Path = Field(default_factory=default_runtime_dir)
     deadline_s: Duration = Field(default=10.0, gt=0, le=600)
 
@@ -104,9 +121,16 @@ class SchedulerSettings(Section):
         max_loading: turns that are loaded ahead of the batch.
         max_turns: turns under way in all sessions together.
         max_turns_per_session: turns under way in one session.
-        step_tokens: prompt tokens computed between two decode steps.
-        kv_tokens: working KV of all admitted turns; 0: from what memory is free.
+        step_tokens: prompt tokens of one step while nothing decodes.
+        mixed_step_tokens: prompt tokens of one step while anything decodes; more than step_tokens
+            counts as step_tokens.
+        kv_tokens: KV in memory: of admitted turns (twice what is to be saved) and of resident
+            sessions; 0: from what memory is free.
+        answer_tokens: of an answer, that a turn is given room for when it is admitted; it may have
+            to find more later.
         default_max_tokens: of an answer, when the client does not say.
+        tenant_weights: a tenant's share of the service while several wait; 1 if not named.
+        prefault: take the memory for kv_tokens from the system at the start, in the background.
     """
 
     max_running: int = Field(default=8, ge=1, le=1024)
@@ -114,8 +138,12 @@ class SchedulerSettings(Section):
     max_turns: int = Field(default=256, ge=1, le=MOST_TURNS)
     max_turns_per_session: int = Field(default=16, ge=1, le=MOST_TURNS)
     step_tokens: int = Field(default=512, ge=16)
+    mixed_step_tokens: int = Field(default=128, ge=16)
     kv_tokens: int = Field(default=0, ge=0)
+    answer_tokens: int = Field(default=256, ge=1)
     default_max_tokens: int = Field(default=256, ge=1)
+    tenant_weights: TenantWeights = Field(default_factory=dict)
+    prefault: bool = True
 
 
 class LogSettings(Section):

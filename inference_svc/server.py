@@ -79,6 +79,7 @@ async def _serve(settings: InferenceSettings, model: "Model", transcripts: Trans
             lives = [tasks.create_task(parts.engine.run()), tasks.create_task(parts.turns.run())]
             if parts.client is not None:
                 lives.append(tasks.create_task(_stay_attached(parts.client)))
+            lives.append(tasks.create_task(parts.engine_parts.prefault()))
             await server.start()
             await _set_health(health_servicer, health_pb2.HealthCheckResponse.SERVING)
             log.info("ready", listen=settings.server.listen, model=model.loaded.name)

@@ -4,6 +4,7 @@ Raises ReportedErrors; `shared.grpc_status` turns them into statuses.
 """
 
 import hashlib
+import math
 import secrets
 import time
 import uuid
@@ -11,10 +12,19 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
 from typing import Any, TypeAlias
 
-from inference_svc.core.errors import EmptyTurnError
+from inference_svc.core.errors import EmptyTurnError, InvalidTurnError
 from inference_svc.core.sampling_params import SamplingParams
 from inference_svc.core.stopping import AnswerToken
-from inference_svc.core.submission import ChatInput, Submission, TextInput, TokenInput, TurnInput
+from inference_svc.core.submission import (
+    MAX_DEADLINE_S,
+    MAX_PRIORITY,
+    MIN_PRIORITY,
+    ChatInput,
+    Submission,
+    TextInput,
+    TokenInput,
+    TurnInput,
+)
 from inference_svc.core.transcript_format import Transcript
 from inference_svc.core.turn_events import Accepted, Started, Tokens, TurnEvent
 from inference_svc.core.turn_record import TurnRecord, Usage
@@ -22,6 +32,7 @@ from inference_svc.runtime.turns import Turns
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.pb.inference.v1 import inference_pb2_grpc
 from shared.session_key import SessionKey, session_key
+from shared.units import NS_PER_S
 
 Context: TypeAlias = Any  # grpc.aio.ServicerContext; its stubs are generic in a useless way
 MAX_SEED = 2**63
@@ -50,7 +61,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
         """Stream one turn; the client's leaving cancels it, unless others follow it too."""
         session_id = request.session_id or f"s-{uuid.uuid4().hex}"
         key = self._key(request.tenant, session_id)
-        turn = await self._turns.submit(decode_submission(request, key, self._default_max_tokens))
+        submission = decode_submission(
+            request, key, self._default_max_tokens, context.time_remaining()
+        )
+        turn = await self._turns.submit(submission)
         turn.join()
         # A callback, not `finally`: a generator that is left at a yield is not closed in time.
         context.add_done_callback(lambda _: turn.leave())
@@ -108,16 +122,28 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
 
 
 def decode_submission(
-    request: pb.SubmitTurnRequest, key: SessionKey, default_max_tokens: int
+    request: pb.SubmitTurnRequest,
+    key: SessionKey,
+    default_max_tokens: int,
+    rpc_left_s: float | None = None,
 ) -> Submission:
     """Check what can be checked without the session.
+
+    Args:
+        request: as it came.
+        key: of its session.
+        default_max_tokens: of the answer, when the client does not say.
+        rpc_left_s: time until the RPC's own deadline; None if it has none.
 
     Raises:
         EmptyTurnError: there is no input.
         InvalidSamplingError: listing every value out of range.
+        InvalidTurnError: likewise, of priority and deadline.
     """
     sampling = decode_sampling(request.sampling, default_max_tokens)
     sampling.check()
+    _check_urgency(request)
+    arrived_ns = time.monotonic_ns()
     return Submission(
         key=key,
         input=_decode_input(request),
@@ -128,7 +154,9 @@ def decode_submission(
         expected_turn=request.expected_turn if request.HasField("expected_turn") else None,
         waits=request.wait,
         is_final=request.final,
-        arrived_ns=time.monotonic_ns(),
+        arrived_ns=arrived_ns,
+        priority=request.priority,
+        deadline_ns=_deadline_ns(arrived_ns, request.deadline_s or None, rpc_left_s),
     )
 
 
@@ -155,11 +183,31 @@ def _decode_input(request: pb.SubmitTurnRequest) -> TurnInput:
     raise EmptyTurnError("the turn is empty", "send text, chat messages with content or token ids")
 
 
+def _check_urgency(request: pb.SubmitTurnRequest) -> None:
+    problems, accepted = [], []
+    if not MIN_PRIORITY <= request.priority <= MAX_PRIORITY:
+        problems.append(f"priority {request.priority}")
+        accepted.append(f"priority {MIN_PRIORITY} to {MAX_PRIORITY}")
+    if not (request.deadline_s >= 0 and math.isfinite(request.deadline_s)):
+        problems.append(f"deadline_s {request.deadline_s}")
+        accepted.append("deadline_s in seconds, 0 for none")
+    if problems:
+        raise InvalidTurnError(
+            f"{' and '.join(problems)} cannot be", f"send {' and '.join(accepted)}"
+        )
+
+
+def _deadline_ns(arrived_ns: int, *left_s: float | None) -> int | None:
+    """The earliest of several deadlines, each None or a time from the arrival."""
+    known_s = [value for value in left_s if value is not None and value <= MAX_DEADLINE_S]
+    return arrived_ns + int(min(known_s) * NS_PER_S) if known_s else None
+
+
 def _digest(request: pb.SubmitTurnRequest) -> str:
     """Digest of what a repeat of the request id must have in common."""
     same = pb.SubmitTurnRequest()
     same.CopyFrom(request)
-    for name in ("session_id", "request_id", "expected_turn", "wait"):
+    for name in ("session_id", "request_id", "expected_turn", "wait", "priority", "deadline_s"):
         same.ClearField(name)
     return hashlib.blake2b(same.SerializeToString(deterministic=True), digest_size=16).hexdigest()
 

@@ -246,7 +246,14 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
 def _prepare_load(
     request: kvd_pb2.PrepareLoadRequest, key: SessionKey, core: CacheEngine, now_ns: int
 ) -> LoadAnswer:
-    return core.prepare_load(key, request.token_ids, request.from_token, request.engine_id, now_ns)
+    return core.prepare_load(
+        key,
+        request.token_ids,
+        request.from_token,
+        request.engine_id,
+        now_ns,
+        dram_only=request.dram_only,
+    )
 
 
 def _prepare_store(

@@ -9,7 +9,8 @@ of section `dram` is written
 
 A field that maps names to sections is a table of tables: `[tenants.acme]` in the file,
 KVD_TENANTS__ACME__TTL in the environment (always a name in lower case). Its known keys are written
-"tenants.*.ttl"; a name may itself contain dots.
+"tenants.*.ttl"; a name may itself contain dots. One that maps names to plain values is one setting:
+a table in the file, and what its type makes of a text in the environment.
 
 A bad value or an unknown key anywhere refuses the start, and the one-line error lists every problem
 with what is accepted. A flag that is None was not given.
@@ -150,12 +151,16 @@ def _dotted(location: tuple[int | str, ...]) -> str:
 def _leaf_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in model.model_fields.items():
         kind: Any = field.annotation
-        if isinstance(get_origin(kind), type) and issubclass(get_origin(kind), Mapping):
+        if get_origin(kind) is Mapping and _is_section(get_args(kind)[1]):
             yield from _leaf_keys(get_args(kind)[1], f"{prefix}{name}.{ANY_NAME}.")
-        elif isinstance(kind, type) and issubclass(kind, BaseModel):
+        elif _is_section(kind):
             yield from _leaf_keys(kind, f"{prefix}{name}.")
         else:
             yield prefix + name
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def _path(key: str, known: tuple[str, ...]) -> list[str]:
@@ -238,4 +243,6 @@ def _sections(known: tuple[str, ...]) -> list[str]:
 def _show(value: object) -> str:
     if isinstance(value, list):
         return ", ".join(str(item) for item in value) or "(none)"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={item}" for name, item in value.items()) or "(none)"
     return "(none)" if value is None else str(value)

@@ -7,6 +7,7 @@
     ├── StateError                FAILED_PRECONDITION   exit 5    not as things stand now
     ├── ExhaustedError            RESOURCE_EXHAUSTED    exit 6    full; try again later
     ├── DeniedError               PERMISSION_DENIED     exit 7
+    ├── DeadlineError             DEADLINE_EXCEEDED     exit 8    not done in the caller's time
     ├── UnavailableError          UNAVAILABLE           exit 69   the peer is not there; try again
     └── ConfigError               FAILED_PRECONDITION   exit 78   the start was refused
 
@@ -15,6 +16,7 @@ A concrete error is a subclass with a `reason` slug; those of one process live i
 outward codes; `shared.grpc_status` is the one place that turns them into statuses and back.
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 
@@ -24,6 +26,8 @@ class ReportedError(Exception):
     Attributes:
         message: one line, what is wrong, with the offending value.
         remedy: one line, what to do about it.
+        details: more about it for programs, by short names of our own.
+        retry_after_s: when the same call is likely to succeed; None if nobody can say.
     """
 
     reason: ClassVar[str] = "error"
@@ -31,10 +35,19 @@ class ReportedError(Exception):
     grpc_code: ClassVar[str] = "INTERNAL"  # a name of grpc.StatusCode, which is not imported here
     exit_code: ClassVar[int] = 1
 
-    def __init__(self, message: str, remedy: str) -> None:
+    def __init__(
+        self,
+        message: str,
+        remedy: str,
+        *,
+        details: Mapping[str, str] | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
         super().__init__(f"{message}: {remedy}" if remedy else message)
         self.message = message
         self.remedy = remedy
+        self.details: Mapping[str, str] = details or {}
+        self.retry_after_s = retry_after_s
 
 
 class InvalidInputError(ReportedError):
@@ -85,6 +98,15 @@ class DeniedError(ReportedError):
     reason = "denied"
     grpc_code = "PERMISSION_DENIED"
     exit_code = 7
+
+
+class DeadlineError(ReportedError):
+    """The call was not done in the time its caller gave it."""
+
+    reason = "deadline_exceeded"
+    retryable = True
+    grpc_code = "DEADLINE_EXCEEDED"
+    exit_code = 8
 
 
 class UnavailableError(ReportedError):

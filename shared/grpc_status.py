@@ -1,7 +1,8 @@
 """The one place that turns our errors into gRPC statuses and back.
 
 A status carries google.rpc.ErrorInfo: `reason` (slug), `domain` ("kvd", "inference"), metadata
-"retryable" and "remedy". Servers install ReportedErrorInterceptor, so that servicers simply raise;
+"retryable", "remedy", "message" and the error's own details; and google.rpc.RetryInfo if the error
+says when to come back. Servers install ReportedErrorInterceptor, so that servicers simply raise;
 clients pass what they caught to error_from_rpc.
 
 *Source:* https://google.aip.dev/193 (errors).
@@ -12,11 +13,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
-from google.protobuf.message import DecodeError
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 from shared.errors import (
     ConflictError,
+    DeadlineError,
     DeniedError,
     ExhaustedError,
     InvalidInputError,
@@ -26,9 +29,13 @@ from shared.errors import (
     UnavailableError,
 )
 from shared.log import get_logger
+from shared.units import NS_PER_S
 
 DETAILS_KEY = "grpc-status-details-bin"  # where gRPC carries google.rpc.Status
 MAX_TEXT = 1000  # of a message or remedy: trailing metadata is bounded (8 KB by default)
+MAX_DETAIL_TEXT = 100  # of a detail, for the same reason
+MAX_RETRY_S = 86400.0  # who is told to come back later than tomorrow is not told anything
+OUR_METADATA = frozenset({"retryable", "remedy", "message"})  # the rest is the error's details
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
@@ -52,19 +59,24 @@ _BY_CODE: Mapping[str, type[ReportedError]] = {
         StateError,
         ExhaustedError,
         DeniedError,
+        DeadlineError,
         UnavailableError,
     )
-} | {"DEADLINE_EXCEEDED": UnavailableError, "CANCELLED": UnavailableError}
+} | {"CANCELLED": UnavailableError}
 
 
 def details_of(error: ReportedError, domain: str) -> bytes:
     """Serialised google.rpc.Status for `error`, the value of the trailing metadata DETAILS_KEY."""
     status = status_pb2.Status(code=_code(error).value[0], message=str(error)[:MAX_TEXT])
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=domain)
+    for name, value in error.details.items():
+        info.metadata[name] = value[:MAX_DETAIL_TEXT]
     info.metadata["retryable"] = "true" if error.retryable else "false"
     info.metadata["remedy"] = error.remedy[:MAX_TEXT]
     info.metadata["message"] = error.message[:MAX_TEXT]
     status.details.add().Pack(info)
+    if error.retry_after_s is not None:
+        status.details.add().Pack(_retry_info(error.retry_after_s))
     serialised: bytes = status.SerializeToString()
     return serialised
 
@@ -83,15 +95,18 @@ def error_from_rpc(rpc_error: grpc.RpcError) -> ReportedError:
     """Rebuild the error a server raised; statuses without our details become the nearest class.
 
     The result is an instance of the base class for its code (StateError for every
-    FAILED_PRECONDITION), with the original reason, message, remedy and retryable.
+    FAILED_PRECONDITION), with the original reason, message, remedy, retryable, details and
+    retry_after_s.
     """
     # grpc.RpcError is an empty base: what is raised is always a call, with these methods.
     call: Any = rpc_error
     code = call.code().name
-    base = _BY_CODE.get(code, InternalError)
-    info = _error_info(call.trailing_metadata())
-    if info is None:
+    info = error_details_pb2.ErrorInfo()
+    if not _find_detail(call.trailing_metadata(), info):
+        # Nobody's word: a deadline that passed on this side says that the peer did not answer.
+        base = UnavailableError if code == DeadlineError.grpc_code else _base(code)
         return base(f"{code}: {call.details() or 'no details'}"[:MAX_TEXT], "")
+    base = _base(code)
     kind = type(
         base.__name__,
         (base,),
@@ -102,7 +117,10 @@ def error_from_rpc(rpc_error: grpc.RpcError) -> ReportedError:
         },
     )
     error: ReportedError = kind(
-        info.metadata.get("message", call.details()), info.metadata.get("remedy", "")
+        info.metadata.get("message", call.details()),
+        info.metadata.get("remedy", ""),
+        details={k: v for k, v in info.metadata.items() if k not in OUR_METADATA},
+        retry_after_s=_retry_after_s(call.trailing_metadata()),
     )
     return error
 
@@ -214,11 +232,31 @@ def _code(error: ReportedError) -> grpc.StatusCode:
     return code
 
 
-def _error_info(trailing_metadata: Any) -> error_details_pb2.ErrorInfo | None:
+def _base(code: str) -> type[ReportedError]:
+    return _BY_CODE.get(code, InternalError)
+
+
+def _retry_info(retry_after_s: float) -> error_details_pb2.RetryInfo:
+    delay_ns = int(min(max(0.0, retry_after_s), MAX_RETRY_S) * NS_PER_S)
+    seconds, nanos = divmod(delay_ns, NS_PER_S)
+    return error_details_pb2.RetryInfo(retry_delay=Duration(seconds=seconds, nanos=nanos))
+
+
+def _retry_after_s(trailing_metadata: Any) -> float | None:
+    info = error_details_pb2.RetryInfo()
+    if not _find_detail(trailing_metadata, info):
+        return None
+    delay_s: float = info.retry_delay.seconds + info.retry_delay.nanos / NS_PER_S
+    return min(max(0.0, delay_s), MAX_RETRY_S)
+
+
+def _find_detail(trailing_metadata: Any, detail: Message) -> bool:
+    """Fill `detail` from the first of its type in the status; False if there is none."""
     for key, value in trailing_metadata or ():
         if key == DETAILS_KEY:
-            for detail in status_pb2.Status.FromString(value).details:
-                info = error_details_pb2.ErrorInfo()
-                if detail.Unpack(info):
-                    return info
-    return None
+            try:
+                packed = status_pb2.Status.FromString(value).details
+                return any(one.Unpack(detail) for one in packed)
+            except DecodeError:  # not written by this module
+                return False
+    return False

@@ -74,6 +74,7 @@ class KvdClient(KvdConnection):
         deadline_s: float,
         *,
         accept_pending: bool = False,
+        dram_only: bool = False,
     ) -> LoadGrant:
         """Lease the stored KV of token_ids[from_token:].
 
@@ -84,6 +85,9 @@ class KvdClient(KvdConnection):
             deadline_s: how long kvd may read from SSD.
             accept_pending: be answered before that reading ends. Without, everything granted is in
                 DRAM when this returns.
+            dram_only: be granted only what is in DRAM, up to the first block that is not; nothing
+                is read from SSD. `more` says that more is stored, a miss for "on_ssd" that the
+                first block is not in DRAM. What kvd has yet to verify is in DRAM, and is PENDING.
         """
         attachment = self._ready()
         request = kvd_pb2.PrepareLoadRequest(
@@ -93,6 +97,7 @@ class KvdClient(KvdConnection):
             from_token=from_token,
             deadline_s=deadline_s,
             accept_pending=accept_pending,
+            dram_only=dram_only,
         )
         call = self._call(attachment.stub.PrepareLoad, request, deadline_s + GRACE_S, attachment)
         response = await self._granted(call, self._give_back_load, attachment)

@@ -3,9 +3,10 @@
 The serializers are for people (`config show`); model_dump() in Python mode keeps the numbers.
 """
 
+from collections.abc import Mapping
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, PlainSerializer
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 from shared.session_key import InvalidNameError, session_key
 from shared.units import format_bytes, format_duration, parse_bytes, parse_duration_s
@@ -42,11 +43,20 @@ def _to_seconds_or_never(value: object) -> object:
 
 
 def _to_list(value: object) -> object:
-    return (
-        [part.strip() for part in value.split(",") if part.strip()]
-        if isinstance(value, str)
-        else value
-    )
+    return _parts(value) if isinstance(value, str) else value
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _to_weights(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    pairs = [part.partition("=") for part in _parts(value)]
+    if not all(equals for _, equals, _ in pairs):
+        raise ValueError("write it as name=2,other=0.5")
+    return {name.strip(): weight for name, _, weight in pairs}
 
 
 def _tenant_name(value: str) -> str:
@@ -94,3 +104,7 @@ DurationOrNever = Annotated[  # seconds; None: "never"
 ]
 IntList = Annotated[tuple[int, ...], BeforeValidator(_to_list)]  # in the environment: "1000,1001"
 TenantName = Annotated[str, AfterValidator(_tenant_name)]  # a key of a table of tables
+Weight = Annotated[float, Field(gt=0, le=1000)]
+TenantWeights = Annotated[  # in the environment: "acme=2,other=0.5"
+    Mapping[TenantName, Weight], BeforeValidator(_to_weights)
+]

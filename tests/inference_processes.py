@@ -31,6 +31,8 @@ class InferenceProcess:
         cache = ["--mode", "recompute"]
         if kvd_runtime_dir is not None:
             cache = ["--mode", "cached", "--kvd-runtime-dir", str(kvd_runtime_dir)]
+            # So that what a turn reuses is what kvd has of it; flags may say otherwise.
+            cache += ["--load-policy", "always", "--no-residents"]
         arguments = [
             *("inference_svc.cli", "serve", "--model", str(model_dir), "--dtype", "float32"),
             *("--threads", "1", "--listen", self.address, "--state-dir", str(directory / "state")),

@@ -2,16 +2,19 @@
 
 InvalidInputError   invalid_sampling, input_too_long, empty_turn, invalid_input, request_id_reused
 NotFoundError       unknown_session, unknown_turn
-ConflictError       session_busy
+ConflictError       session_busy, cancelled
 StateError          turn_mismatch, no_chat_template, session_ended, session_exists
 ExhaustedError      queue_full
-UnavailableError    draining, engine_failed
+DeadlineError       deadline_exceeded
+UnavailableError    draining
+ReportedError       engine_failed
 ConfigError         unknown_model, unsupported_model, transcripts_unusable, socket_unusable
 """
 
 from shared.errors import (
     ConfigError,
     ConflictError,
+    DeadlineError,
     ExhaustedError,
     InvalidInputError,
     NotFoundError,
@@ -40,7 +43,7 @@ class EmptyTurnError(InvalidInputError):
 
 
 class InvalidTurnError(InvalidInputError):
-    """The turn's input cannot be read: a token id out of range, an unknown role."""
+    """A value of the turn is off: a token id or a priority out of range, an unknown role."""
 
     reason = "invalid_input"
 
@@ -100,9 +103,31 @@ class SessionExistsError(StateError):
 
 
 class QueueFullError(ExhaustedError):
-    """A bounded queue is full."""
+    """A bounded queue is full.
+
+    Args:
+        queue_length: turns under way, or those that wait.
+        retry_after_s: when a place is likely free.
+    """
 
     reason = "queue_full"
+
+    def __init__(
+        self,
+        message: str,
+        remedy: str,
+        *,
+        queue_length: int,
+        retry_after_s: float,
+    ) -> None:
+        details = {"queue_length": str(queue_length)}
+        super().__init__(message, remedy, details=details, retry_after_s=retry_after_s)
+
+
+class DeadlineExceededError(DeadlineError):
+    """The turn's deadline, or those of all RPCs that followed it, passed before it was complete."""
+
+    reason = "deadline_exceeded"
 
 
 class DrainingError(UnavailableError):

@@ -1,8 +1,9 @@
 """One turn as the scheduler sees it: token ids, how many of them have KV, and a state.
 
-    WAITING ──admit──► LOADING ──loaded──► READY ──schedule──► RUNNING ──finish──► FINISHED
-       │                  │                  │                    │
-       └──────────────────┴───── cancel: CANCELLED, fail: FAILED ─┘
+    WAITING ──admit──► LOADING ──announce──► READY ──start──► RUNNING ──finish──► FINISHED
+     │  ▲                 │                   │                  │
+     │  └──── restart ────┴── preempt, restart┴──────────────────┤
+     └─────────────────── cancel: CANCELLED, fail: FAILED ───────┘  (from LOADING and READY, too)
 
 Invariants:
     1. the state moves along TRANSITIONS only;
@@ -12,6 +13,8 @@ Invariants:
 
 from dataclasses import dataclass, field
 from enum import Enum
+
+from shared.session_key import SessionKey
 
 
 class RequestState(Enum):
@@ -27,11 +30,12 @@ class RequestState(Enum):
 
 
 _ENDS = frozenset({RequestState.CANCELLED, RequestState.FAILED})
+_BACK = frozenset({RequestState.WAITING})
 TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
     RequestState.WAITING: _ENDS | {RequestState.LOADING},
-    RequestState.LOADING: _ENDS | {RequestState.READY},
-    RequestState.READY: _ENDS | {RequestState.RUNNING},
-    RequestState.RUNNING: _ENDS | {RequestState.FINISHED},
+    RequestState.LOADING: _ENDS | _BACK | {RequestState.READY},
+    RequestState.READY: _ENDS | _BACK | {RequestState.RUNNING},
+    RequestState.RUNNING: _ENDS | _BACK | {RequestState.FINISHED},
     RequestState.FINISHED: frozenset(),
     RequestState.CANCELLED: frozenset(),
     RequestState.FAILED: frozenset(),
@@ -43,22 +47,37 @@ class Request:
     """A turn's prompt (history and new tokens) and, as they are sampled, its answer's tokens.
 
     Attributes:
-        number: unique while the engine runs; requests are served in this order.
+        number: unique while the engine runs; of equals, the lower one is served first.
+        key: the session.
         token_ids: the prompt, then the sampled tokens.
         max_tokens: upper bound of the answer's length.
-        computed_tokens: how many of token_ids have KV in the request's slab.
-        loaded_tokens: how many of these were loaded rather than computed.
+        history_tokens: how many of the prompt's tokens the session had before this turn.
+        priority: higher ones are served first.
+        deadline_ns: when it fails if it is not finished; None: never.
+        computed_tokens: how many of token_ids have KV in the request's slab. From a preemption
+            until the next load is announced: how many its session's resident was left with.
+        loaded_tokens: how many were found rather than computed, when it was first admitted.
+        capacity_tokens: rows it may fill, set at each admission; its slab has as many or more.
+        num_preemptions: how often it was sent back to the queue with its KV kept.
+        start_tag: the waiting queue's; see there.
         arrived_ns, admitted_ns, ready_ns, started_ns, first_token_ns, finished_ns: 0 until
-            it happens.
+            it happens for the first time.
     """
 
     number: int
+    key: SessionKey
     token_ids: list[int]
     max_tokens: int
     arrived_ns: int
+    history_tokens: int = 0
+    priority: int = 0
+    deadline_ns: int | None = None
     state: RequestState = RequestState.WAITING
     computed_tokens: int = 0
     loaded_tokens: int = 0
+    capacity_tokens: int = 0
+    num_preemptions: int = 0
+    start_tag: float = 0.0
     admitted_ns: int = 0
     ready_ns: int = 0
     started_ns: int = 0
@@ -70,8 +89,8 @@ class Request:
         self.prompt_tokens = len(self.token_ids)
 
     @property
-    def capacity_tokens(self) -> int:
-        """Rows the slab must have: the last token of the answer needs none."""
+    def full_capacity_tokens(self) -> int:
+        """Rows the longest answer needs: its last token needs none."""
         return self.prompt_tokens + self.max_tokens - 1
 
     @property
@@ -88,6 +107,31 @@ class Request:
     def is_decoding(self) -> bool:
         """Whether the prompt is computed and a sampled token waits to be fed."""
         return self.uncomputed_tokens == 1 and len(self.token_ids) > self.prompt_tokens
+
+    @property
+    def unused_rows(self) -> int:
+        """Rows it may still fill."""
+        return self.capacity_tokens - self.computed_tokens
+
+    @property
+    def is_outgrown(self) -> bool:
+        """Whether all rows it may fill are filled, and it wants more."""
+        return not self.unused_rows and self.capacity_tokens < self.full_capacity_tokens
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, one way or another."""
+        return not TRANSITIONS[self.state]
+
+    def wanted_capacity(self, answer_tokens: int) -> int:
+        """Rows to admit it with: what is known, and room for an answer of ordinary length.
+
+        An answer that has outgrown its room is given as much again, so that a long one is
+        preempted a logarithmic number of times.
+        """
+        output_tokens = len(self.token_ids) - self.prompt_tokens
+        wanted = len(self.token_ids) + max(answer_tokens, output_tokens, 1) - 1
+        return min(wanted, self.full_capacity_tokens)
 
     def move(self, state: RequestState) -> None:
         """Take a transition of the table."""

@@ -2,14 +2,19 @@
 
 Pure. Invariants: 1. the first turn of a session's queue runs, the others wait; 2. a session without
 turns has no entry; 3. the bounds hold.
+
+Who is refused is told when to come back, each later than the one before: a thousand clients that
+came back together would all but one be refused again.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from inference_svc.core.errors import QueueFullError, SessionBusyError
 from shared.session_key import SessionKey
+
+MAX_RETRY_S = 10.0  # by then things look different, and estimates are only estimates
 
 T = TypeVar("T")
 
@@ -20,11 +25,16 @@ class SessionTurns(Generic[T]):
     Args:
         max_turns: of all sessions together, running and waiting.
         max_turns_per_session: running and waiting.
+        retry_after_s: when the next place is likely free.
     """
 
-    def __init__(self, max_turns: int, max_turns_per_session: int) -> None:
+    def __init__(
+        self, max_turns: int, max_turns_per_session: int, retry_after_s: Callable[[], float]
+    ) -> None:
         self._max_turns = max_turns
         self._max_turns_per_session = max_turns_per_session
+        self._retry_after_s = retry_after_s
+        self._num_sent_away = 0  # refused, less one for each place that has become free since
         self._queues: dict[SessionKey, deque[T]] = {}
         self._num_turns = 0
 
@@ -52,10 +62,7 @@ class SessionTurns(Generic[T]):
                 "submit again when it has finished, or with wait = true",
             )
         if self._num_turns >= self._max_turns or len(queue) >= self._max_turns_per_session:
-            raise QueueFullError(
-                f"{self._num_turns} turns are under way, {len(queue)} of this session",
-                "submit again later, or raise scheduler.max_turns",
-            )
+            raise self._refusal(len(queue))
         self._queues.setdefault(key, deque()).append(turn)
         self._num_turns += 1
         return not queue
@@ -66,10 +73,26 @@ class SessionTurns(Generic[T]):
         was_running = queue[0] is turn
         queue.remove(turn)
         self._num_turns -= 1
+        # Who was sent away need not have waited: nobody is expected at an empty service.
+        self._num_sent_away = max(0, self._num_sent_away - 1) if self._num_turns else 0
         if not queue:
             del self._queues[key]
             return None
         return queue[0] if was_running else None
+
+    def _refusal(self, num_in_session: int) -> QueueFullError:
+        self._num_sent_away += 1
+        retry_after_s = min(self._num_sent_away * self._retry_after_s(), MAX_RETRY_S)
+        if num_in_session >= self._max_turns_per_session:
+            remedy = "submit again later, or raise scheduler.max_turns_per_session"
+        else:
+            remedy = "submit again later, or raise scheduler.max_turns"
+        return QueueFullError(
+            f"{self._num_turns} turns are under way, {num_in_session} of this session",
+            remedy,
+            queue_length=self._num_turns,
+            retry_after_s=retry_after_s,
+        )
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""

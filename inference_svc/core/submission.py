@@ -28,6 +28,9 @@ class TokenInput:
     token_ids: tuple[int, ...]
 
 
+MIN_PRIORITY, MAX_PRIORITY = -100, 100
+MAX_DEADLINE_S = 365 * 86400.0  # later ones than in a year are none
+
 TurnInput: TypeAlias = TextInput | ChatInput | TokenInput
 
 
@@ -44,6 +47,8 @@ class Submission:
         waits: queue behind a running turn of the session.
         is_final: the conversation ends with this turn.
         arrived_ns: monotonic clock.
+        priority: MIN_PRIORITY to MAX_PRIORITY; higher ones are served first.
+        deadline_ns: monotonic clock; the turn fails if it is not answered by then. None: no hurry.
     """
 
     key: SessionKey
@@ -56,3 +61,5 @@ class Submission:
     waits: bool
     is_final: bool
     arrived_ns: int
+    priority: int = 0
+    deadline_ns: int | None = None

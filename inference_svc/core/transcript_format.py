@@ -11,12 +11,14 @@ that the file was damaged: the session is refused rather than continued from a w
 
 import json
 import zlib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
 from inference_svc.core.turn_record import TurnRecord, Usage
 from shared.errors import StateError
+
+_USAGE_FIELDS = frozenset(field.name for field in fields(Usage))
 
 
 class TranscriptDamagedError(StateError):
@@ -130,14 +132,18 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return record
 
 
-def _turn(fields: dict[str, Any]) -> TurnRecord:
-    """Rebuild the tuples that JSON writes as lists."""
+def _turn(record: dict[str, Any]) -> TurnRecord:
+    """Rebuild the tuples that JSON writes as lists.
+
+    Records of other versions are read: what they lack of Usage is 0, what it lacks is left out.
+    """
     top = tuple(
         tuple((int(token_id), float(logprob)) for token_id, logprob in tops)
-        for tops in fields["top_logprobs"]
+        for tops in record["top_logprobs"]
     )
     rebuilt: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
+        name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
     }
-    rebuilt |= {"usage": Usage(**fields["usage"]), "top_logprobs": top}
+    usage = {name: value for name, value in record["usage"].items() if name in _USAGE_FIELDS}
+    rebuilt |= {"usage": Usage(**usage), "top_logprobs": top}
     return TurnRecord(**rebuilt)

@@ -12,10 +12,13 @@ class Usage:
 
     Attributes:
         history_tokens: prompt tokens whose KV an earlier turn has computed.
+        reused_tokens: of them, still in memory (tier "hbm") or loaded from kvd.
         tier_tokens: reused tokens by the tier they were found in.
         ttft_s: from acceptance to the first token.
         tpot_s: mean time per output token after the first.
         recompute_reason: slug, why history was recomputed; "" if nothing was.
+        preemptions: how often the turn gave its place to others.
+        stall_s: how long its compute waited for layers that were still being loaded.
     """
 
     history_tokens: int = 0
@@ -31,6 +34,8 @@ class Usage:
     tpot_s: float = 0.0
     total_s: float = 0.0
     recompute_reason: str = ""
+    preemptions: int = 0
+    stall_s: float = 0.0
 
 
 @dataclass(frozen=True)

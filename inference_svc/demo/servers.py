@@ -44,7 +44,9 @@ class DemoServers:
             f"unix:{self.kvd_dir / READER_SOCKET}",
             directory / "kvd.log",
         )
-        kvd_flags = ("--kvd-runtime-dir", str(self.kvd_dir), "--load-policy", "always")
+        # What a turn reuses comes from kvd, always: that is what the demo shows.
+        reuse_flags = ("--load-policy", "always", "--no-residents")
+        kvd_flags = ("--kvd-runtime-dir", str(self.kvd_dir), *reuse_flags)
         self._services = [
             _service("inference", directory, self.cached, ("--mode", "cached", *kvd_flags)),
             _service("recompute", directory, self.recompute, ("--mode", "recompute")),

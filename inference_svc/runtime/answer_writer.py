@@ -9,14 +9,16 @@ from inference_svc.core.stopping import AnswerToken, FinishReason, GrowingAnswer
 from inference_svc.core.turn_events import Started, Tokens
 from inference_svc.core.turn_record import TurnRecord, Usage
 from inference_svc.runtime.detokenize import Detokenizer
+from inference_svc.runtime.engine_job import EngineJob, LoadOutcome
 from inference_svc.runtime.sampling import Sampled
-from inference_svc.runtime.session_store import LoadOutcome
 from inference_svc.runtime.turn import Turn
 from shared.units import NS_PER_S
 
 
 class AnswerWriter:
     """The engine's sink for one turn.
+
+    How much of the history was reused is known at the end only: a load may still fail.
 
     Attributes:
         tokens: the answer so far, as it was shown.
@@ -38,13 +40,11 @@ class AnswerWriter:
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, prompt_ids)
         self._history_tokens = history_tokens
-        self._outcome = LoadOutcome()
 
     def started(self, request: Request, outcome: LoadOutcome) -> None:
         """See TurnSink."""
         # Another session may have computed more of this prompt than this one has.
         self._history_tokens = max(self._history_tokens, outcome.tokens)
-        self._outcome = outcome
         queue_s = (request.admitted_ns - request.arrived_ns) / NS_PER_S
         self._turn.publish(Started(self._history_tokens, outcome.tokens, queue_s))
 
@@ -66,9 +66,9 @@ class AnswerWriter:
         kept = request.token_ids[: request.prompt_tokens + len(self._answer.kept)]
         return kept[: request.computed_tokens]
 
-    def record(self, request: Request, turn: int, history_ids: Sequence[int]) -> TurnRecord:
+    def record(self, job: EngineJob, turn: int, history_ids: Sequence[int]) -> TurnRecord:
         """The complete turn; `history_ids` are the session's tokens before it."""
-        submission = self._turn.submission
+        request, submission = job.request, self._turn.submission
         has_logprobs = submission.sampling.logprobs > 0
         total_tokens = request.prompt_tokens + len(self.tokens)
         return TurnRecord(
@@ -82,31 +82,35 @@ class AnswerWriter:
             top_logprobs=tuple(token.top for token in self.tokens) if has_logprobs else (),
             uncomputed_tokens=total_tokens - len(self.computed_ids(request)),
             finish_reason=str(self.finish_reason),
-            usage=self.usage(request),
+            usage=self.usage(job),
             created_unix_s=time.time(),
         )
 
-    def usage(self, request: Request) -> Usage:
+    def usage(self, job: EngineJob) -> Usage:
         """What the turn has cost so far; also of one that was cancelled."""
+        request, outcome = job.request, job.outcome
         now_ns = time.monotonic_ns()
         end_ns = request.finished_ns or now_ns
         first_ns = request.first_token_ns or end_ns
-        recomputed_tokens = self._history_tokens - self._outcome.tokens
+        reused_tokens = min(outcome.tokens, self._history_tokens)
+        recomputed_tokens = self._history_tokens - reused_tokens
         sampled_tokens = len(request.output_ids)
         return Usage(
             history_tokens=self._history_tokens,
-            reused_tokens=self._outcome.tokens,
+            reused_tokens=reused_tokens,
             recomputed_tokens=recomputed_tokens,
             new_tokens=request.prompt_tokens - self._history_tokens,
             output_tokens=len(self.tokens),
-            tier_tokens=self._outcome.tier_tokens,
+            tier_tokens=outcome.tier_tokens,
             queue_s=((request.admitted_ns or now_ns) - request.arrived_ns) / NS_PER_S,
-            load_s=self._outcome.load_s,
+            load_s=outcome.load_s,
             prefill_s=(first_ns - (request.started_ns or first_ns)) / NS_PER_S,
             ttft_s=(first_ns - request.arrived_ns) / NS_PER_S,
             tpot_s=(end_ns - first_ns) / NS_PER_S / max(1, sampled_tokens - 1),
             total_s=(now_ns - request.arrived_ns) / NS_PER_S,
-            recompute_reason=self._outcome.reason if recomputed_tokens else "",
+            recompute_reason=outcome.reason if recomputed_tokens else "",
+            preemptions=request.num_preemptions,
+            stall_s=outcome.stall_s,
         )
 
     def _encode_cut(self, text: str) -> list[AnswerToken]:

@@ -1,49 +1,96 @@
-"""The one task that owns the scheduler: admits requests, steps the batch, hands tokens out.
+"""The one task that owns the scheduler: carries its plans out, steps the batch, hands tokens out.
 
-    submit ─► waiting ─► load (transfers.py) ─► step, step, … (stepping.py) ─► done ─► keep: save
-                                                                                  └──► drop
+    submit ─► waiting ─► load (loads.py) ─► step, step, … (stepping.py) ─► done ─► keep: resident
+                 ▲            │                    │                         └──► drop
+                 └────────────┴── preempted ◄──────┘   saves (save_stream.py) go on beside all this
 
-Threads: the event loop, one compute thread (steps), one copy thread (slabs, loads, saves). The
-scheduler and all jobs belong to the event loop. Invariants:
-    1. a slab is given up only when no step and no copy uses it: cancellations are settled between
-       steps, and a load is never interrupted;
-    2. whoever gets an answer owes `keep` or `drop`; until then the budget stays reserved;
-    3. an exception that is nobody's turn's fault ends the loop, and with it the process.
+Threads: the event loop, one compute thread (steps), one load thread and one store thread (copies).
+The scheduler and all jobs belong to the event loop. Invariants:
+    1. memory is given back only when no step and no copy uses it: the pool's holds see to that;
+    2. whoever gets an answer owes `keep` or `drop`; until then its rows stay reserved;
+    3. rows computed over history that is still being loaded are neither shown nor saved before
+       that load is confirmed;
+    4. an exception that is nobody's turn's fault ends the loop, and with it the process.
 """
 
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from inference_svc.core.request import TRANSITIONS, RequestState
-from inference_svc.core.scheduler import PlannedChunk, Scheduler
-from inference_svc.runtime.engine_job import EngineJob
+from inference_svc.core.counters import Counters
+from inference_svc.core.errors import DeadlineExceededError
+from inference_svc.core.request import RequestState
+from inference_svc.core.scheduler import Scheduler
+from inference_svc.core.step_plan import Admission, PlannedChunk, StepPlan, StepResult
+from inference_svc.runtime.engine_job import EngineJob, as_token_bytes
+from inference_svc.runtime.job_memory import JobMemory
+from inference_svc.runtime.kv_pool import KVPool
+from inference_svc.runtime.layer_gate import LayerGate
+from inference_svc.runtime.layer_store import no_wait
+from inference_svc.runtime.loads import Load, Loads
 from inference_svc.runtime.model_runner import Chunk
+from inference_svc.runtime.resident_slabs import ResidentSlabs
+from inference_svc.runtime.saves import Saves
 from inference_svc.runtime.session_store import SessionStore
 from inference_svc.runtime.stepping import StepInput, StepOutput, Stepper
-from inference_svc.runtime.transfers import Transfers
 from shared.grants import QueuedJob
+from shared.progress_words import LoadFailedError
 from shared.session_key import SessionKey
+from shared.units import NS_PER_S
+
+
+@dataclass(eq=False)
+class _Loading:
+    """A load under way; its gate once its extent is known and something is to be copied."""
+
+    gate: LayerGate | None = None
 
 
 class EngineLoop:
-    """See the module docstring."""
+    """See the module docstring.
+
+    Args:
+        num_layers: of the model.
+        saves_first: a step waits until what was computed before it is stored (for measuring).
+    """
 
     def __init__(
-        self, scheduler: Scheduler, stepper: Stepper, transfers: Transfers, store: SessionStore
+        self,
+        scheduler: Scheduler,
+        stepper: Stepper,
+        loads: Loads,
+        saves: Saves,
+        residents: ResidentSlabs,
+        pool: KVPool,
+        store: SessionStore,
+        counters: Counters,
+        *,
+        num_layers: int,
+        saves_first: bool = False,
     ) -> None:
         self._scheduler = scheduler
         self._stepper = stepper
-        self._transfers = transfers
+        self._loads = loads
+        self._saves = saves
+        self._pool = pool
         self._store = store
-        self._jobs: dict[int, EngineJob] = {}  # by request number, until released
-        self._loading: set[int] = set()
+        self._counters = counters
+        self._num_layers = num_layers
+        self._saves_first = saves_first
+        self._jobs: dict[int, EngineJob] = {}  # by request number, until their slab is given up
+        self._loading: dict[int, _Loading] = {}  # by request number, the newest
         self._dropped: list[EngineJob] = []
-        self._pushed_queue: tuple[int, ...] = ()
+        self._pushed_version = -1
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._tasks = asyncio.TaskGroup()
+        self._memory = JobMemory(
+            scheduler, pool, residents, saves, store, self._tasks, self._memory_changed
+        )
+
+    # ---------------------------------------------------------------------------- for people
 
     @property
     def num_running(self) -> int:
@@ -54,6 +101,23 @@ class EngineLoop:
     def num_waiting(self) -> int:
         """Turns not yet admitted."""
         return self._scheduler.num_waiting
+
+    @property
+    def retry_after_s(self) -> float:
+        """When a turn that is refused now may well be taken."""
+        return self._scheduler.retry_after_s()
+
+    def gauges(self) -> dict[str, float]:
+        """What goes up and down, by name."""
+        scheduler = self._scheduler
+        return {
+            "reserved_rows": scheduler.reserved_rows,
+            "resident_rows": scheduler.resident_rows,
+            "resident_sessions": scheduler.num_resident,
+            "pool_rows": self._pool.num_rows,
+            "saves_under_way": self._memory.num_saving,
+            "compute_busy_s": self._stepper.busy_s,
+        }
 
     async def wait_idle(self) -> None:
         """Wait until nothing is computed, loaded or saved."""
@@ -79,14 +143,23 @@ class EngineLoop:
             raise
 
     def keep(self, job: EngineJob, token_ids: Sequence[int]) -> None:
-        """Save the job's KV of these tokens in the background, then release it."""
-        job.is_kept = True
-        save = self._transfers.announce_save(job.key)
-        self._tasks.create_task(self._save(job, token_ids, save))
+        """Save the job's KV of its first tokens in the background, and keep it while there is room.
+
+        Args:
+            token_ids: the first of the request's tokens, all computed.
+        """
+        self._memory.keep(job, token_ids)
+        self._forget(job)
 
     async def forget(self, key: SessionKey, token_ids: Sequence[int]) -> None:
-        """Have the KV of a deleted session dropped."""
-        await self._transfers.forget(key, token_ids)
+        """Have the KV of a deleted session dropped, after the save of its last turn."""
+        self.release_resident(key)
+        await self._saves.settled(key)
+        await self._store.forget(key, as_token_bytes(token_ids))
+
+    def release_resident(self, key: SessionKey) -> None:
+        """Give up a session's resident slab, if it has one that is not in use."""
+        self._memory.release_resident(key)
 
     def drop(self, job: EngineJob) -> None:
         """Give the job up wherever it is; does nothing for one that is kept or released."""
@@ -102,76 +175,186 @@ class EngineLoop:
             while True:
                 self._wake.clear()
                 self._settle_dropped()
-                self._admit()
-                chunks = self._scheduler.schedule(time.monotonic_ns())
-                if chunks:
-                    await self._step(chunks)
+                if self._saves_first:
+                    await self._saves.caught_up()
+                self._note_progress()
+                plan = self._scheduler.schedule(time.monotonic_ns())
+                self._carry_out(plan)
+                if plan.chunks:
+                    await self._step(plan.chunks)
                 else:
-                    await self._wake.wait()
+                    await self._sleep(plan.wake_ns)
+
+    async def _sleep(self, wake_ns: int | None) -> None:
+        """Until something happens, or the scheduler wants to look again."""
+        if wake_ns is None:
+            await self._wake.wait()
+            return
+        left_s = max(0.0, (wake_ns - time.monotonic_ns()) / NS_PER_S)
+        timer = asyncio.get_running_loop().call_later(left_s, self._wake.set)
+        try:
+            await self._wake.wait()
+        finally:
+            timer.cancel()
 
     def _settle_dropped(self) -> None:
         """No step is under way: stop what was dropped, and release it unless a load uses it."""
         dropped, self._dropped = self._dropped, []
         for job in dropped:
-            if TRANSITIONS[job.request.state]:
+            if not job.request.is_over:
                 self._scheduler.stop(job.request, RequestState.CANCELLED, time.monotonic_ns())
-            if job.request.number not in self._loading:
-                self._release(job)
+            self._give_up(job)
 
-    def _admit(self) -> None:
-        for request in self._scheduler.admit(time.monotonic_ns()):
-            self._loading.add(request.number)
-            self._tasks.create_task(self._load(self._jobs[request.number]))
-        waiting = tuple(request.number for request in self._scheduler.waiting())
-        if waiting != self._pushed_queue:
-            self._pushed_queue = waiting
-            jobs = [self._jobs[number] for number in waiting]
-            # No estimates of the start yet: the order is what kvd goes by.
-            self._store.push_queue([QueuedJob(job.key, job.history_tokens, 0.0) for job in jobs])
+    def _note_progress(self) -> None:
+        now_ns = time.monotonic_ns()
+        for number, loading in self._loading.items():
+            gate = loading.gate
+            if gate is not None and number in self._jobs:
+                # A load that failed lets its request start, which then finds out and is restarted.
+                layers = self._num_layers if gate.error else gate.num_open
+                self._scheduler.progressed(self._jobs[number].request, layers, now_ns)
 
-    async def _load(self, job: EngineJob) -> None:
+    def _carry_out(self, plan: StepPlan) -> None:
+        for request in plan.preempted:
+            self._counters.add("preempted")
+            self._memory.preempt(self._jobs[request.number])
+        for key in plan.evicted:
+            self._counters.add("residents_evicted")
+            self._memory.evict(key)
+        for request in plan.expired:
+            self._counters.add("expired")
+            self._expire(self._jobs[request.number])
+        for admission in plan.admitted:
+            loading = self._loading[admission.request.number] = _Loading()
+            job = self._jobs[admission.request.number]
+            self._tasks.create_task(self._load(job, admission, loading))
+        self._push_queue()
+
+    def _push_queue(self) -> None:
+        if self._pushed_version == self._scheduler.queue_version:
+            return
+        self._pushed_version = self._scheduler.queue_version
+        self._store.push_queue(
+            [
+                QueuedJob(request.key, request.history_tokens, starts_in_s)
+                for request, starts_in_s in self._scheduler.starts_in_s()
+            ]
+        )
+
+    # --------------------------------------------------------------------------------- loads
+
+    async def _load(self, job: EngineJob, admission: Admission, loading: "_Loading") -> None:
         """Load; the request may have been cancelled meanwhile."""
+        request = job.request
         try:
-            await self._transfers.load(job)
+            if request.num_preemptions or not admission.resident_tokens:
+                await self._saves.settled(job.key)
+            load = await self._loads.begin(job, admission)
+            if request.state is RequestState.LOADING:
+                loading.gate = load.gate
+                self._announce(job, load)
+                await self._loads.finish(job, load)
+                if self._loading.get(request.number) is loading:  # else it was admitted anew
+                    self._finished(job, admission)
+            else:
+                await self._loads.give_up(load)
         except Exception as error:  # noqa: BLE001  # the turn's, which logs it
             self._fail(job, error)
-        else:
-            self._loaded(job)
         finally:
-            self._loading.discard(job.request.number)
+            if self._loading.get(request.number) is loading:
+                del self._loading[request.number]
+            if request.is_over and not job.is_kept:
+                self._give_up(job)
             self._wake.set()
 
-    def _loaded(self, job: EngineJob) -> None:
-        if job.request.state is not RequestState.LOADING:
-            self._release(job)
+    def _announce(self, job: EngineJob, load: Load) -> None:
+        """Let the scheduler know what will be there; from now on the job may start."""
+        request, now_ns = job.request, time.monotonic_ns()
+        if load.gate is None:
+            job.outcome.load_s = (now_ns - request.admitted_ns) / NS_PER_S
+        first_token = 0
+        if job.write_buffer is not None:
+            first_token = job.write_buffer.first_token
+            self._memory.open_save(job, job.write_buffer)
+        layers_ready = self._num_layers if load.gate is None else 0
+        self._scheduler.announced(
+            request,
+            load.num_tokens,
+            first_token,
+            now_ns,
+            layers_ready=layers_ready,
+            tier=load.tier,
+            enough_layers=load.enough_layers,
+        )
+        if not job.is_started:
+            job.is_started = True
+            job.sink.started(request, job.outcome)
+        self._wake.set()
+
+    def _finished(self, job: EngineJob, admission: Admission) -> None:
+        """Every row is where it belongs, or never will be; the gate knows which."""
+        request, now_ns = job.request, time.monotonic_ns()
+        job.outcome.load_s = (now_ns - request.admitted_ns) / NS_PER_S
+        if request.is_over:  # a resident whose rows were moved for nothing stays
             return
-        self._scheduler.loaded(job.request, job.outcome.tokens, time.monotonic_ns())
-        job.sink.started(job.request, job.outcome)
+        self._scheduler.progressed(request, self._num_layers, now_ns)
+        if admission.resident_tokens and not admission.in_place:
+            self._memory.end_move(job)
+
+    # --------------------------------------------------------------------------------- steps
 
     async def _step(self, chunks: Sequence[PlannedChunk]) -> None:
-        inputs = [StepInput(self._jobs[c.request.number], self._chunk(c)) for c in chunks]
-        outputs = await self._stepper.step(inputs)
+        inputs = [self._input(chunk) for chunk in chunks]
+        clock = self._follow(inputs)
+        outputs = await self._stepper.step(inputs, clock)
         computed = [c for c, output in zip(chunks, outputs, strict=True) if output.error is None]
         sampled = {
             part.job.request.number: output.token.token_id
             for part, output in zip(inputs, outputs, strict=True)
             if output.token is not None
         }
-        self._scheduler.apply(computed, sampled, time.monotonic_ns())
+        self._scheduler.apply(StepResult(computed, sampled), time.monotonic_ns())
         for part, output in zip(inputs, outputs, strict=True):
+            self._settle_load(part.job)
             self._hand_out(part.job, output)
 
-    def _chunk(self, chunk: PlannedChunk) -> Chunk:
+    def _input(self, chunk: PlannedChunk) -> StepInput:
         request = chunk.request
-        slab = self._jobs[request.number].slab
-        assert slab is not None, "a running request has a slab"  # noqa: S101
+        job = self._jobs[request.number]
+        assert job.slab is not None, "a running request has a slab"  # noqa: S101
+        job.in_batch.set()
         start = request.computed_tokens
         token_ids = request.token_ids[start : start + chunk.num_tokens]
-        return Chunk(slab, token_ids, want_logits=chunk.sample)
+        return StepInput(job, Chunk(job.slab, token_ids, chunk.sample, job.write_buffer))
+
+    def _follow(self, inputs: Sequence[StepInput]) -> LayerGate | None:
+        """Have saves follow the step layer by layer, where history is certain."""
+        clock = None
+        for part in inputs:
+            job, slab = part.job, part.chunk.slab
+            end_token = slab.num_tokens + len(part.chunk.token_ids)
+            if job.saves is not None and slab.gate is None and job.saves.wants(end_token):
+                clock = clock or LayerGate(self._num_layers)
+                job.saves.follow(job.token_bytes(end_token), clock.wait)
+        return clock
+
+    def _settle_load(self, job: EngineJob) -> None:
+        """After the first step over a load: its gate has done its duty, and saving may begin."""
+        slab = job.slab
+        if slab is None or slab.gate is None or not slab.gate.is_settled:
+            return
+        job.outcome.stall_s += slab.gate.waited_s
+        if slab.gate.error is not None:
+            return
+        slab.gate = None
+        if job.saves is not None and job.saves.wants(slab.num_tokens):
+            job.saves.follow(job.token_bytes(slab.num_tokens), no_wait)
 
     def _hand_out(self, job: EngineJob, output: StepOutput) -> None:
         """Give the token to the turn; end the request if the answer does, or if it failed."""
-        if output.error is not None:
+        if isinstance(output.error, LoadFailedError):
+            self._restart(job)
+        elif output.error is not None:
             self._fail(job, output.error)
         elif output.token is not None:
             try:
@@ -183,23 +366,42 @@ class EngineLoop:
                 self._scheduler.finish(job.request, time.monotonic_ns())
                 job.end()
 
-    async def _save(self, job: EngineJob, token_ids: Sequence[int], save: asyncio.Event) -> None:
-        try:
-            await self._transfers.save(job, token_ids)
-        finally:
-            self._transfers.finish_save(job.key, save)
-            self._release(job)
+    # ---------------------------------------------------------------------------------- ends
+
+    def _restart(self, job: EngineJob) -> None:
+        """Its history did not arrive: what was computed over it is void, it is admitted anew."""
+        job.num_failed_loads += 1
+        self._memory.void(job)
+        self._scheduler.restart(job.request, time.monotonic_ns())
+
+    def _expire(self, job: EngineJob) -> None:
+        job.end(
+            DeadlineExceededError(
+                "the turn's deadline passed before it was complete",
+                "submit it again with more time, or when the service is less busy",
+            )
+        )
+        self._give_up(job)
 
     def _fail(self, job: EngineJob, error: Exception) -> None:
-        if TRANSITIONS[job.request.state]:
+        if not job.request.is_over:
             self._scheduler.stop(job.request, RequestState.FAILED, time.monotonic_ns())
-        self._release(job)
         job.end(error)
+        self._give_up(job)
 
-    def _release(self, job: EngineJob) -> None:
-        self._scheduler.release(job.request)
-        self._jobs.pop(job.request.number, None)
-        job.slab = None
+    def _give_up(self, job: EngineJob) -> None:
+        """Release a job that has no answer, unless its load is under way, which does it then."""
+        job.in_batch.set()  # a load that waits for it goes on
+        if job.request.number not in self._loading and self._forget(job):
+            self._memory.give_up(job)
+
+    def _forget(self, job: EngineJob) -> bool:
+        """Forget a job that is over; False if it was before."""
+        is_known = self._jobs.pop(job.request.number, None) is not None
+        self._memory_changed()
+        return is_known
+
+    def _memory_changed(self) -> None:
         self._wake.set()
-        if not self._jobs:
+        if not self._jobs and not self._memory.num_saving:
             self._idle.set()

@@ -1,35 +1,30 @@
-"""KVSlab: the working KV of one running sequence, contiguous per layer and head.
+"""KVSlab and WriteBuffer: the working KV of one running sequence, and what is to be stored of it.
 
-Keys and values are head-major: decode reads one head's rows after another, twice as fast from
-memory as rows of all heads interleaved. Keys before RoPE are token-major like a block, since all
-they are for is to be stored.
+A slab is what attention reads: contiguous per layer and head, since decode reads one head's rows
+after another, twice as fast from memory as rows of all heads interleaved. A write buffer is what a
+save reads: keys before RoPE, token-major like a block, so that storing is plain copying, and the
+slab is free for reuse before that is done.
 
-Owns tensors and two counters; knows nothing of blocks, sessions or models.
+Owns tensors, counters and the hold on the memory beneath (`kv_pool.py` lends it); knows nothing of
+blocks, sessions or models.
 
 Invariants:
-1. rows [0, num_tokens) of `keys` and `values` are what attention reads: keys after RoPE at position
-   = row;
-2. if `free_keys` is not None, its rows [save_from, num_tokens) hold the same keys before RoPE;
-   `values` carry no position and serve both;
-3. rows from num_tokens on are garbage: a failed step or load leaves the slab as it was.
-
-The compute thread writes rows it appends; a copy thread may fill or read a slab whose sequence is
-not running.
+1. rows [0, num_tokens) of a slab are keys after RoPE at position = row, and values; with a gate,
+   those of a layer only once the gate lets it pass;
+2. rows [0, end_token - first_token) of a write buffer are the same tokens' keys before RoPE, and
+   values;
+3. rows beyond are garbage: a failed step or load leaves slab and buffer as they were.
 """
 
-import mmap
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from math import prod
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from shared.units import align_up
-
-HUGE_PAGE_BYTES = 2 * 2**20
+from inference_svc.runtime.layer_gate import LayerGate
+from inference_svc.runtime.row_hold import RowHold
 
 
 class LayerShape(NamedTuple):
@@ -83,74 +78,78 @@ class KVSlab:
     Attributes:
         keys: per layer [1, kv_heads, capacity_tokens, head_dim], after RoPE.
         values: per layer [1, kv_heads, capacity_tokens, value_dim].
-        free_keys: per layer [capacity_tokens, kv_heads, head_dim], before RoPE; not written for
-            layers without rotary embedding, whose `keys` carry no position; None: this sequence is
-            not going to be stored.
         capacity_tokens: rows there are.
         num_tokens: rows in use.
-        save_from: first row whose position-free key is here: the `from_token` of a store.
+        gate: what a forward has to wait for before it reads a layer's rows; None: for nothing.
+        memory: the rows' hold, which the pool that lent them releases.
     """
 
     keys: LayerRows
     values: LayerRows
-    free_keys: LayerRows | None
     capacity_tokens: int
     num_tokens: int = 0
-    save_from: int = 0
+    gate: LayerGate | None = None
+    memory: RowHold = field(default_factory=RowHold, repr=False)
 
     @property
     def free_tokens(self) -> int:
         """Rows that can still be appended."""
         return self.capacity_tokens - self.num_tokens
 
+    def hold(self) -> AbstractContextManager[None]:
+        """Keep the rows from being reused inside the block, released or not."""
+        return self.memory.hold()
+
     def reset(self) -> None:
-        """Forget every row, as after a load that cannot be trusted."""
+        """Forget every row and the gate, as after a load that cannot be trusted."""
         self.num_tokens = 0
-        self.save_from = 0
+        self.gate = None
 
 
-def allocate_slab(
-    shapes: Sequence[LayerShape],
-    capacity_tokens: int,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    save: bool,
-) -> KVSlab:
-    """Allocate an empty slab; rows that are never written cost address space only."""
+@dataclass(eq=False)
+class WriteBuffer:
+    """See the module docstring.
 
-    def rows(per_token: Sequence[tuple[int, int]], *, head_major: bool) -> LayerRows:
-        stacks = []
-        for shape in dict.fromkeys(per_token):
-            indices = [index for index, other in enumerate(per_token) if other == shape]
-            heads, dim = shape
-            sizes = (
-                (1, heads, capacity_tokens, dim) if head_major else (capacity_tokens, heads, dim)
-            )
-            stacks.append((_allocate((len(indices), *sizes), device, dtype), indices))
-        return LayerRows(stacks, token_dim=2 if head_major else 0)
-
-    keys = [shape.key for shape in shapes]
-    return KVSlab(
-        keys=rows(keys, head_major=True),
-        values=rows([shape.value for shape in shapes], head_major=True),
-        free_keys=rows(keys, head_major=False) if save else None,
-        capacity_tokens=capacity_tokens,
-    )
-
-
-def _allocate(sizes: Sequence[int], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Allocate a tensor; in main memory in huge pages where the system lends them.
-
-    A slab is written for the first time and then read once per token, too much for any cache: huge
-    pages save most page faults of the one and most address lookups of the other.
+    Attributes:
+        keys: per layer [capacity_tokens, kv_heads, head_dim], before RoPE; of layers without
+            rotary embedding too.
+        values: per layer [capacity_tokens, kv_heads, value_dim].
+        first_token: position in the sequence of row 0.
+        capacity_tokens: rows there are.
+        end_token: position after the last row in use.
+        memory: as a slab's.
     """
-    num_bytes = prod(sizes) * dtype.itemsize
-    if device.type != "cpu" or num_bytes < HUGE_PAGE_BYTES:
-        return torch.empty(sizes, device=device, dtype=dtype)
-    memory = mmap.mmap(
-        -1, align_up(num_bytes, HUGE_PAGE_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    )
-    with suppress(OSError):  # a kernel without transparent huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype, count=prod(sizes)).view(tuple(sizes))
+
+    keys: LayerRows
+    values: LayerRows
+    first_token: int
+    capacity_tokens: int
+    end_token: int = -1  # becomes first_token
+    memory: RowHold = field(default_factory=RowHold, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.end_token < 0:
+            self.end_token = self.first_token
+
+    @property
+    def free_tokens(self) -> int:
+        """Rows that can still be appended."""
+        return self.first_token + self.capacity_tokens - self.end_token
+
+    def cut(self, first_token: int, num_tokens: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """View keys and values of these tokens, by position in the sequence, of every layer.
+
+        Raises:
+            AssertionError: if the buffer has no rows for them.
+        """
+        row = first_token - self.first_token
+        if not 0 <= row <= self.capacity_tokens - num_tokens:
+            raise AssertionError(
+                f"tokens {first_token}+{num_tokens} cut from a buffer of {self.capacity_tokens} "
+                f"rows from {self.first_token} on"
+            )
+        return self.keys.cut(row, num_tokens), self.values.cut(row, num_tokens)
+
+    def hold(self) -> AbstractContextManager[None]:
+        """Keep the rows from being reused inside the block, released or not."""
+        return self.memory.hold()

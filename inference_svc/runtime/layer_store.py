@@ -1,14 +1,16 @@
-"""Store: slab -> arena slots, keys as they were before RoPE.
+"""Store: write buffer -> arena slots, keys as they were before RoPE.
 
-Pure copying: it may run on a copy thread once the sequence does not run, or for rows that `step` is
-done with.
+Pure copying: it may follow a forward layer by layer, or run long after the sequence and its slab
+are gone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from inference_svc.runtime.kv_slab import KVSlab
-from inference_svc.runtime.layer_load import Arena, slot_rows
+import torch
+
+from inference_svc.runtime.arena_rows import ArenaRows, SlotRun
+from inference_svc.runtime.kv_slab import WriteBuffer
 from inference_svc.runtime.recipes import Calibration
 
 
@@ -28,42 +30,64 @@ class Block(Protocol):
         """Number of rows."""
 
 
+def no_wait(_layer_index: int) -> None:
+    """Every layer is there."""
+
+
+@torch.inference_mode()
 def store_blocks(
-    slab: KVSlab, arena: Arena, blocks: Sequence[Block], calibration: Calibration
+    buffer: WriteBuffer,
+    rows: ArenaRows,
+    blocks: Sequence[Block],
+    calibration: Calibration,
+    wait_layer: Callable[[int], None] = no_wait,
 ) -> None:
-    """Copy the blocks' rows to their slots; the slab is only read.
+    """Copy the blocks' rows to their slots; the buffer is only read.
 
     Args:
-        slab: made with `save`; holds the blocks' tokens from `save_from` on.
-        arena: that the slots are in; the caller holds their lease and completes it afterwards.
-        blocks: in any order.
-        calibration: of the model that the slab belongs to.
+        buffer: the caller holds it.
+        rows: of the arena that the slots are in; the caller holds their lease and completes it
+            afterwards, unless this raised.
+        blocks: in any order; fastest in the order of tokens.
+        calibration: of the model that the buffer belongs to.
+        wait_layer: called before each layer is read; returns once its rows are in the buffer, and
+            may raise. Given one, blocks may want rows that a forward under way is about to write.
 
     Raises:
-        ValueError: if a block wants tokens the slab cannot give; nothing was written then.
+        ValueError: if a block wants tokens the buffer cannot give; nothing was written then.
     """
-    layout = calibration.layout
+    end = buffer.end_token
+    if wait_layer is not no_wait:
+        end = buffer.first_token + buffer.capacity_tokens
     for block in blocks:
-        end = block.token_offset + block.num_tokens
-        is_here = slab.save_from <= block.token_offset and end <= slab.num_tokens
-        if slab.free_keys is None or not is_here or not 0 < block.num_tokens <= layout.block_tokens:
+        block_end = block.token_offset + block.num_tokens
+        is_here = buffer.first_token <= block.token_offset and block_end <= end
+        if not is_here or not 0 < block.num_tokens <= calibration.layout.block_tokens:
             raise ValueError(
-                f"tokens {block.token_offset} to {end} cannot be stored from a slab that holds "
-                f"{slab.save_from} to {slab.num_tokens}"
+                f"tokens {block.token_offset} to {block_end} cannot be stored from a buffer that "
+                f"holds {buffer.first_token} to {end}"
             )
+    pieces = [(run, buffer.cut(first, run.num_tokens)) for first, run in _runs(blocks)]
+    for layer_index in range(len(calibration.layers)):
+        wait_layer(layer_index)
+        for run, components in pieces:
+            for component_index, of_layers in enumerate(components):
+                tokens = of_layers[layer_index]
+                by_slot = tokens.view(len(run.slot_ids), run.num_rows, *tokens.shape[1:])
+                rows.scatter(layer_index, component_index, run, by_slot)
+
+
+def _runs(blocks: Sequence[Block]) -> Iterator[tuple[int, SlotRun]]:
+    """Put successive blocks of one size together; yields (first token, slots)."""
+    slot_ids: list[int] = []
+    first, size = 0, 0
     for block in blocks:
-        _store_block(slab, arena.slot(block.slot_id), block, calibration)
-
-
-def _store_block(slab: KVSlab, slot: memoryview, block: Block, calibration: Calibration) -> None:
-    begin, end = block.token_offset, block.token_offset + block.num_tokens
-    for layer_index, recipe in enumerate(calibration.layers):
-        keys, values = (
-            slot_rows(slot, calibration.layout, layer_index, component, 0, block.num_tokens)
-            for component in (0, 1)
-        )
-        if recipe.rotary is None or slab.free_keys is None:
-            keys.copy_(slab.keys[layer_index][0, :, begin:end].transpose(0, 1))
-        else:
-            keys.copy_(slab.free_keys[layer_index][begin:end])
-        values.copy_(slab.values[layer_index][0, :, begin:end].transpose(0, 1))
+        follows = block.token_offset == first + len(slot_ids) * size and block.num_tokens == size
+        if slot_ids and not follows:
+            yield first, SlotRun(slot_ids, 0, size)
+            slot_ids = []
+        if not slot_ids:
+            first, size = block.token_offset, block.num_tokens
+        slot_ids.append(block.slot_id)
+    if slot_ids:
+        yield first, SlotRun(slot_ids, 0, size)

@@ -2,11 +2,16 @@
 
 All chunks lie one after another in a batch of one: input_ids and position_ids are [1, tokens].
 Linear layers see one long sequence; rotary embedding goes by position_ids; each chunk attends to
-its own slab only.
+its own slab only. Layer by layer a forward
 
-Invariants: 1. a slab's `num_tokens` moves only after the whole forward succeeded; 2. a position is
-a row of the slab;
-3. exactly one thread calls `step`, and it alone appends to slabs in the meantime.
+1. writes the new rows to slabs and write buffers,
+2. opens its clock, so that a save may follow it,
+3. waits for the gates of slabs that are still being loaded,
+4. attends.
+
+Invariants: 1. `num_tokens` of slabs and `end_token` of write buffers move only after the whole
+forward succeeded; 2. a position is a row of the slab; 3. exactly one thread calls `step`, and it
+alone appends in the meantime.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,55 +22,74 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference_svc.runtime.attention import AttentionOptions, attend, attend_one, visible_mask
+from inference_svc.runtime.attention import AttentionBackend, AttentionOptions, Part
 from inference_svc.runtime.capture import CaptureCache, RotaryTap, under
-from inference_svc.runtime.kv_slab import KVSlab, allocate_slab
+from inference_svc.runtime.kv_slab import KVSlab, WriteBuffer
+from inference_svc.runtime.layer_gate import LayerGate
 from inference_svc.runtime.model_loader import LoadedModel
 from inference_svc.runtime.recipes import Calibration
+from inference_svc.runtime.torch_attention import TorchAttention
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """The next tokens of one sequence; they are appended to its slab."""
+    """The next tokens of one sequence.
+
+    Attributes:
+        slab: they are appended to it.
+        token_ids: at least one.
+        want_logits: of the last of them.
+        write_buffer: they are appended to it too, except tokens before its first; None: the
+            sequence is not going to be stored.
+    """
 
     slab: KVSlab
     token_ids: list[int]
     want_logits: bool
+    write_buffer: WriteBuffer | None = None
+
+    @property
+    def end_token(self) -> int:
+        """Position after the last token, before the step."""
+        return self.slab.num_tokens + len(self.token_ids)
+
+    @property
+    def first_written_token(self) -> int:
+        """Position of the first token for the write buffer; `end_token` if there is none."""
+        if self.write_buffer is None:
+            return self.end_token
+        return min(max(self.slab.num_tokens, self.write_buffer.first_token), self.end_token)
 
 
 class ModelRunner:
     """Runs steps of one calibrated model."""
 
-    def __init__(self, loaded: LoadedModel, calibration: Calibration) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        calibration: Calibration,
+        attention: AttentionBackend | None = None,
+    ) -> None:
+        """Store the parts; without `attention`, the portable one."""
         self._loaded = loaded
         self._calibration = calibration
-
-    def new_slab(self, capacity_tokens: int, *, save: bool) -> KVSlab:
-        """Allocate an empty slab for one sequence.
-
-        Args:
-            capacity_tokens: history, new tokens and answer together.
-            save: keep keys before RoPE too, so that the slab can be stored.
-        """
-        loaded = self._loaded
-        shapes = [layer.shape for layer in self._calibration.layers]
-        return allocate_slab(
-            shapes, capacity_tokens, device=loaded.device, dtype=loaded.dtype, save=save
-        )
+        self._attention = attention or TorchAttention()
 
     @torch.inference_mode()
-    def step(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Compute all chunks in one forward and append them to their slabs.
+    def step(self, chunks: Sequence[Chunk], clock: LayerGate | None = None) -> Tensor:
+        """Compute all chunks in one forward and append them to their slabs and write buffers.
 
         Args:
-            chunks: of different slabs, each with at least one token and room for it.
+            chunks: of different slabs, with room for them.
+            clock: opened layer by layer, once all chunks' rows of a layer are written; left as it
+                is if the step fails.
 
         Returns:
             [chunks that want logits, vocab] float32 on the CPU: the logits after each such chunk's
-            last token.
+            last token. To be believed only once the slabs' gates are confirmed.
 
         Raises:
-            whatever the model raises; the slabs are then as they were.
+            whatever the model or a gate raises; slabs and write buffers are then as they were.
         """
         _check(chunks)
         device = self._loaded.device
@@ -74,12 +98,10 @@ class ModelRunner:
         positions = [
             position
             for chunk in chunks
-            for position in range(
-                chunk.slab.num_tokens, chunk.slab.num_tokens + len(chunk.token_ids)
-            )
+            for position in range(chunk.slab.num_tokens, chunk.end_token)
         ]
         wanted = [end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.want_logits]
-        with under(_StepForward(self._calibration, chunks)):
+        with under(_StepForward(self._calibration, self._attention, chunks, clock)):
             answer = self._loaded.model(
                 input_ids=torch.tensor([token_ids], device=device),
                 position_ids=torch.tensor([positions], device=device),
@@ -89,9 +111,11 @@ class ModelRunner:
                 # KV.
                 logits_to_keep=torch.tensor(wanted, dtype=torch.long, device=device),
             )
-        for chunk in chunks:
-            chunk.slab.num_tokens += len(chunk.token_ids)
         logits: Tensor = answer.logits[0].float().cpu()
+        for chunk in chunks:
+            if chunk.write_buffer is not None:
+                chunk.write_buffer.end_token = max(chunk.write_buffer.first_token, chunk.end_token)
+            chunk.slab.num_tokens = chunk.end_token
         return logits
 
 
@@ -103,25 +127,47 @@ def _check(chunks: Sequence[Chunk]) -> None:
             raise AssertionError(
                 f"{len(chunk.token_ids)} tokens for a slab with room for {chunk.slab.free_tokens}"
             )
+        buffer = chunk.write_buffer
+        if buffer is not None and buffer.end_token != max(
+            buffer.first_token, chunk.slab.num_tokens
+        ):
+            raise AssertionError(
+                f"a write buffer up to token {buffer.end_token} beside a slab up to token "
+                f"{chunk.slab.num_tokens}"
+            )
 
 
 class _StepForward:
-    """The forward of one step: writes rows to slabs and attends over them.
+    """The forward of one step.
 
     Written for few Python and torch calls: at decode they cost as much as the arithmetic. Hence
-    views of all layers are cut at once, rows of all sequences are copied in one call, and decode
-    has a path of its own.
+    views of all layers are cut at once and rows of all sequences are copied in one call.
     """
 
-    def __init__(self, calibration: Calibration, chunks: Sequence[Chunk]) -> None:
+    def __init__(
+        self,
+        calibration: Calibration,
+        attention: AttentionBackend,
+        chunks: Sequence[Chunk],
+        clock: LayerGate | None,
+    ) -> None:
         self._calibration = calibration
-        self._parts = [_Part(chunk.slab, len(chunk.token_ids)) for chunk in chunks]
-        self._sizes = [part.num_tokens for part in self._parts]
-        self._is_decode = max(self._sizes) == 1
+        self._clock = clock
+        self._sizes = [len(chunk.token_ids) for chunk in chunks]
+        self._gates = [chunk.slab.gate for chunk in chunks if chunk.slab.gate is not None]
+        # Of chunks with tokens for a write buffer: index and how many tokens come before these.
+        self._written = [
+            (index, chunk.first_written_token - chunk.slab.num_tokens)
+            for index, chunk in enumerate(chunks)
+            if chunk.first_written_token < chunk.end_token
+        ]
+        self._places = _places(chunks)
+        self._step_attention = attention.prepare(
+            [Part(chunk.slab, len(chunk.token_ids)) for chunk in chunks]
+        )
         self._calls: list[tuple[tuple[Any, ...], Any]] = []  # apply calls since the last `cached`
+        self._num_cached = 0
         self._num_attended = 0
-        self._visible: dict[int | None, list[tuple[Sequence[Tensor], Sequence[Tensor]]]] = {}
-        self._masks: dict[tuple[int, int | None], Tensor] = {}
 
     def rotated(
         self, _tap: RotaryTap, args: tuple[Any, ...], _options: dict[str, Any], result: Any
@@ -130,20 +176,20 @@ class _StepForward:
         self._calls.append((args, result))
 
     def cached(self, layer_index: int, key: Tensor, value: Tensor) -> None:
-        """Write the layer's new rows of all sequences."""
-        sizes, parts = self._sizes, self._parts
+        """Write the layer's new rows of all sequences, then let others have them."""
+        if layer_index != self._num_cached:
+            raise AssertionError(f"layer {layer_index} is cached after {self._num_cached} layers")
+        self._num_cached += 1
+        sizes = self._sizes
         rows = [*key.split_with_sizes(sizes, 2), *value.split_with_sizes(sizes, 2)]
-        places = [part.new_keys[layer_index] for part in parts]
-        places += [part.new_values[layer_index] for part in parts]
-        source = self._calibration.layers[layer_index].source
-        if source is not None:
-            free_rows = source.free_rows(self._calls, key).split_with_sizes(sizes)
-            for part, piece in zip(parts, free_rows, strict=True):
-                if part.new_free_keys is not None:
-                    places.append(part.new_free_keys[layer_index])
-                    rows.append(piece)
-        torch._foreach_copy_(places, rows)
+        if self._written:
+            for stored in (self._free_rows(layer_index, key), value[0].transpose(0, 1)):
+                pieces = stored.split_with_sizes(sizes)
+                rows += [pieces[i][skip:] if skip else pieces[i] for i, skip in self._written]
+        torch._foreach_copy_(self._places[layer_index], rows)
         self._calls.clear()
+        if self._clock is not None:
+            self._clock.open(self._num_cached)
 
     def attend(
         self, query: Tensor, _key: Tensor, _value: Tensor, _mask: Any, options: dict[str, Any]
@@ -151,85 +197,37 @@ class _StepForward:
         """Attend each part to its own slab; returns [1, tokens, heads, value_dim]."""
         call = self._calibration.attention_calls[self._num_attended]
         self._num_attended += 1
+        for gate in self._gates:
+            gate.wait(call.layer_index)
         asked = AttentionOptions(
             options.get("scaling"), options.get("softcap"), options.get("s_aux"), call.window
         )
-        if self._is_decode and asked.is_plain:
-            return self._attend_decode(query, call.layer_index, asked)
-        visible = self._visible_rows(None)
-        attended = [
-            self._attend_part(part, piece, keys[call.layer_index], values[call.layer_index], asked)
-            for part, piece, (keys, values) in zip(
-                self._parts, query.split_with_sizes(self._sizes, 2), visible, strict=True
-            )
-        ]
-        return torch.cat(attended, dim=2).transpose(1, 2)
+        return self._step_attention.attend(query, call.layer_index, asked)
 
     def masked(self, _allowed: Callable[..., Tensor]) -> None:
         """Never called."""
         raise AssertionError("our attention name has no mask function")
 
-    def _attend_decode(self, query: Tensor, layer_index: int, asked: AttentionOptions) -> Tensor:
-        """Attend when every part is one token; the same arithmetic as in a mixed step."""
-        _, heads, num_parts, dim = query.shape
-        kv_heads = self._calibration.layers[layer_index].shape.key[0]
-        grouped = query[0].transpose(0, 1).reshape(num_parts, kv_heads, -1, dim)
-        visible = self._visible_rows(asked.window)
-        attended = [
-            attend_one(row, keys[layer_index], values[layer_index], asked.scale)
-            for row, (keys, values) in zip(
-                grouped.split_with_sizes(self._sizes), visible, strict=True
-            )
-        ]
-        return torch.cat(attended).view(1, num_parts, heads, -1)
-
-    def _attend_part(
-        self, part: "_Part", query: Tensor, keys: Tensor, values: Tensor, asked: AttentionOptions
-    ) -> Tensor:
-        """Attend one part of a mixed step; returns [1, heads, tokens, value_dim]."""
-        window = asked.window
-        if part.num_tokens == 1 and asked.is_plain:
-            if window is not None:
-                keys, values = keys[:, :, -window:], values[:, :, -window:]
-            grouped = query.reshape(1, keys.shape[1], -1, query.shape[3])
-            return attend_one(grouped, keys, values, asked.scale).reshape(1, query.shape[1], 1, -1)
-        is_whole = part.num_tokens == part.length and (window is None or window >= part.length)
-        mask = None if is_whole else self._mask(part, window)
-        return attend(query, keys, values, asked, mask)
-
-    def _visible_rows(self, window: int | None) -> list[tuple[Sequence[Tensor], Sequence[Tensor]]]:
-        """Return what each part's last token sees; cut once for all layers of this window."""
-        if window not in self._visible:
-            self._visible[window] = [part.visible(window) for part in self._parts]
-        return self._visible[window]
-
-    def _mask(self, part: "_Part", window: int | None) -> Tensor:
-        """Return the part's mask, the same for all layers with this window."""
-        key = (id(part), window)
-        if key not in self._masks:
-            device = part.slab.keys[0].device
-            self._masks[key] = visible_mask(part.num_tokens, part.length, window, device)
-        return self._masks[key]
+    def _free_rows(self, layer_index: int, key: Tensor) -> Tensor:
+        """Return the layer's keys before RoPE, [tokens, kv_heads, dim]."""
+        source = self._calibration.layers[layer_index].source
+        return key[0].transpose(0, 1) if source is None else source.free_rows(self._calls, key)
 
 
-class _Part:
-    """One chunk of the step: its rows [length - num_tokens, length) of `slab` are new."""
-
-    def __init__(self, slab: KVSlab, num_tokens: int) -> None:
-        first = slab.num_tokens
-        self.slab = slab
-        self.num_tokens = num_tokens
-        self.length = first + num_tokens
-        self.new_keys = slab.keys.cut(first, num_tokens)
-        self.new_values = slab.values.cut(first, num_tokens)
-        self.new_free_keys = (
-            None if slab.free_keys is None else slab.free_keys.cut(first, num_tokens)
+def _places(chunks: Sequence[Chunk]) -> list[tuple[Tensor, ...]]:
+    """Return per layer where new rows go: keys, values, then those of write buffers."""
+    slabs = [(chunk.slab, chunk.slab.num_tokens, len(chunk.token_ids)) for chunk in chunks]
+    written = [
+        chunk.write_buffer.cut(first, chunk.end_token - first)
+        for chunk in chunks
+        if chunk.write_buffer is not None and (first := chunk.first_written_token) < chunk.end_token
+    ]
+    return list(
+        zip(
+            *[slab.keys.cut(first, num_tokens) for slab, first, num_tokens in slabs],
+            *[slab.values.cut(first, num_tokens) for slab, first, num_tokens in slabs],
+            *[keys for keys, _ in written],
+            *[values for _, values in written],
+            strict=True,
         )
-
-    def visible(self, window: int | None) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Return keys and values, per layer, that the last token sees."""
-        first = max(0, self.length - window) if window is not None else 0
-        return (
-            self.slab.keys.cut(first, self.length - first),
-            self.slab.values.cut(first, self.length - first),
-        )
+    )

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inference_svc.runtime.attention import AttentionOptions, attend, visible_mask
+from inference_svc.runtime.attention import AttentionOptions
 from inference_svc.runtime.capture import CaptureCache, RotaryTap, under
 from inference_svc.runtime.rotary import Rope
+from inference_svc.runtime.softmax_attention import attend
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,8 +120,7 @@ class Probe:
         asked = AttentionOptions(
             options.get("scaling"), options.get("softcap"), options.get("s_aux"), window
         )
-        visible = visible_mask(query.shape[2], key.shape[2], window, query.device)
-        return attend(query, key, value, asked, visible).transpose(1, 2)
+        return attend(query, key, value, asked, masks={}).transpose(1, 2)
 
     def masked(self, allowed: Callable[..., Tensor]) -> Mask:
         """Ask the model's predicate what the last two positions of a full window may see."""

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inference_svc.runtime.kv_slab import KVSlab
-from inference_svc.runtime.layer_load import load_spans
+from inference_svc.runtime.arena_rows import ArenaRows
+from inference_svc.runtime.kv_pool import KVPool
+from inference_svc.runtime.kv_slab import KVSlab, WriteBuffer
+from inference_svc.runtime.layer_load import LayerLoader
 from inference_svc.runtime.layer_store import store_blocks
 from inference_svc.runtime.model_loader import LoadedModel
 from inference_svc.runtime.model_runner import Chunk, ModelRunner
@@ -21,22 +23,21 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 @dataclass(frozen=True)
 class _Range:
-    """A block and a span at once: rows of the one slot, at the same positions."""
+    """A block and a span at once: the first rows of a slot, at the same positions."""
 
+    slot_id: int
+    token_offset: int
     num_tokens: int
-    slot_id: int = 0
     start: int = 0
-    token_offset: int = 0
 
 
-class _OneSlot:
-    """An arena of one slot, in ordinary memory."""
+class _PlainArena:
+    """An arena in ordinary memory."""
 
-    def __init__(self, slot_bytes: int) -> None:
-        self._slot = memoryview(bytearray(slot_bytes))
-
-    def slot(self, _slot_id: int) -> memoryview:
-        return self._slot
+    def __init__(self, slot_bytes: int, num_slots: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.num_slots = num_slots
+        self.memory = memoryview(bytearray(slot_bytes * num_slots))
 
 
 def proof_tokens(loaded: LoadedModel) -> list[int]:
@@ -60,9 +61,8 @@ def prove(loaded: LoadedModel, calibration: Calibration, reference: Tensor) -> N
     Raises:
         CalibrationMismatchError: naming the path that went wrong and by how much.
     """
-    for path, positions, logits in _paths(
-        ModelRunner(loaded, calibration), calibration, proof_tokens(loaded)
-    ):
+    runner = ModelRunner(loaded, calibration)
+    for path, positions, logits in _paths(runner, loaded, calibration):
         expected = reference[positions]
         distance = float((logits - expected).norm() / expected.norm())
         if not distance <= TOLERANCE[loaded.dtype]:  # written so that NaN is refused too
@@ -73,30 +73,53 @@ def prove(loaded: LoadedModel, calibration: Calibration, reference: Tensor) -> N
 
 
 def _paths(
-    runner: ModelRunner, calibration: Calibration, token_ids: list[int]
+    runner: ModelRunner, loaded: LoadedModel, calibration: Calibration
 ) -> list[tuple[str, list[int], Tensor]]:
     """Return (path, positions of its logits, logits) of each way to compute."""
+    token_ids = proof_tokens(loaded)
     total = len(token_ids)
     stored = total - 3
-    long, short, loaded = (runner.new_slab(total, save=True) for _ in range(3))
+    shapes = [layer.shape for layer in calibration.layers]
+    pool = KVPool(shapes, 4 * total, device=loaded.device, dtype=loaded.dtype)
+    long, short, again = (pool.new_slab(total) for _ in range(3))
+    buffer = pool.new_write_buffer(0, total)
 
-    def chunk(slab: KVSlab, end: int) -> Chunk:
-        return Chunk(slab, token_ids[slab.num_tokens : end], want_logits=True)
+    def chunk(slab: KVSlab, end: int, buffer: WriteBuffer | None = None) -> Chunk:
+        return Chunk(
+            slab, token_ids[slab.num_tokens : end], want_logits=True, write_buffer=buffer
+        )
 
     answers = [
-        ("prefill", [9, 4], runner.step([chunk(long, 10), chunk(short, 5)])),
-        ("chunked prefill", [stored - 1, 5], runner.step([chunk(long, stored), chunk(short, 6)])),
+        ("prefill", [9, 4], runner.step([chunk(long, 10, buffer), chunk(short, 5)])),
+        (
+            "chunked prefill",
+            [stored - 1, 5],
+            runner.step([chunk(long, stored, buffer), chunk(short, 6)]),
+        ),
     ]
-    one_block = _Range(num_tokens=stored)
-    slot = _OneSlot(calibration.layout.block_bytes)
-    store_blocks(long, slot, [one_block], calibration)
-    load_spans(loaded, slot, [one_block], calibration)
+    _store_and_load(calibration, buffer, again)
     answers.append(
         (
             "decode",
             [stored, stored, 6],
-            runner.step([chunk(long, stored + 1), chunk(loaded, stored + 1), chunk(short, 7)]),
+            runner.step([chunk(long, stored + 1), chunk(again, stored + 1), chunk(short, 7)]),
         )
     )
-    answers.append(("prefill after load", [total - 1], runner.step([chunk(loaded, total)])))
+    answers.append(("prefill after load", [total - 1], runner.step([chunk(again, total)])))
     return answers
+
+
+def _store_and_load(calibration: Calibration, buffer: WriteBuffer, slab: KVSlab) -> None:
+    """Store what the buffer holds, in as many blocks as it takes, and load it into the slab."""
+    block_tokens = calibration.layout.block_tokens
+    firsts = range(0, buffer.end_token, block_tokens)
+    blocks = [
+        _Range(slot_id, first, min(block_tokens, buffer.end_token - first))
+        for slot_id, first in zip(reversed(range(len(firsts))), firsts, strict=True)
+    ]
+    rows = ArenaRows(_PlainArena(calibration.layout.block_bytes, len(blocks)), calibration.layout)
+    store_blocks(buffer, rows, blocks, calibration)
+    loader = LayerLoader(slab, rows, blocks, calibration)
+    for layer_index in range(len(calibration.layers)):
+        loader.load(layer_index)
+    slab.num_tokens = buffer.end_token

@@ -7,27 +7,28 @@ j of a key,
 
 `find_pairing` finds source and partner by sending unit vectors through the model's own apply
 function, and C, S by sending the indicator of one member of each pair and of the other: products
-with 0 and 1 are exact, so are the tables. Owns the tables, nothing else; knows no layers and no
-slabs.
+with 0 and 1 are exact, so are the tables. Owns the tables and the pairing, nothing else; the
+arithmetic is in `rotation.py`; knows no layers and no slabs.
 
-Invariant: `rotate` repeats the model's own arithmetic, element by element, in the same dtypes;
+Invariant: `rotate_into` repeats the model's own arithmetic, element by element, in the same dtypes;
 calibration checks it against keys the model rotated itself.
 """
 
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+from inference_svc.runtime.rotation import ElementTake, Spare, Tables, Turn
+from inference_svc.runtime.scratch import ThreadScratch
 
 # Applies the model's own RoPE to keys [1, heads, n, dim] (float32) at n positions.
 Rope = Callable[[Tensor, Tensor], Tensor]
 
 PROBE_POSITIONS = (0, 1, 2, 3, 5, 8, 13)  # among these no turning pair has only sines of zero
 FIRST_TABLE_TOKENS = 1024
-MAX_RUNS = 8  # more contiguous runs than this in an index: one gather is cheaper than the slices
 
 
 class RotaryNotLinearError(Exception):
@@ -80,10 +81,9 @@ class RotaryTable:
         self._rope = rope
         self._max_tokens = max_tokens
         self._device = device
-        self._source = _Index(pairing.source, device)
-        self._partner = _Index(pairing.partner, device)
+        self._scratch = ThreadScratch(device, dtype)
         self._lock = threading.Lock()
-        self._tables: tuple[Tensor, Tensor] | None = None  # each [tokens, 1, dim]
+        self._tables: Tables | None = None
 
     @property
     def signature(self) -> str:
@@ -103,26 +103,40 @@ class RotaryTable:
 
     def rotate(self, keys: Tensor, start: int) -> Tensor:
         """Embed `keys` [n, heads, dim], before RoPE, at positions from `start` on."""
-        end = start + keys.shape[0]
-        cosines, sines = self._rows(end)
-        keys_wide = keys.to(self._dtype)
-        rotated = self._source.take(keys_wide) * cosines[start:end]
-        rotated += self._partner.take(keys_wide) * sines[start:end]
-        return rotated.to(keys.dtype)
+        rotated = torch.empty_like(keys)
+        self.rotate_into(keys, start, rotated)
+        return rotated
 
-    def _rows(self, end: int) -> tuple[Tensor, Tensor]:
+    def rotate_into(self, keys: Tensor, start: int, out: Tensor) -> None:
+        """Write what `rotate` returns to `out`, [n, heads, dim] of any strides, not over `keys`."""
+        self.turn(keys, start).into(out)
+
+    def turn(self, keys: Tensor, start: int) -> Turn:
+        """Prepare `rotate_into` for whatever `keys` will hold; in this thread only."""
+        num_tokens, heads, _ = keys.shape
+        tables = self._tables_to(start + num_tokens)
+        num_parts = 1 if keys.dtype == self._dtype else 3
+        parts = self._scratch.take(num_parts, num_tokens * heads * tables.width).unbind(0)
+        # Head-major, as results are going to be; the keys alone stay as they come.
+        products, *sums = (
+            part.view(heads, num_tokens, tables.width).transpose(0, 1) for part in parts[:2]
+        )
+        wide = parts[2].view(num_tokens, heads, tables.width) if num_parts == 3 else None
+        return Turn(keys, tables, start, Spare(products, sums[0] if sums else None, wide))
+
+    def _tables_to(self, end: int) -> Tables:
         tables = self._tables
-        if tables is not None and tables[0].shape[0] >= end:
+        if tables is not None and tables.num_tokens >= end:
             return tables
         with self._lock:
             tables = self._tables
-            if tables is None or tables[0].shape[0] < end:
+            if tables is None or tables.num_tokens < end:
                 num_tokens = max(FIRST_TABLE_TOKENS, 1 << (end - 1).bit_length())
                 tables = self._tables = self._build(max(end, min(num_tokens, self._max_tokens)))
         return tables
 
     @torch.no_grad()
-    def _build(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+    def _build(self, num_tokens: int) -> Tables:
         """Compute both tables for positions [0, num_tokens)."""
         dim = len(self.pairing.source)
         source = torch.tensor(self.pairing.source)
@@ -138,10 +152,22 @@ class RotaryTable:
         sines = torch.where(source_is_first, by_second, by_first)
         sines = torch.where((source == partner).to(self._device), torch.zeros_like(sines), sines)
         cosines, sines = (
-            table.to(self._table_dtype).to(self._dtype).unsqueeze(1).contiguous()
-            for table in (cosines, sines)
+            table.to(self._table_dtype).to(self._dtype).unsqueeze(1) for table in (cosines, sines)
         )
-        return cosines, sines
+        width = self._turning_width(cosines)
+        return Tables(
+            cosines[..., :width].contiguous(),
+            sines[..., :width].contiguous(),
+            ElementTake(self.pairing.source[:width], self._device),
+            ElementTake(self.pairing.partner[:width], self._device),
+            width,
+        )
+
+    def _turning_width(self, cosines: Tensor) -> int:
+        """Count leading elements up to the last that does not stay where and what it is."""
+        stays = (cosines == 1).flatten(0, 1).all(dim=0).tolist()
+        pairs = enumerate(zip(self.pairing.source, self.pairing.partner, strict=True))
+        return max((j + 1 for j, pair in pairs if pair != (j, j) or not stays[j]), default=0)
 
 
 @torch.no_grad()
@@ -168,25 +194,3 @@ def find_pairing(rope: Rope, dim: int, device: torch.device) -> Pairing:
     if sum(2 if a != b else 1 for a, b in pairs) != dim:
         raise RotaryNotLinearError("its elements do not form pairs")
     return Pairing(tuple(source.tolist()), tuple(partner.tolist()))
-
-
-class _Index:
-    """Takes a fixed permutation of the last dimension: by slices if few, else by a gather."""
-
-    def __init__(self, indices: tuple[int, ...], device: torch.device) -> None:
-        cuts = [
-            0,
-            *(i + 1 for i, (a, b) in enumerate(pairwise(indices)) if b != a + 1),
-            len(indices),
-        ]
-        self._runs = [
-            (indices[begin], indices[begin] + end - begin) for begin, end in pairwise(cuts)
-        ]
-        self._indices = torch.tensor(indices, device=device)
-
-    def take(self, keys: Tensor) -> Tensor:
-        if len(self._runs) == 1:
-            return keys
-        if len(self._runs) <= MAX_RUNS:
-            return torch.cat([keys[..., begin:end] for begin, end in self._runs], dim=-1)
-        return keys.index_select(-1, self._indices)

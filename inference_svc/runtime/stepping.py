@@ -1,16 +1,21 @@
 """Computes a planned step on the compute thread: one forward pass, then the next tokens.
 
-If the pass raises, its requests are computed one by one, so that only the one at fault fails.
+If the pass raises, its requests are computed one by one, so that only the one at fault fails. What
+was computed over history that is still being loaded counts only once that load is confirmed.
 """
 
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from inference_svc.core.counters import Counters
 from inference_svc.core.errors import EngineFailedError
+from inference_svc.core.rates import Rates, pairs
 from inference_svc.runtime.engine_job import EngineJob
+from inference_svc.runtime.layer_gate import LayerGate
 from inference_svc.runtime.model_runner import Chunk, ModelRunner
 from inference_svc.runtime.sampling import Sampled
 from inference_svc.runtime.worker_thread import WorkerThread
@@ -30,53 +35,103 @@ class StepInput:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What became of one job's part: a token if one was wanted, or an error."""
+    """What became of one job's part: a token if one was wanted, or an error.
+
+    A LoadFailedError means that its history is not there, and is nobody's fault.
+    """
 
     token: Sampled | None = None
     error: Exception | None = None
 
 
 class Stepper:
-    """Runs steps, one at a time."""
+    """Runs steps, one at a time.
+
+    Attributes:
+        busy_s: time spent computing.
+    """
 
     def __init__(
-        self, runner: ModelRunner, compute_thread: WorkerThread, counters: Counters
+        self,
+        runner: ModelRunner,
+        compute_thread: WorkerThread,
+        counters: Counters,
+        rates: Rates,
     ) -> None:
+        self.busy_s = 0.0
         self._runner = runner
         self._compute_thread = compute_thread
         self._counters = counters
+        self._rates = rates
 
-    async def step(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
-        """Compute; slabs of parts without error have advanced, the others are as they were."""
+    async def step(
+        self, inputs: Sequence[StepInput], clock: LayerGate | None = None
+    ) -> list[StepOutput]:
+        """Compute; slabs of parts without error have advanced, the others are as they were.
+
+        `clock` opens with each layer whose rows are in the write buffers, and fails with the pass.
+        """
         self._counters.add("steps")
         try:
-            return await self._compute_thread.run(self._compute, inputs)
+            return await self._compute_thread.run(self._compute, inputs, clock)
         except Exception as error:
+            if clock is not None:
+                clock.fail(error)
             self._counters.add("steps_failed")
-            log.exception("step_failed", num_requests=len(inputs))
             if len(inputs) == 1:
                 return [StepOutput(error=_as_reported(error))]
+            log.exception("step_failed", num_requests=len(inputs))
         return [output for single in inputs for output in await self.step([single])]
 
-    def _compute(self, inputs: Sequence[StepInput]) -> list[StepOutput]:
-        logits = self._runner.step([part.chunk for part in inputs])  # [chunks that want, vocab]
-        rows = iter(logits)
-        return [
-            _sample(part.job, next(rows)) if part.chunk.want_logits else StepOutput()
-            for part in inputs
-        ]
+    def _compute(self, inputs: Sequence[StepInput], clock: LayerGate | None) -> list[StepOutput]:
+        with ExitStack() as held:
+            for part in inputs:
+                held.enter_context(part.chunk.slab.hold())
+                if part.chunk.write_buffer is not None:
+                    held.enter_context(part.chunk.write_buffer.hold())
+            work = _work_of(inputs)
+            gates = [gate for part in inputs if (gate := part.chunk.slab.gate) is not None]
+            waited_s = sum(gate.waited_s for gate in gates)
+            began_s = time.monotonic()
+            logits = self._runner.step([part.chunk for part in inputs], clock)
+            stalled_s = sum(gate.waited_s for gate in gates) - waited_s
+            computed_s = time.monotonic() - began_s - stalled_s
+            self._rates.steps.note(*work, computed_s)
+            self.busy_s += computed_s
+            rows = iter(logits)  # [chunks that want, vocab]
+            return [
+                _answer(part, next(rows) if part.chunk.want_logits else None) for part in inputs
+            ]
 
 
-def _sample(job: EngineJob, logits_row: Tensor) -> StepOutput:
+def _work_of(inputs: Sequence[StepInput]) -> tuple[int, int]:
+    """Tokens of a step, and sum of the tokens that each of them attends to."""
+    chunks = [part.chunk for part in inputs]
+    num_pairs = sum(
+        pairs(chunk.slab.num_tokens, chunk.slab.num_tokens + len(chunk.token_ids))
+        for chunk in chunks
+    )
+    return sum(len(chunk.token_ids) for chunk in chunks), num_pairs
+
+
+def _answer(part: StepInput, logits_row: Tensor | None) -> StepOutput:
+    """Sample, if a token is wanted and the history it came from can be believed."""
+    job = part.job
     try:
+        gate = part.chunk.slab.gate
+        if gate is not None:
+            gate.wait_confirmed()
+        if logits_row is None:
+            return StepOutput()
         return StepOutput(token=job.sampler.sample(logits_row, job.request.token_ids))
-    except Exception as error:  # noqa: BLE001  # one request's logits must not fail the others
+    except Exception as error:  # noqa: BLE001  # one request's trouble must not fail the others
         return StepOutput(error=_as_reported(error))
 
 
 def _as_reported(error: Exception) -> Exception:
     if isinstance(error, ReportedError):
         return error
+    log.error("turn_not_computed", exc_info=error)
     return EngineFailedError(
         f"the model failed to compute this turn ({type(error).__name__})",
         "submit it again; the session is as it was",

@@ -92,12 +92,18 @@ class TurnRunner:
         answer = GrowingAnswer(sampling, self._limits.eos_ids)
         history_tokens = transcript.computed_tokens
         writer = AnswerWriter(turn, answer, self._tokenizer, prompt_ids, history_tokens)
-        job = EngineJob(
-            request=Request(
-                next(self._numbers), prompt_ids, sampling.max_tokens, submission.arrived_ns
-            ),
-            key=submission.key,
+        turn.request = Request(
+            next(self._numbers),
+            submission.key,
+            prompt_ids,
+            sampling.max_tokens,
+            submission.arrived_ns,
             history_tokens=history_tokens,
+            priority=submission.priority,
+            deadline_ns=turn.deadline_ns,
+        )
+        job = EngineJob(
+            request=turn.request,
             is_final=submission.is_final,
             sampler=Sampler(sampling),
             sink=writer,
@@ -121,12 +127,12 @@ class TurnRunner:
         try:
             await self._engine.generate(job)
             turn.is_recorded = True
-            record = writer.record(job.request, num_turns, transcript.token_ids)
-            await self._transcripts.append(job.key, record, is_final=job.is_final)
+            record = writer.record(job, num_turns, transcript.token_ids)
+            await self._transcripts.append(job.request.key, record, is_final=job.is_final)
             self._engine.keep(job, writer.computed_ids(job.request))
         except asyncio.CancelledError:
             writer.finish_reason = FinishReason.CANCELLED
-            self._finish(turn, writer, writer.usage(job.request), num_turns)
+            self._finish(turn, writer, writer.usage(job), num_turns)
             raise
         finally:
             self._engine.drop(job)
@@ -195,6 +201,9 @@ class TurnRunner:
             prefill_s=round(usage.prefill_s, 6),
             ttft_s=round(usage.ttft_s, 6),
             total_s=round(usage.total_s, 6),
+            stall_s=round(usage.stall_s, 6),
+            priority=submission.priority,
+            preemptions=usage.preemptions,
         )
 
     def _count(self, usage: Usage) -> None:

@@ -9,8 +9,10 @@ from functools import partial
 
 from inference_svc.core.counters import Counters
 from inference_svc.core.errors import (
+    DeadlineExceededError,
     DrainingError,
     EngineFailedError,
+    QueueFullError,
     RequestIdReusedError,
     SessionBusyError,
     SessionExistsError,
@@ -121,6 +123,7 @@ class Turns:
         for turn in self._session_turns.of(submission.key):
             if turn.submission.request_id == submission.request_id and not turn.is_cancelled:
                 _check_same(submission, turn.submission.digest)
+                turn.allow_until(submission.deadline_ns)
                 return turn
         return None
 
@@ -131,7 +134,12 @@ class Turns:
         if key in self._held:
             raise _busy(key)
         turn = Turn(submission)
-        if self._session_turns.enter(key, turn, wait=submission.waits):
+        try:
+            runs_now = self._session_turns.enter(key, turn, wait=submission.waits)
+        except QueueFullError:
+            self._counters.add("turns_refused")
+            raise
+        if runs_now:
             turn.may_run.set()
         self._idle.clear()
         turn.task = self._tasks.create_task(self._run(turn))
@@ -142,7 +150,12 @@ class Turns:
     async def _run(self, turn: Turn) -> ReportedError | None:
         """Wait for the session, then answer the turn; return why it failed."""
         try:
-            await turn.may_run.wait()
+            if not await turn.wait_for_session():
+                self._counters.add("expired")
+                return DeadlineExceededError(
+                    "the turn's deadline passed while it waited for its session",
+                    "submit it again with more time, or when the session's turn has finished",
+                )
             await self._runner.answer(turn)
         except ReportedError as error:
             return error

@@ -22,13 +22,24 @@ class WorkerThread:
         given away when the thread has let go of it.
         """
         loop = asyncio.get_running_loop()
-        future = loop.run_in_executor(self._executor, lambda: call(*args, **kwargs))
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            await asyncio.wait({future})
-            raise
+        return await _to_its_end(
+            loop.run_in_executor(self._executor, lambda: call(*args, **kwargs))
+        )
 
     def close(self) -> None:
         """Wait for the call that runs and end the thread; queued calls are dropped."""
         self._executor.shutdown(wait=True, cancel_futures=True)
+
+
+async def run_in_own_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run a call that may block for long, on a thread that nothing queues behind; else as above."""
+    loop = asyncio.get_running_loop()
+    return await _to_its_end(loop.run_in_executor(None, lambda: call(*args, **kwargs)))
+
+
+async def _to_its_end(future: "asyncio.Future[T]") -> T:
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        await asyncio.wait({future})
+        raise

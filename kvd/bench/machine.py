@@ -9,10 +9,10 @@ import psutil
 
 from kvd.bench.figures import Machine
 from kvd.bench.floor import open_direct
+from shared.machine import cpu_name, private_huge_pages, shared_huge_pages
 from shared.version import __version__
 
 _LIBRARIES = ("grpcio", "numpy", "protobuf", "uvloop", "xxhash")
-_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 _RESERVED = Path("/proc/sys/vm/nr_hugepages")
 
 
@@ -20,13 +20,13 @@ def machine_facts(directory: Path) -> Machine:
     """Look at the machine and at the file system of `directory`, which must be writable."""
     device, filesystem = _mounted_at(directory)
     return Machine(
-        cpu=_cpu_name(),
+        cpu=cpu_name(),
         cpus=len(os.sched_getaffinity(0)),
         load_average=os.getloadavg()[0],
         memory_bytes=psutil.virtual_memory().total,
         kernel=platform.release(),
-        huge_pages=_chosen(_HUGE_PAGES / "enabled"),
-        shared_huge_pages=_chosen(_HUGE_PAGES / "shmem_enabled"),
+        huge_pages=private_huge_pages(),
+        shared_huge_pages=shared_huge_pages(),
         reserved_huge_pages=int(_RESERVED.read_text(encoding="ascii")) if _RESERVED.exists() else 0,
         filesystem=filesystem,
         device=device,
@@ -35,20 +35,6 @@ def machine_facts(directory: Path) -> Machine:
         kvd=__version__,
         libraries={name: version(name) for name in _LIBRARIES},
     )
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            return value.strip()
-    return platform.processor() or platform.machine()
-
-
-def _chosen(setting: Path) -> str:
-    """The mode in brackets, "always [madvise] never"."""
-    text = setting.read_text(encoding="ascii") if setting.exists() else ""
-    return text.partition("[")[2].partition("]")[0]
 
 
 def _mounted_at(directory: Path) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from kvd.bench.figures import SCHEMA, Comparison, Report
 from kvd.bench.goals import goals_of
-from kvd.bench.statistics import Spread
+from shared.statistics import Spread
 from shared.units import format_bytes, format_duration
 
 

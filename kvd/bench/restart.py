@@ -4,8 +4,8 @@ from kvd.bench.figures import Restart
 from kvd.bench.filled_index import MANIFEST_NAME, FilledIndexes
 from kvd.bench.options import BLOCKS_PER_SESSION, BenchOptions
 from kvd.bench.process import running_kvd
-from kvd.bench.statistics import percentile, spread
 from kvd.bench.workspace import Workspace
+from shared.statistics import percentile, spread
 
 
 async def measure_restart(

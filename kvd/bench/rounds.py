@@ -3,7 +3,8 @@
 from collections import defaultdict
 
 from kvd.bench.figures import Growth, Latency, latency
-from kvd.bench.statistics import growth, percentile
+from kvd.bench.statistics import growth
+from shared.statistics import percentile
 
 
 class Rounds:

@@ -1,12 +1,9 @@
-"""Medians, percentiles, and ratios of interleaved pairs.
-
-Pure. Machines are noisy: neighbours, clock rates and disks change from second to second. Two things
-are therefore measured in turn, many times, and compared pair by pair; the median of the pairs'
-ratios does not mind a few bad seconds, and its quartiles say how far to trust it.
-"""
+"""Transfers in interleaved pairs, and their ratios. Pure; see shared/statistics.py."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from shared.statistics import Spread, spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,35 +30,6 @@ class Pair:
     def ratio(self) -> float:
         """Speed of kvd in units of the floor's: 1.0 is as fast as the machine."""
         return self.kvd.bytes_per_s / self.floor.bytes_per_s
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """A median and its quartiles."""
-
-    low: float
-    median: float
-    high: float
-
-
-def percentile(values: Sequence[float], fraction: float) -> float:
-    """Value below which `fraction` of the values lie, interpolated between neighbours.
-
-    Raises:
-        ValueError: if there are no values.
-    """
-    if not values:
-        raise ValueError("no values, no percentile")
-    ordered = sorted(values)
-    position = fraction * (len(ordered) - 1)
-    below = int(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
-
-
-def spread(values: Sequence[float]) -> Spread:
-    """Median and quartiles of values."""
-    return Spread(percentile(values, 0.25), percentile(values, 0.5), percentile(values, 0.75))
 
 
 def growth(before: Sequence[float], after: Sequence[float]) -> Spread:

@@ -180,19 +180,27 @@ class CacheEngine:
     # ---------------------------------------------------------------------------------------- load
 
     def prepare_load(
-        self, key: SessionKey, token_ids: bytes, from_token: int, owner: int, now_ns: int
+        self,
+        key: SessionKey,
+        token_ids: bytes,
+        from_token: int,
+        owner: int,
+        now_ns: int,
+        *,
+        dram_only: bool = False,
     ) -> LoadAnswer:
         """Lease the stored KV of token_ids[from_token:], as far as slots can be had for it.
 
         Unless it is a MISS the caller owes `complete_load`; when PENDING first `settle_load`, after
-        LeaseReady.
+        LeaseReady. With `dram_only` only what is in DRAM, up to the first block that is not, and no
+        read is begun for it (but if verifying finds a slot corrupt its block is read anew).
 
         Raises:
             InvalidRequestError: token ids or position that cannot be.
             TooManyLeasesError: at the bound.
         """
         self._state.advance(now_ns)
-        return self._loader.prepare(key, token_ids, from_token, owner)
+        return self._loader.prepare(key, token_ids, from_token, owner, dram_only=dram_only)
 
     def lease_state(self, lease_id: int) -> LeaseState:
         """Say whether a load lease may be settled."""

@@ -6,6 +6,8 @@ arrivals' `waiting`; 3. loading creates no session; 4. a lease that was PENDING 
 progress word until it ends.
 """
 
+from itertools import takewhile
+
 from kvd.core.actions import (
     READ_FAILED,
     IoOutcome,
@@ -28,6 +30,7 @@ from shared.units import SECTOR_BYTES
 BUSY = "busy"
 READ_ERROR = "read_error"
 DEADLINE = "deadline"
+ON_SSD = "on_ssd"
 
 
 class Loader:
@@ -38,7 +41,9 @@ class Loader:
         self._writer = writer
         self._verifier = verifier
 
-    def prepare(self, key: SessionKey, token_ids: bytes, from_token: int, owner: int) -> LoadAnswer:
+    def prepare(
+        self, key: SessionKey, token_ids: bytes, from_token: int, owner: int, *, dram_only: bool
+    ) -> LoadAnswer:
         """See CacheEngine.prepare_load."""
         check_from_token(from_token, num_tokens_of(token_ids))
         state = self._state
@@ -46,10 +51,12 @@ class Loader:
         if session is not None:
             state.touch(session)
         match = match_tokens(state, key, token_ids)
-        pieces = [piece for piece in match.pieces if piece.end > from_token]
+        stored = [piece for piece in match.pieces if piece.end > from_token]
+        pieces = list(takewhile(_is_in_dram, stored)) if dram_only else stored
         if not pieces:
             state.outbox.count("load_misses")
-            return LoadAnswer(Lookup.MISS, miss_reason=match.miss_reason)
+            reason = ON_SSD if stored else match.miss_reason
+            return LoadAnswer(Lookup.MISS, miss_reason=reason)
         lease_id = state.leases.next_id()
         lease = LoadLease(lease_id, owner, key, from_token, [], more=False, since_ns=state.now_ns)
         self._lease_pieces(lease, pieces)
@@ -57,7 +64,7 @@ class Loader:
             state.outbox.count("loads_busy")
             state.outbox.want_wake()
             return LoadAnswer(Lookup.MISS, miss_reason=BUSY)
-        lease.more = len(lease.entries) < len(pieces)
+        lease.more = len(lease.entries) < len(stored)
         state.leases.add(lease)
         if not lease.num_waiting:
             return self._hit(lease)
@@ -209,15 +216,16 @@ class Loader:
     def _lease_pieces(self, lease: LoadLease, pieces: list[Piece]) -> None:
         """Lease as many blocks as slots can be had for, in token order.
 
-        What is leased already is never evicted. All matched blocks are held meanwhile: making room
-        for one must not drop another.
+        What is leased already is never evicted. If room must be made, all matched blocks are held
+        meanwhile: making room for one must not drop another.
         """
-        for piece in pieces:
+        is_holding = any(piece.block.slot_id is None for piece in pieces)
+        for piece in pieces if is_holding else ():
             piece.block.holders += 1
         reads: list[Arrival] = []
         for index, piece in enumerate(pieces):
             block = piece.block
-            is_here = block.slot_id is not None and block.io is not BlockIo.READING
+            is_here = _is_in_dram(piece)
             if block.slot_id is None:
                 if not self._has_slot(pieces[index:]):
                     break
@@ -230,7 +238,7 @@ class Loader:
             tier = Tier.DRAM if is_here else Tier.SSD
             lease.entries.append((block, _load_span(piece, lease.from_token, tier)))
         self._issue_reads(reads)
-        for piece in pieces:
+        for piece in pieces if is_holding else ():
             piece.block.holders -= 1
             self._state.settle(piece.block)
 
@@ -306,6 +314,11 @@ class Loader:
         self._state.outbox.count("load_hits")
         for _, span in lease.entries:
             self._state.outbox.count(f"load_tokens_{span.tier.value}", span.num_tokens)
+
+
+def _is_in_dram(piece: Piece) -> bool:
+    """Whether the bytes are in a slot, be it unverified; what is still being read is not."""
+    return piece.block.slot_id is not None and piece.block.io is not BlockIo.READING
 
 
 def _load_span(piece: Piece, from_token: int, tier: Tier) -> LoadSpan:

@@ -278,10 +278,11 @@ class CacheState:
         """
         if not self.blocks.holds(block):
             return
-        if block.users:
-            for tier in Tier:
-                if block.resides(tier):
-                    self._find_ranking_user(block, tier)
+        if block.users:  # no loop over Tier: this is most of what a load of many blocks costs
+            if block.slot_id is not None:
+                self._find_ranking_user(block, Tier.DRAM)
+            if block.extent is not None:
+                self._find_ranking_user(block, Tier.SSD)
         elif not block.wanted and block.io is BlockIo.IDLE:
             self.forget(block)
 

@@ -8,11 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from inference_svc.chat import describe
 from inference_svc.config import load_inference_settings
+from inference_svc.core.counters import COUNTERS
 from inference_svc.core.errors import ListenError
 from inference_svc.listening import prepare_socket
+from inference_svc.status_view import format_gauge, status_tables
 from shared.config import InvalidSettingsError
 from shared.pb.inference.v1 import inference_pb2 as pb
 
@@ -57,6 +60,39 @@ def test_the_shipped_settings_file_has_every_key():
     written = SHIPPED.read_text(encoding="utf-8")
     for key in loaded.provenance:
         assert f"{key.split('.')[-1]} = " in written, key
+
+
+def test_the_shipped_settings_file_says_the_defaults():
+    """But for the paths, which are the system's; and it is no second source of truth."""
+    shipped = load_inference_settings(SHIPPED, {}).settings
+    defaults = load_inference_settings(None, {}).settings
+    for section in ("cache", "scheduler", "log"):
+        written = getattr(shipped, section).model_dump()
+        for key, value in getattr(defaults, section).model_dump().items():
+            assert key == "kvd_runtime_dir" or written[key] == value, key
+    assert shipped.model.attention == defaults.model.attention
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("cache.load_policy", "sometimes", "'auto'"),
+        ("cache.preload", "blocks", "'layers'"),
+        ("cache.read_buffer_layers", -2, "-1"),
+        ("cache.saving", "later", "'async'"),
+        ("cache.residents", "perhaps", "valid boolean"),
+        ("model.attention", "flash9", "'torch'"),
+        ("scheduler.mixed_step_tokens", 1, "16"),
+        ("scheduler.answer_tokens", 0, "1"),
+        ("scheduler.tenant_weights", "acme=-1", "greater than 0"),
+    ],
+)
+def test_values_that_cannot_be_are_named_with_what_is_accepted(key, value, said):
+    """Each key of the executor has its bounds."""
+    with pytest.raises(InvalidSettingsError) as refused:
+        load_inference_settings(None, {key: value})
+    assert key in str(refused.value)
+    assert said in str(refused.value)
 
 
 @pytest.mark.parametrize("listen", ["unix:relative", "unix:/" + "x" * 120, "10.0.0.1:1", "80"])
@@ -118,3 +154,43 @@ def test_chat_describes_a_turns_reuse():
     line = describe(usage)
     for said in ("history 10", "reused 8 (6 from dram, 2 from ssd)", "recomputed 2 (partial)"):
         assert said in line
+
+
+def test_chat_says_what_held_a_turn_up():
+    """Only if anything did."""
+    line = describe(pb.Usage(stall_s=0.05, preemptions=2))
+    assert "waited 50 ms for layers" in line
+    assert "interrupted 2 times" in line
+    assert "waited" not in describe(pb.Usage())
+
+
+def test_status_shows_gauges_and_counters_with_their_meaning():
+    """A person sees units and explanations; counters that this version does not know come last."""
+    model = pb.Model(
+        name="tiny",
+        gauges={"pool_bytes": 1 << 20, "retry_after_s": 0.25, "waiting": 3.0},
+        counters={"turns_finished": 1234, "future": 5},
+    )
+    console = Console(width=120)
+    with console.capture() as captured:
+        for table in status_tables(model):
+            console.print(table)
+    shown = captured.get()
+    for said in ("tiny", "1.0 MB", "250 ms", "1,234", COUNTERS["turns_finished"], "future"):
+        assert said in shown
+    assert shown.index("turns_finished") < shown.index("future")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("prefill_tokens_per_s", 12345.6, "12,346 /s"),
+        ("load_s", 0.002, "2 ms"),
+        ("resident_bytes", 2048.0, "2.0 KB"),
+        ("kv_tokens", 4096.0, "4,096"),
+        ("busy", 0.4567, "0.457"),
+    ],
+)
+def test_gauges_are_shown_in_their_unit(name, value, shown):
+    """The end of the name is the unit."""
+    assert format_gauge(name, value) == shown

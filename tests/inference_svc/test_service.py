@@ -2,7 +2,7 @@
 
 import pytest
 
-from inference_svc.core.errors import EmptyTurnError, InvalidSamplingError
+from inference_svc.core.errors import EmptyTurnError, InvalidSamplingError, InvalidTurnError
 from inference_svc.core.stopping import AnswerToken
 from inference_svc.core.submission import ChatInput, TextInput, TokenInput
 from inference_svc.core.turn_events import Accepted, Finished, Started, Tokens
@@ -10,13 +10,17 @@ from inference_svc.core.turn_record import Usage
 from inference_svc.service import decode_sampling, decode_submission, encode_event
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.session_key import SessionKey
+from shared.units import NS_PER_S
 
 KEY = SessionKey("default", "m", "s")
 HELLO = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="Hello")])
 
 
-def decode(**fields):
-    return decode_submission(pb.SubmitTurnRequest(**fields), KEY, default_max_tokens=64)
+NAN, INFINITE = float("nan"), float("inf")
+
+
+def decode(rpc_left_s=None, **fields):
+    return decode_submission(pb.SubmitTurnRequest(**fields), KEY, 64, rpc_left_s)
 
 
 def test_unset_sampling_is_greedy_with_the_services_bound():
@@ -66,10 +70,61 @@ def test_bad_sampling_is_refused_before_anything_runs():
         decode(text="Hi", sampling=pb.Sampling(top_p=3, max_tokens=0))
 
 
+@pytest.mark.parametrize("priority", [-100, 0, 100])
+def test_priorities(priority):
+    """Within their bounds they are taken as they are; 0 is the default."""
+    assert decode(text="Hi", priority=priority).priority == priority
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"priority": 101}, "priority 101"),
+        ({"priority": -101}, "priority -101"),
+        ({"deadline_s": -0.5}, "deadline_s -0.5"),
+        ({"deadline_s": NAN}, "deadline_s nan"),
+        ({"deadline_s": INFINITE}, "deadline_s inf"),
+        ({"priority": 101, "deadline_s": -1.0}, "priority 101 and deadline_s -1.0"),
+    ],
+)
+def test_urgency_out_of_range_is_refused(fields, said):
+    """With all problems in one error, and what is accepted."""
+    with pytest.raises(InvalidTurnError) as refused:
+        decode(text="Hi", **fields)
+    assert said in refused.value.message
+    assert refused.value.reason == "invalid_input"
+    for name in fields:
+        assert name in refused.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("deadline_s", "rpc_left_s", "expected_s"),
+    [
+        (0.0, None, None),
+        (2.5, None, 2.5),
+        (0.0, 3.0, 3.0),
+        (2.5, 3.0, 2.5),
+        (5.0, 3.0, 3.0),
+        (5.0, 0.0, 0.0),
+        (1e12, None, None),
+        (1e12, 3.0, 3.0),
+        (0.0, 1e300, None),
+    ],
+)
+def test_the_earlier_deadline_wins(deadline_s, rpc_left_s, expected_s):
+    """That of the turn or that of its RPC, from the turn's arrival; a far one is none."""
+    submission = decode(rpc_left_s, text="Hi", deadline_s=deadline_s)
+    if expected_s is None:
+        assert submission.deadline_ns is None
+    else:
+        assert submission.deadline_ns == submission.arrived_ns + int(expected_s * NS_PER_S)
+
+
 def test_the_digest_covers_input_and_sampling_only():
-    """A repeat may wait, or expect another turn; it may not ask for something else."""
+    """A repeat may wait, hurry, or expect another turn; it may not ask for something else."""
     first = decode(text="Hi", request_id="r").digest
     assert first == decode(text="Hi", request_id="q", wait=True, expected_turn=2).digest
+    assert first == decode(text="Hi", priority=3, deadline_s=1.0, rpc_left_s=2.0).digest
     assert first != decode(text="Ho").digest
     assert first != decode(text="Hi", sampling=pb.Sampling(seed=1)).digest
     assert first != decode(text="Hi", final=True).digest
@@ -83,10 +138,17 @@ def test_events_are_encoded_field_by_field():
     token = AnswerToken(7, "é", -0.5, ((7, -0.5), (9, -1.5)))
     (encoded,) = encode_event(Tokens((token,))).tokens.tokens
     assert (encoded.text, encoded.logprob, encoded.top[1].token_id) == ("é", -0.5, 9)
-    usage = Usage(history_tokens=10, tier_tokens={"ssd": 8}, recompute_reason="partial")
+    usage = Usage(
+        history_tokens=10,
+        tier_tokens={"ssd": 8},
+        recompute_reason="partial",
+        preemptions=2,
+        stall_s=0.25,
+    )
     finished = encode_event(Finished("stop", "é", usage, 4)).finished
     assert dict(finished.usage.tier_tokens) == {"ssd": 8}
     assert (finished.turns, finished.usage.recompute_reason) == (4, "partial")
+    assert (finished.usage.preemptions, finished.usage.stall_s) == (2, 0.25)
 
 
 def test_a_token_without_logprob_says_so():

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -224,3 +225,24 @@ async def test_layers_are_checked_as_they_are_read(tmp_path: Path) -> None:
             assert (loaded.num_tokens, loaded.tiers <= {"dram", "ssd"}) == (400, True)
         assert not await leases(kvd)
         assert not arena_files(kvd)
+
+
+async def test_an_engine_may_leave_ssd_alone(tmp_path: Path) -> None:
+    """It is granted what is in DRAM, told that there is more, and nothing is read for it."""
+    async with running_kvd(tmp_path, "--dram", "1MB", "--ssd", "64MB", keep="none") as kvd:
+        async with attached_engine(kvd.runtime_dir) as engine:
+            await engine.store(key_of("a"), TOKENS)
+            await all_clean(kvd)
+            await kvd.kill()
+            await kvd.start()
+            await engine.client.wait_attached(30)
+            ask = partial(
+                engine.client.prepare_load, key_of("a"), encode(TOKENS), 0, 20, dram_only=True
+            )
+            assert (await ask()).miss_reason == "on_ssd"
+            assert (await engine.load(key_of("a"), TOKENS[:32])).tiers == {"ssd"}
+            grant = await ask()
+            assert (grant.lookup, grant.end_token, grant.more) == (Lookup.HIT, 32, True)
+            assert {span.tier for span in grant.spans} == {"dram"}
+            await engine.client.complete_load(grant)
+        assert not await leases(kvd)

@@ -20,6 +20,7 @@ from kvd.core.records import (
     Pin,
     QueuedJob,
     StoreAnswer,
+    Tier,
 )
 from kvd.core.tenants import TenantLimits
 from shared.session_key import SessionKey
@@ -135,8 +136,13 @@ class CacheMachine(RuleBasedStateMachine):
 
     # --------------------------------------------------------------------------------------- turns
 
-    @rule(key=st.sampled_from(KEYS), owner=st.sampled_from(OWNERS), skip=st.integers(0, 20))
-    def prepare_load(self, key, owner, skip) -> None:
+    @rule(
+        key=st.sampled_from(KEYS),
+        owner=st.sampled_from(OWNERS),
+        skip=st.integers(0, 20),
+        dram_only=st.booleans(),
+    )
+    def prepare_load(self, key, owner, skip, dram_only) -> None:
         if owner in self.detached:
             return
         conversation = self.conversations[key]
@@ -145,10 +151,16 @@ class CacheMachine(RuleBasedStateMachine):
         snapshot = replace(conversation, tokens=list(conversation.tokens))
         try:
             answer = self.world.engine.prepare_load(
-                key, to_bytes(conversation.tokens), from_token, self.ids[owner], self.world.now_ns
+                key,
+                to_bytes(conversation.tokens),
+                from_token,
+                self.ids[owner],
+                self.world.now_ns,
+                dram_only=dram_only,
             )
         except TooManyLeasesError:
             answer = LoadAnswer(Lookup.MISS, miss_reason="bound")
+        assert not dram_only or all(span.tier is Tier.DRAM for span in answer.spans)
         if answer.lookup is Lookup.MISS:
             assert answer.miss_reason, "a miss has a reason"
         else:

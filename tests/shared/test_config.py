@@ -15,6 +15,7 @@ from shared.setting_types import (
     IntList,
     Section,
     TenantName,
+    TenantWeights,
 )
 
 
@@ -28,6 +29,7 @@ class Sessions(Section):
     ttl: DurationOrNever = 60.0
     wait: Duration = 5.0
     uids: IntList = ()
+    weights: TenantWeights = Field(default_factory=dict)
 
 
 class Tenant(Section):
@@ -72,6 +74,7 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path):
         "sessions.ttl": "default",
         "sessions.wait": "default",
         "sessions.uids": "default",
+        "sessions.weights": "default",
     }
 
 
@@ -147,6 +150,38 @@ def test_problems_in_tables_by_name(tmp_path):
         assert part in line
     assert "such as tenants.NAME.ttl" in _problems(tmp_path, "tenants = 5\n")
     assert "such as tenants.acme.ttl" in _problems(tmp_path, "[tenants]\nacme = 5\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "environ", "source"),
+    [
+        ("[sessions]\nweights = { acme = 2, 'a.b' = 0.5 }\n", {}, "file"),
+        ("[sessions.weights]\nacme = 2\n'a.b' = 0.5\n", {}, "file"),
+        ("[sessions.weights]\nx = 1\n", {"EX_SESSIONS__WEIGHTS": "acme=2, a.b = 0.5"}, "env"),
+    ],
+)
+def test_a_map_of_plain_values_is_one_setting(tmp_path, text, environ, source):
+    """In the file a table, in the environment a list of pairs; the stronger source has it all."""
+    loaded = _load(tmp_path, text, environ=environ)
+    assert loaded.settings.sessions.weights == {"acme": 2.0, "a.b": 0.5}
+    assert ("sessions.weights", "acme=2.0, a.b=0.5", source) in loaded.rows()
+
+
+@pytest.mark.parametrize(
+    ("weights", "problem"),
+    [
+        ("acme", "write it as name=2"),
+        ("acme=0", "greater than 0"),
+        ("acme=nan", "less than or equal to 1000"),
+        ("acme=much", "valid number"),
+        ("a b=1", "is not valid"),
+    ],
+)
+def test_problems_in_a_map_of_plain_values(tmp_path, weights, problem):
+    """Each is named with its setting."""
+    line = _problems(tmp_path, environ={"EX_SESSIONS__WEIGHTS": weights})
+    assert f"sessions.weights = '{weights}' (env)" in line
+    assert problem in line
 
 
 def test_strangers_in_the_environment_are_ignored(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 
 from shared.errors import (
     ConflictError,
+    DeadlineError,
     ExhaustedError,
     InvalidInputError,
     NotFoundError,
@@ -14,6 +15,9 @@ from shared.errors import (
     UnavailableError,
 )
 from shared.grpc_status import (
+    DETAILS_KEY,
+    MAX_DETAIL_TEXT,
+    MAX_RETRY_S,
     MAX_TEXT,
     InternalError,
     ReportedErrorInterceptor,
@@ -83,6 +87,7 @@ async def test_reported_errors_come_back(tmp_path, streaming):
         (NotFoundError("x", "y"), grpc.StatusCode.NOT_FOUND),
         (StateError("x", "y"), grpc.StatusCode.FAILED_PRECONDITION),
         (ExhaustedError("x", "y"), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (DeadlineError("x", "y"), grpc.StatusCode.DEADLINE_EXCEEDED),
         (UnavailableError("x", "y"), grpc.StatusCode.UNAVAILABLE),
     ],
 )
@@ -92,6 +97,53 @@ async def test_codes(tmp_path, error, code):
         rpc_error = await _caught(stub)
     assert rpc_error.code() is code
     assert isinstance(error_from_rpc(rpc_error), type(error))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_details_and_the_hint_when_to_retry_come_back(tmp_path, streaming):
+    """Numbers for programs, beside the line for people."""
+    sent = ExhaustedError("x", "y", details={"queue_length": "64"}, retry_after_s=2.25)
+    async with _reader(tmp_path, sent) as stub:
+        error = error_from_rpc(await _caught(stub, streaming=streaming))
+    assert error.details == {"queue_length": "64"}
+    assert error.retry_after_s == 2.25
+
+
+async def test_an_error_without_them_has_neither(tmp_path):
+    """No hint is not a hint of zero."""
+    async with _reader(tmp_path, ExhaustedError("x", "y")) as stub:
+        error = error_from_rpc(await _caught(stub))
+    assert (error.details, error.retry_after_s) == ({}, None)
+
+
+@pytest.mark.parametrize(
+    ("said_s", "heard_s"),
+    [(0.0, 0.0), (-3.0, 0.0), (float("nan"), 0.0), (float("inf"), MAX_RETRY_S), (1e-9, 1e-9)],
+)
+async def test_hints_that_cannot_be_are_bounded(tmp_path, said_s, heard_s):
+    """A client may sleep for whatever it is told."""
+    async with _reader(tmp_path, ExhaustedError("x", "y", retry_after_s=said_s)) as stub:
+        assert error_from_rpc(await _caught(stub)).retry_after_s == heard_s
+
+
+async def test_details_cannot_pose_as_the_errors_own_fields(tmp_path):
+    """Reserved names keep their meaning, and long values are cut."""
+    details = {"retryable": "true", "remedy": "none", "long": "x" * 9000}
+    async with _reader(tmp_path, NotFoundError("x", "y", details=details)) as stub:
+        error = error_from_rpc(await _caught(stub))
+    assert (error.retryable, error.remedy) == (False, "y")
+    assert error.details == {"long": "x" * MAX_DETAIL_TEXT}
+
+
+async def test_details_that_are_no_status_are_left_aside():
+    """What another server puts there is not ours to read."""
+    trailing = grpc.aio.Metadata((DETAILS_KEY, b"\xff\xff"))
+    rpc_error = grpc.aio.AioRpcError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), trailing, details="too much"
+    )
+    error = error_from_rpc(rpc_error)
+    assert isinstance(error, ExhaustedError)
+    assert "too much" in error.message
 
 
 async def test_unexpected_errors_tell_nothing(tmp_path):
@@ -119,7 +171,7 @@ async def test_nobody_there_is_unavailable(tmp_path):
 
 
 async def test_a_deadline_is_unavailable(tmp_path):
-    """A call past its deadline is UnavailableError too: the caller cannot tell the difference."""
+    """A call past its deadline here is UnavailableError too: nobody has said anything."""
     async with grpc.aio.insecure_channel(f"unix:{tmp_path}/nobody") as channel:
         stub = kvd_pb2_grpc.ReaderStub(channel)
         call = stub.GetStats(kvd_pb2.GetStatsRequest(), timeout=0.01, wait_for_ready=True)

@@ -6,15 +6,25 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from inference_svc.core.errors import QueueFullError, SessionBusyError
-from inference_svc.core.session_turns import SessionTurns
+from inference_svc.core.session_turns import MAX_RETRY_S, SessionTurns
 from shared.session_key import SessionKey
 
 KEYS = [SessionKey("default", "m", name) for name in ("a", "b", "c")]
 
 
+def session_turns(max_turns=9, max_turns_per_session=9, retry_after_s=0.5):
+    return SessionTurns(max_turns, max_turns_per_session, lambda: retry_after_s)
+
+
+def refusal(turns, key, turn):
+    with pytest.raises(QueueFullError) as refused:
+        turns.enter(key, turn, wait=True)
+    return refused.value
+
+
 def test_a_busy_session_refuses_unless_the_turn_waits():
     """A second turn is refused with session_busy, or queued."""
-    turns = SessionTurns(max_turns=9, max_turns_per_session=9)
+    turns = session_turns()
     assert turns.enter(KEYS[0], "first", wait=False)
     with pytest.raises(SessionBusyError):
         turns.enter(KEYS[0], "second", wait=False)
@@ -24,11 +34,49 @@ def test_a_busy_session_refuses_unless_the_turn_waits():
 
 def test_a_waiting_turn_that_gives_up_starts_nobody():
     """Only the end of the running turn lets another run."""
-    turns = SessionTurns(max_turns=9, max_turns_per_session=9)
+    turns = session_turns()
     for name in ("first", "second", "third"):
         turns.enter(KEYS[0], name, wait=True)
     assert turns.leave(KEYS[0], "second") is None
     assert turns.leave(KEYS[0], "first") == "third"
+
+
+def test_who_is_refused_learns_the_queue_and_when_to_come_back():
+    """Each later than the one before; who has been served makes the next hints shorter again."""
+    turns = session_turns(max_turns=2)
+    for key in KEYS[:2]:
+        turns.enter(key, key, wait=False)
+    first, second = refusal(turns, KEYS[2], "c"), refusal(turns, KEYS[2], "d")
+    assert first.details == {"queue_length": "2"}
+    assert first.retryable
+    assert "scheduler.max_turns" in first.remedy
+    assert (first.retry_after_s, second.retry_after_s) == (0.5, 1.0)
+    turns.leave(KEYS[0], KEYS[0])
+    turns.enter(KEYS[0], "again", wait=False)
+    assert refusal(turns, KEYS[2], "e").retry_after_s == 1.0
+
+
+def test_hints_are_bounded_and_forgotten_when_all_is_quiet():
+    """Nobody is sent away for long, and an empty service expects nobody."""
+    turns = session_turns(max_turns=1, retry_after_s=MAX_RETRY_S)
+    turns.enter(KEYS[0], "only", wait=False)
+    for _ in range(5):
+        assert refusal(turns, KEYS[1], "other").retry_after_s == MAX_RETRY_S
+    turns.leave(KEYS[0], "only")
+    turns = session_turns(max_turns=1)
+    for _ in range(3):
+        turns.enter(KEYS[0], "only", wait=False)
+        assert refusal(turns, KEYS[1], "other").retry_after_s == 0.5
+        turns.leave(KEYS[0], "only")
+
+
+def test_a_full_session_names_its_own_bound():
+    """More places in the service would not help."""
+    turns = session_turns(max_turns_per_session=1)
+    turns.enter(KEYS[0], "first", wait=True)
+    error = refusal(turns, KEYS[0], "second")
+    assert "max_turns_per_session" in error.remedy
+    assert turns.enter(KEYS[1], "third", wait=True)
 
 
 class SessionTurnsMachine(RuleBasedStateMachine):
@@ -36,7 +84,7 @@ class SessionTurnsMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.turns = SessionTurns(max_turns=6, max_turns_per_session=3)
+        self.turns = session_turns(max_turns=6, max_turns_per_session=3)
         self.model = {key: [] for key in KEYS}
         self.next_turn = 0
 

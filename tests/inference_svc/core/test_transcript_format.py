@@ -1,5 +1,8 @@
 """The transcript's file format: what was written is read, torn tails are cut, damage is refused."""
 
+import json
+import zlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,7 +32,9 @@ def record(turn, output_ids=(5, 6), uncomputed_tokens=1):
         top_logprobs=(((5, -0.5), (9, -1.5)), ()),
         uncomputed_tokens=uncomputed_tokens,
         finish_reason="stop",
-        usage=Usage(history_tokens=3, tier_tokens={"dram": 2}, recompute_reason="partial"),
+        usage=Usage(
+            history_tokens=3, tier_tokens={"dram": 2}, recompute_reason="partial", stall_s=0.25
+        ),
         created_unix_s=1.5,
     )
 
@@ -73,6 +78,29 @@ def test_tokens_and_computed_tokens():
     assert session.forked("s2", 1).computed_tokens == 4
     assert session.has_ended
     assert not session.forked("s2", 2).has_ended
+
+
+def with_usage(change):
+    """A transcript whose turn has another version's usage."""
+    header, turn = encode_transcript(transcript(1)).splitlines(keepends=True)
+    fields = json.loads(turn.partition(b" ")[2])
+    change(fields["turn"]["usage"])
+    text = json.dumps(fields).encode()
+    return header + b"%08x %s\n" % (zlib.crc32(text), text)
+
+
+def test_records_of_older_versions_are_read():
+    """What they did not count is zero."""
+    data = with_usage(lambda usage: [usage.pop(name) for name in ("preemptions", "stall_s")])
+    read, good_bytes = decode_transcript(data)
+    assert (read.turns[0].usage.preemptions, read.turns[0].usage.stall_s) == (0, 0.0)
+    assert (read.turns[0].usage.history_tokens, good_bytes) == (3, len(data))
+
+
+def test_records_of_newer_versions_are_read():
+    """What only they count is left out."""
+    read, _ = decode_transcript(with_usage(lambda usage: usage.update(joules=3)))
+    assert read.turns == (record(0),)
 
 
 def test_turns_are_appended_in_order():

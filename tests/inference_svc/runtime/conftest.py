@@ -9,13 +9,16 @@ import pytest
 import torch
 import transformers
 
+from inference_svc.runtime.arena_rows import ArenaRows
 from inference_svc.runtime.calibration import calibrate
+from inference_svc.runtime.kv_pool import KVPool
 from inference_svc.runtime.model_loader import LoadedModel, describe_model
 from inference_svc.runtime.model_runner import ModelRunner
 from inference_svc.runtime.recipes import Calibration
 
 VOCAB = 97
 WINDOW = 192
+POOL_ROWS = 2048
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -128,6 +131,15 @@ class Tiny:
     calibration: Calibration
     runner: ModelRunner
     stock: Any
+    pool: KVPool
+
+    def new_slab(self, capacity_tokens):
+        """Lend an empty slab; nobody gives it back, the pool makes do."""
+        return self.pool.new_slab(capacity_tokens)
+
+    def new_buffer(self, capacity_tokens, first_token=0):
+        """Lend an empty write buffer."""
+        return self.pool.new_write_buffer(first_token, capacity_tokens)
 
     def stock_logits(self, token_ids):
         """Run the twin over a whole sequence; returns [tokens, vocab]."""
@@ -164,16 +176,19 @@ def build(one_thread):
 @pytest.fixture(scope="session")
 def tiny(build):
     """Return a function that gives a calibrated model by name, the same object each time."""
-    made: dict[str, Tiny] = {}
+    made: dict[tuple[str, torch.dtype], Tiny] = {}
 
-    def tiny_by_name(name):
-        if name not in made:
-            model = build(name)
+    def tiny_by_name(name, dtype=torch.float32):
+        if (name, dtype) not in made:
+            model = build(name).to(dtype)
             stock = copy.deepcopy(model).eval()
             loaded = describe_model(model, tokenizer=None, name=name, fingerprint="0" * 32)
             calibration = calibrate(loaded)
-            made[name] = Tiny(loaded, calibration, ModelRunner(loaded, calibration), stock)
-        return made[name]
+            shapes = [layer.shape for layer in calibration.layers]
+            pool = KVPool(shapes, POOL_ROWS, device=loaded.device, dtype=dtype)
+            runner = ModelRunner(loaded, calibration)
+            made[name, dtype] = Tiny(loaded, calibration, runner, stock, pool)
+        return made[name, dtype]
 
     return tiny_by_name
 
@@ -192,13 +207,15 @@ class PlainArena:
     """Slots in anonymous memory, full of rubbish at first."""
 
     def __init__(self, slot_bytes, num_slots):
-        self._slot_bytes = slot_bytes
-        self._memory = mmap.mmap(-1, slot_bytes * num_slots)
-        self._memory.write(b"\xab" * (slot_bytes * num_slots))
+        self.slot_bytes = slot_bytes
+        self.num_slots = num_slots
+        memory = mmap.mmap(-1, slot_bytes * num_slots)
+        memory.write(b"\xab" * (slot_bytes * num_slots))
+        self.memory = memoryview(memory)
 
     def slot(self, slot_id):
-        begin = slot_id * self._slot_bytes
-        return memoryview(self._memory)[begin : begin + self._slot_bytes]
+        begin = slot_id * self.slot_bytes
+        return self.memory[begin : begin + self.slot_bytes]
 
 
 @pytest.fixture
@@ -209,5 +226,10 @@ def rows():
 
 @pytest.fixture
 def make_arena():
-    """Return a function that makes an arena for a layout."""
-    return lambda layout, num_slots=4: PlainArena(layout.block_bytes, num_slots)
+    """Return a function that makes an arena for a layout, and its rows."""
+
+    def make(layout, num_slots=4):
+        arena = PlainArena(layout.block_bytes, num_slots)
+        return arena, ArenaRows(arena, layout)
+
+    return make

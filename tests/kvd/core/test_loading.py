@@ -223,6 +223,52 @@ def test_an_engine_may_give_up_a_pending_load():
     assert tiers_of(world, A) == ["DS", "S"]
 
 
+def test_a_load_of_what_is_in_dram_reads_nothing():
+    """It ends at the first block that is on SSD only, and says that there is more."""
+    world = world_with_a_on_ssd()
+    load(world, A, ONES)
+    assert tiers_of(world, A) == ["DS", "S"]
+    answer = prepare_load(world, A, ONES + TWOS, dram_only=True)
+    assert (answer.lookup, answer.end_token, answer.more) == (Lookup.HIT, 4, True)
+    assert {span.tier for span in answer.spans} == {Tier.DRAM}
+    assert not world.io
+    world.engine.complete_load(answer.lease_id, OWNER, world.now_ns)
+    whole = prepare_load(world, A, ONES, dram_only=True)
+    assert (whole.end_token, whole.more) == (4, False)
+
+
+def test_a_load_of_what_is_in_dram_misses_what_is_on_ssd():
+    """Even what is behind the missing block would be of no use; nothing stored is another miss."""
+    world = world_with_a_on_ssd()
+    load(world, A, ONES)
+    answer = prepare_load(world, A, ONES + TWOS, from_token=4, dram_only=True)
+    assert (answer.lookup, answer.miss_reason) == (Lookup.MISS, "on_ssd")
+    assert prepare_load(world, C, TWOS, dram_only=True).miss_reason == "unknown_session"
+    assert not world.io
+    assert world.engine.stats().num_leases == 0
+    assert counter(world, "load_misses") == 2
+
+
+def test_what_is_being_read_is_not_in_dram_yet():
+    """Its slot has no bytes to grant, until the read is done."""
+    world = world_with_a_on_ssd()
+    prepare_load(world, A, ONES)
+    assert prepare_load(world, A, ONES, dram_only=True).miss_reason == "on_ssd"
+    world.finish_all(ReadBlock)
+    assert prepare_load(world, A, ONES, dram_only=True).lookup is Lookup.HIT
+
+
+def test_what_is_being_verified_is_in_dram():
+    """It is pending, without a read."""
+    world = new_world(verify_on_load=True)
+    store(world, A, ONES + TWOS)
+    answer = prepare_load(world, A, ONES + TWOS, dram_only=True)
+    assert (answer.lookup, answer.end_token, answer.more) == (Lookup.PENDING, 8, False)
+    assert not world.io_of(ReadBlock)
+    world.quiesce()
+    assert world.engine.settle_load(answer.lease_id).end_token == 8
+
+
 def test_large_loads_are_read_layer_by_layer():
     """Only a load that reads more than the bound."""
     world = new_world(num_slots=2, layered_read_bytes=5 * 4096)

@@ -51,9 +51,16 @@ def store(
 
 
 def prepare_load(
-    world: CacheWorld, key: SessionKey, tokens: list[int], from_token: int = 0
+    world: CacheWorld,
+    key: SessionKey,
+    tokens: list[int],
+    from_token: int = 0,
+    *,
+    dram_only: bool = False,
 ) -> LoadAnswer:
-    answer = world.engine.prepare_load(key, to_bytes(tokens), from_token, OWNER, world.now_ns)
+    answer = world.engine.prepare_load(
+        key, to_bytes(tokens), from_token, OWNER, world.now_ns, dram_only=dram_only
+    )
     world.pump()
     return answer
 

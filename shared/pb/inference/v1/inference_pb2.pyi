@@ -51,7 +51,7 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., max_tokens: _Optional[int] = ..., logprobs: _Optional[int] = ..., ignore_eos: bool = ...) -> None: ...
 
 class SubmitTurnRequest(_message.Message):
-    __slots__ = ("tenant", "session_id", "text", "chat", "tokens", "sampling", "request_id", "expected_turn", "wait", "final")
+    __slots__ = ("tenant", "session_id", "text", "chat", "tokens", "sampling", "request_id", "expected_turn", "wait", "final", "priority", "deadline_s")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,8 @@ class SubmitTurnRequest(_message.Message):
     EXPECTED_TURN_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
     FINAL_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     session_id: str
     text: str
@@ -72,7 +74,9 @@ class SubmitTurnRequest(_message.Message):
     expected_turn: int
     wait: bool
     final: bool
-    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., request_id: _Optional[str] = ..., expected_turn: _Optional[int] = ..., wait: bool = ..., final: bool = ...) -> None: ...
+    priority: int
+    deadline_s: float
+    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., request_id: _Optional[str] = ..., expected_turn: _Optional[int] = ..., wait: bool = ..., final: bool = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ...) -> None: ...
 
 class Accepted(_message.Message):
     __slots__ = ("session_id", "turn", "request_id", "queue_length", "replayed")
@@ -125,7 +129,7 @@ class Tokens(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("history_tokens", "reused_tokens", "recomputed_tokens", "new_tokens", "output_tokens", "tier_tokens", "queue_s", "load_s", "prefill_s", "ttft_s", "tpot_s", "total_s", "recompute_reason", "dropped_tokens")
+    __slots__ = ("history_tokens", "reused_tokens", "recomputed_tokens", "new_tokens", "output_tokens", "tier_tokens", "queue_s", "load_s", "prefill_s", "ttft_s", "tpot_s", "total_s", "recompute_reason", "dropped_tokens", "preemptions", "stall_s")
     class TierTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -147,6 +151,8 @@ class Usage(_message.Message):
     TOTAL_S_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTE_REASON_FIELD_NUMBER: _ClassVar[int]
     DROPPED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    STALL_S_FIELD_NUMBER: _ClassVar[int]
     history_tokens: int
     reused_tokens: int
     recomputed_tokens: int
@@ -161,7 +167,9 @@ class Usage(_message.Message):
     total_s: float
     recompute_reason: str
     dropped_tokens: int
-    def __init__(self, history_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., new_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., tier_tokens: _Optional[_Mapping[str, int]] = ..., queue_s: _Optional[float] = ..., load_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., total_s: _Optional[float] = ..., recompute_reason: _Optional[str] = ..., dropped_tokens: _Optional[int] = ...) -> None: ...
+    preemptions: int
+    stall_s: float
+    def __init__(self, history_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., new_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., tier_tokens: _Optional[_Mapping[str, int]] = ..., queue_s: _Optional[float] = ..., load_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., total_s: _Optional[float] = ..., recompute_reason: _Optional[str] = ..., dropped_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., stall_s: _Optional[float] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("finish_reason", "text", "usage", "turns")
@@ -282,7 +290,7 @@ class GetModelRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "fingerprint", "architecture", "dtype", "device", "context_window", "vocab_size", "has_chat_template", "mode", "kvd_state", "attention_mode", "kv_bytes_per_token", "block_tokens", "num_layers", "running_turns", "waiting_turns", "version", "counters")
+    __slots__ = ("name", "fingerprint", "architecture", "dtype", "device", "context_window", "vocab_size", "has_chat_template", "mode", "kvd_state", "attention_mode", "kv_bytes_per_token", "block_tokens", "num_layers", "running_turns", "waiting_turns", "version", "counters", "gauges")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -290,6 +298,13 @@ class Model(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class GaugesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     NAME_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -308,6 +323,7 @@ class Model(_message.Message):
     WAITING_TURNS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    GAUGES_FIELD_NUMBER: _ClassVar[int]
     name: str
     fingerprint: str
     architecture: str
@@ -326,4 +342,5 @@ class Model(_message.Message):
     waiting_turns: int
     version: str
     counters: _containers.ScalarMap[str, int]
-    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., context_window: _Optional[int] = ..., vocab_size: _Optional[int] = ..., has_chat_template: bool = ..., mode: _Optional[str] = ..., kvd_state: _Optional[str] = ..., attention_mode: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., block_tokens: _Optional[int] = ..., num_layers: _Optional[int] = ..., running_turns: _Optional[int] = ..., waiting_turns: _Optional[int] = ..., version: _Optional[str] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    gauges: _containers.ScalarMap[str, float]
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., context_window: _Optional[int] = ..., vocab_size: _Optional[int] = ..., has_chat_template: bool = ..., mode: _Optional[str] = ..., kvd_state: _Optional[str] = ..., attention_mode: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., block_tokens: _Optional[int] = ..., num_layers: _Optional[int] = ..., running_turns: _Optional[int] = ..., waiting_turns: _Optional[int] = ..., version: _Optional[str] = ..., counters: _Optional[_Mapping[str, int]] = ..., gauges: _Optional[_Mapping[str, float]] = ...) -> None: ...

@@ -167,20 +167,22 @@ class LoadSpan(_message.Message):
     def __init__(self, slot_id: _Optional[int] = ..., start: _Optional[int] = ..., num_tokens: _Optional[int] = ..., token_offset: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class PrepareLoadRequest(_message.Message):
-    __slots__ = ("engine_id", "session", "token_ids", "from_token", "deadline_s", "accept_pending")
+    __slots__ = ("engine_id", "session", "token_ids", "from_token", "deadline_s", "accept_pending", "dram_only")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FROM_TOKEN_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     ACCEPT_PENDING_FIELD_NUMBER: _ClassVar[int]
+    DRAM_ONLY_FIELD_NUMBER: _ClassVar[int]
     engine_id: int
     session: SessionKey
     token_ids: bytes
     from_token: int
     deadline_s: float
     accept_pending: bool
-    def __init__(self, engine_id: _Optional[int] = ..., session: _Optional[_Union[SessionKey, _Mapping]] = ..., token_ids: _Optional[bytes] = ..., from_token: _Optional[int] = ..., deadline_s: _Optional[float] = ..., accept_pending: bool = ...) -> None: ...
+    dram_only: bool
+    def __init__(self, engine_id: _Optional[int] = ..., session: _Optional[_Union[SessionKey, _Mapping]] = ..., token_ids: _Optional[bytes] = ..., from_token: _Optional[int] = ..., deadline_s: _Optional[float] = ..., accept_pending: bool = ..., dram_only: bool = ...) -> None: ...
 
 class PrepareLoadResponse(_message.Message):
     __slots__ = ("lookup", "lease_id", "spans", "end_token", "more", "miss_reason", "progress_index")

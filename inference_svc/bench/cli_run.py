@@ -1,0 +1,100 @@
+"""What the commands of `inference-svc bench` have in common: reading lists, running, reporting."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+
+from inference_svc.bench.figures import Report, as_document
+from inference_svc.bench.options import ModelChoice, RunOptions
+from inference_svc.bench.report import tables
+from shared.errors import ConfigError, InvalidInputError
+from shared.log import configure_logging
+
+if TYPE_CHECKING:
+    from inference_svc.bench.runner import Part
+
+TABLE_WIDTH = 160  # where the console does not say: a file, a pipe
+
+
+class BadListError(InvalidInputError):
+    """A list of numbers that is none."""
+
+    reason = "bad_list"
+
+
+class UnusableDirectoryError(ConfigError):
+    """The directory cannot be written to, or a result cannot be written."""
+
+    reason = "unusable_directory"
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Read "1,8,24"; "" is none.
+
+    Raises:
+        BadListError: something else is there.
+    """
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError as error:
+        raise BadListError(f"{text!r} is no list of numbers", "write them as 1,8,24") from error
+
+
+def splits_of(text: str) -> tuple[tuple[int, int], ...]:
+    """Read "500/500,900/100".
+
+    Raises:
+        BadListError: something else is there, or a length is not above zero.
+    """
+    try:
+        pairs = [part.split("/") for part in text.split(",") if part.strip()]
+        found = tuple((int(history), int(new)) for history, new in pairs)
+    except ValueError as error:
+        raise BadListError(f"{text!r} is no list of splits", "write them as 900/100") from error
+    if any(min(split) < 1 for split in found):
+        raise BadListError(f"{text!r} has a length below one", "write them as 900/100")
+    return found
+
+
+def measure(
+    part: "Part", choice: ModelChoice, options: RunOptions, json_to: str, plot_to: Path | None
+) -> None:
+    """Run a part and write down what it found.
+
+    Raises:
+        ReportedError: it cannot be measured, or written.
+    """
+    from inference_svc.bench import plot
+    from inference_svc.bench.runner import run  # imports torch
+
+    if plot_to is not None:
+        plot.check_plot(plot_to)
+    configure_logging("warning", json=False)  # stdout is for the report
+    try:
+        report = run(part, choice, options)
+        _write(report, json_to)
+    except OSError as error:
+        raise UnusableDirectoryError(
+            f"cannot write in {options.directory} ({error.strerror})",
+            "name another directory with --directory",
+        ) from error
+    if plot_to is not None:
+        plot.plot(report, plot_to)
+
+
+def _write(report: Report, json_to: str) -> None:
+    document = json.dumps(as_document(report), indent=2)
+    if json_to == "-":
+        typer.echo(document)
+        return
+    if json_to:
+        Path(json_to).write_text(document + "\n", encoding="utf-8")
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=TABLE_WIDTH)
+    for table in tables(report):
+        console.print(table)
+        console.print()

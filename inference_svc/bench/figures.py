@@ -1,0 +1,156 @@
+"""What a run of the bench finds. Frozen values; report.py writes them down. Pure.
+
+The names of the fields are the names in the JSON document, which scripts read: a field is added
+freely, but renamed or removed only with a new number in SCHEMA.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+from shared.statistics import Spread
+
+SCHEMA = "inference_svc.bench/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One variant of a case.
+
+    Attributes:
+        num: measurements that count.
+        num_discarded: that do not: the history was not where the case says.
+        values: by metric, whose name ends in its unit: "ttft_s", "tokens_per_s".
+    """
+
+    variant: str
+    num: int
+    num_discarded: int
+    values: Mapping[str, Spread]
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Two variants, measured one right after the other, compared pair by pair.
+
+    Attributes:
+        what: "a / b", or "a / min(b, c)".
+        at_most, at_least: the project's goal; 0: none is set.
+    """
+
+    what: str
+    metric: str
+    num_pairs: int
+    ratio: Spread
+    at_most: float = 0.0
+    at_least: float = 0.0
+
+    @property
+    def goal(self) -> str:
+        """For people; "" if there is none."""
+        if self.at_most:
+            return f"<= {self.at_most:g}"
+        return f">= {self.at_least:g}" if self.at_least else ""
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the median keeps the goal."""
+        if self.at_most:
+            return self.ratio.median <= self.at_most
+        return self.ratio.median >= self.at_least
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One setting, in which variants were measured in turn.
+
+    Attributes:
+        facts: history_tokens, new_tokens and whatever else makes the case.
+    """
+
+    name: str
+    facts: Mapping[str, float]
+    variants: tuple[Measured, ...]
+    ratios: tuple[Ratio, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The model that was measured.
+
+    Attributes:
+        name: of the directory, or of the preset ("random" is then true).
+        layers, attention_mode, kv_bytes_per_token, block_tokens: see `inference-svc status`.
+        threads: that computed, the same for every variant.
+    """
+
+    name: str
+    architecture: str
+    random: bool
+    layers: int
+    num_weights: int
+    dtype: str
+    device: str
+    threads: int
+    attention_mode: str
+    kv_bytes_per_token: int
+    block_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where it was measured.
+
+    Attributes:
+        cpus: that this process may use.
+        load_average: of the last minute before the run; much above 0 is a busy machine.
+        huge_pages: when private memory gets transparent ones.
+        accelerator: "" without one.
+    """
+
+    cpu: str
+    cpus: int
+    load_average: float
+    memory_bytes: int
+    huge_pages: str
+    kernel: str
+    accelerator: str
+    python: str
+    inference_svc: str
+    libraries: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything of one run.
+
+    Attributes:
+        part: "turns", "overlap", "serve" or "decode".
+        metric: the one that the part is about: what a plot shows.
+    """
+
+    part: str
+    metric: str
+    command: tuple[str, ...]
+    started_unix_s: float
+    elapsed_s: float
+    subject: Subject
+    machine: Machine
+    cases: tuple[Case, ...] = field(default=())
+
+
+def as_document(report: Report) -> dict[str, object]:
+    """Plain values for json.dumps: the fields, `schema`, and every goal with its verdict."""
+    goals = [
+        {
+            "case": case.name,
+            "what": ratio.what,
+            "metric": ratio.metric,
+            "goal": ratio.goal,
+            "measured": ratio.ratio.median,
+            "met": ratio.is_met,
+        }
+        for case in report.cases
+        for ratio in case.ratios
+        if ratio.goal
+    ]
+    return {"schema": SCHEMA, **asdict(report), "goals": goals}

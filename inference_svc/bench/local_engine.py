@@ -1,0 +1,220 @@
+"""An engine in this process, as the service runs it, without the service: turns are timed here."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from inference_svc.assembly import EngineParts, Model, assemble_engine
+from inference_svc.bench.bench_kvd import BenchKvd, KvdFailedError
+from inference_svc.bench.turn_times import Source, TurnTimes
+from inference_svc.bench.workspace import check_memory
+from inference_svc.config import InferenceSettings
+from inference_svc.core.load_or_recompute import LoadPolicy
+from inference_svc.core.request import Request
+from inference_svc.core.sampling_params import SamplingParams
+from inference_svc.runtime.engine_job import EngineJob, LoadOutcome
+from inference_svc.runtime.sampling import Sampled, Sampler
+from shared.session_key import SessionKey
+
+ATTACH_S = 60.0
+STORE_WAIT_S = 120.0  # for kvd, in one load or save: a slow disk is to be measured
+TENANT = "bench"
+POLICIES: Mapping[Source, LoadPolicy | None] = {
+    "resident": LoadPolicy.NEVER,  # whatever the slab has not is computed, and then noticed
+    "kvd": LoadPolicy.ALWAYS,
+    "auto": LoadPolicy.AUTO,
+    "none": LoadPolicy.NEVER,
+    "any": None,
+}
+KEEPS_RESIDENT = frozenset({"resident", "any"})
+
+
+class _Sink:
+    """Notes when each token comes; ends the answer at its length, or when it is told to."""
+
+    def __init__(self, max_tokens: int, is_over: Callable[[], bool] | None) -> None:
+        self.token_s: list[float] = []
+        self._max_tokens = max_tokens
+        self._is_over = is_over
+
+    def started(self, request: Request, outcome: LoadOutcome) -> None:
+        """Nothing to do: the outcome is read at the end."""
+
+    def sampled(self, token: Sampled) -> bool:
+        """Note the time."""
+        del token
+        self.token_s.append(time.perf_counter())
+        is_over = self._is_over is not None and self._is_over()
+        return is_over or len(self.token_s) == self._max_tokens
+
+
+class LocalEngine:
+    """See the module docstring.
+
+    Attributes:
+        parts: of the engine.
+        kvd: beside it; None if there is none.
+    """
+
+    def __init__(self, parts: EngineParts, model: Model, kvd: BenchKvd | None) -> None:
+        self.parts = parts
+        self.kvd = kvd
+        self.block_tokens = model.calibration.layout.block_tokens
+        self._model = model
+        self._numbers = count(1)
+        self._random = np.random.default_rng()  # every engine draws other tokens
+        self._life: asyncio.Task[None] | None = None
+
+    @property
+    def busy_s(self) -> float:
+        """Time that the model has computed so far."""
+        return self.parts.engine.gauges()["compute_busy_s"]
+
+    def key(self, name: str) -> SessionKey:
+        """A session of the measured model."""
+        return SessionKey(TENANT, self._model.loaded.fingerprint, name)
+
+    def new_tokens(self, num_tokens: int) -> list[int]:
+        """Random token ids that nobody has seen."""
+        drawn = self._random.integers(0, self._model.loaded.vocab_size, num_tokens)
+        return [int(token_id) for token_id in drawn]
+
+    async def turn(
+        self,
+        key: SessionKey,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        *,
+        source: Source,
+        keep_tokens: int = 0,
+        history_tokens: int | None = None,
+        is_over: Callable[[], bool] | None = None,
+    ) -> TurnTimes:
+        """Answer one turn.
+
+        Args:
+            key: whose.
+            prompt_ids: history and new tokens.
+            max_tokens: of the answer, which has that length.
+            source: where the history is to come from; a resident slab that it is not to come from
+                is released first.
+            keep_tokens: of the prompt and the answer, that the session has afterwards; 0: all of
+                it is given up, and the session stays as kvd has it.
+            history_tokens: for kvd's look-ahead; as `keep_tokens` if not given.
+            is_over: ends the answer before its length.
+        """
+        engine = self.parts.engine
+        if source not in KEEPS_RESIDENT:
+            engine.release_resident(key)
+        sink = _Sink(max_tokens, is_over)
+        history = keep_tokens if history_tokens is None else history_tokens
+        job = EngineJob(
+            request=Request(
+                number=next(self._numbers),
+                key=key,
+                token_ids=list(prompt_ids),
+                max_tokens=max_tokens,
+                arrived_ns=time.monotonic_ns(),
+                history_tokens=min(history, len(prompt_ids)),
+            ),
+            is_final=False,
+            sampler=Sampler(SamplingParams(max_tokens=max_tokens, ignore_eos=True)),
+            sink=sink,
+            done=asyncio.get_running_loop().create_future(),
+            load_policy=POLICIES[source],
+        )
+        submitted_s = time.perf_counter()
+        await self._generate(job)
+        if keep_tokens:
+            engine.keep(job, job.request.token_ids[:keep_tokens])
+        else:
+            engine.drop(job)
+        return _times(job, sink, submitted_s)
+
+    async def settle(self) -> None:
+        """Return when engine and kvd have nothing to do: what is timed next is timed alone."""
+        await self.parts.engine.wait_idle()
+        if self.kvd is not None:
+            await self.kvd.until_quiet()
+
+    async def run(self) -> None:
+        """Run until cancelled; turns fail when this does."""
+        self._life = asyncio.current_task()
+        await self.parts.engine.run()
+
+    async def _generate(self, job: EngineJob) -> None:
+        """Compute the job, or raise what ended the engine."""
+        assert self._life is not None, "an engine that runs"  # noqa: S101
+        answer = asyncio.ensure_future(self.parts.engine.generate(job))
+        try:
+            await asyncio.wait((answer, self._life), return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                self._life.result()
+                raise KvdFailedError("the engine has ended", "report it")
+        finally:
+            if not answer.done():
+                answer.cancel()
+        answer.result()
+
+
+@asynccontextmanager
+async def running_engine(
+    model: Model,
+    kvd: BenchKvd | None,
+    *,
+    kv_rows: int,
+    cache: Mapping[str, Any] | None = None,
+    scheduler: Mapping[str, Any] | None = None,
+) -> AsyncIterator[LocalEngine]:
+    """An engine that runs, attached to kvd, its memory there; without a kvd it recomputes.
+
+    Args:
+        model: that it computes with.
+        kvd: None: none.
+        kv_rows: setting scheduler.kv_tokens.
+        cache: more settings of that section, by key.
+        scheduler: the same.
+    """
+    mode: dict[str, Any] = {"mode": "recompute"}
+    if kvd is not None:
+        mode = {"kvd_runtime_dir": kvd.runtime_dir, "deadline_s": STORE_WAIT_S}
+    check_memory(kv_rows * model.calibration.layout.token_bytes, "working KV")
+    settings = InferenceSettings.model_validate(
+        {
+            "cache": {**mode, **(cache or {})},
+            "scheduler": {"kv_tokens": kv_rows, **(scheduler or {})},
+        }
+    )
+    parts = assemble_engine(settings, model)
+    local = LocalEngine(parts, model, kvd)
+    tasks = [asyncio.create_task(local.run())]
+    if parts.client is not None:
+        tasks.append(asyncio.create_task(parts.client.run()))
+    try:
+        if parts.client is not None:
+            await parts.client.wait_attached(ATTACH_S)
+        await asyncio.to_thread(parts.pool.prefault)
+        yield local
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        parts.close()
+
+
+def _times(job: EngineJob, sink: _Sink, submitted_s: float) -> TurnTimes:
+    outcome = job.outcome
+    return TurnTimes(
+        submitted_s=submitted_s,
+        token_s=tuple(sink.token_s),
+        reused_tokens=job.request.loaded_tokens,
+        tier_tokens=dict(outcome.tier_tokens),
+        load_s=outcome.load_s,
+        stall_s=outcome.stall_s,
+        output_ids=tuple(job.request.output_ids),
+    )

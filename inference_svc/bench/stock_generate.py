@@ -1,0 +1,52 @@
+"""Plain `model.generate` of the same weights: what everybody has without this project."""
+
+import copy
+import time
+from typing import Any
+
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from inference_svc.runtime.model_loader import LoadedModel
+
+ATTENTION = "sdpa"
+
+
+class _Clock(StoppingCriteria):
+    """Notes when each token is there; never stops."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.token_s: list[float] = []
+        self._device = device
+
+    def __call__(self, input_ids: torch.Tensor, _scores: Any, **_options: Any) -> torch.Tensor:
+        """Called after each token."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.token_s.append(time.perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+class StockModel:
+    """The model with its own attention and cache; the weights are shared."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        shared: dict[int, Any] = {id(weights): weights for weights in loaded.model.parameters()}
+        self._model = copy.deepcopy(loaded.model, shared)
+        self._model.set_attn_implementation(ATTENTION)
+        self._device = loaded.device
+
+    def decode_s(self, prompts: list[list[int]], num_tokens: int) -> float:
+        """Generate from prompts of one length; seconds from the first token to the last."""
+        clock = _Clock(self._device)
+        input_ids = torch.tensor(prompts, device=self._device)
+        self._model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            do_sample=False,
+            min_new_tokens=num_tokens,
+            max_new_tokens=num_tokens,
+            pad_token_id=0,
+            stopping_criteria=StoppingCriteriaList([clock]),
+        )
+        return clock.token_s[-1] - clock.token_s[0]

@@ -1,0 +1,92 @@
+"""Where a run keeps its files, and the kvds and engines it starts there."""
+
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import psutil
+
+from inference_svc.assembly import Model
+from inference_svc.bench.bench_kvd import BenchKvd, KvdSizes, running_kvd
+from inference_svc.bench.random_model import NoRoomError
+from shared.kv_layout import KVLayout
+from shared.units import ceil_div, format_bytes
+
+SPARE_BLOCKS = 16  # of a tier, beyond what is asked for
+SEGMENT_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Directories that nobody else uses, and the model that is measured.
+
+    Attributes:
+        state: on the disk of the SSD tier.
+        runtime: for sockets, whose paths must be short.
+    """
+
+    state: Path
+    runtime: Path
+    model: Model
+    _numbers: "count[int]"
+
+    @property
+    def layout(self) -> KVLayout:
+        """Of the model's KV."""
+        return self.model.calibration.layout
+
+    @asynccontextmanager
+    async def kvd(
+        self, dram_tokens: int, ssd_tokens: int = 0, dram_bytes: int = 0
+    ) -> AsyncIterator[BenchKvd]:
+        """Run a kvd with tiers for so many tokens; `dram_bytes` instead, if given."""
+        name = f"kvd{next(self._numbers)}"
+        paths = self.state / name, self.runtime / name
+        for path in paths:
+            path.mkdir(mode=0o700)
+        sizes = KvdSizes(
+            dram_bytes=dram_bytes or self._tier_bytes(dram_tokens),
+            ssd_bytes=self._tier_bytes(ssd_tokens) * 5 // 4 + 4 * SEGMENT_BYTES
+            if ssd_tokens
+            else 0,
+            segment_bytes=max(SEGMENT_BYTES, 4 * self.layout.block_bytes),
+        )
+        check_memory(sizes.dram_bytes, "the DRAM tier")
+        async with running_kvd(*paths, sizes) as kvd:
+            yield kvd
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Of a tier for so many tokens."""
+        return ceil_div(num_tokens, self.layout.block_tokens) + SPARE_BLOCKS
+
+    def _tier_bytes(self, num_tokens: int) -> int:
+        return self.num_blocks(num_tokens) * self.layout.block_bytes
+
+
+@contextmanager
+def workspace(directory: Path, model: Model) -> Iterator[Workspace]:
+    """Make the directories; they are removed with all that is in them, however the block ends.
+
+    Raises:
+        OSError: nothing can be made there.
+    """
+    prefix = "inference-bench-"
+    with (
+        tempfile.TemporaryDirectory(prefix=prefix, dir=directory) as state,
+        tempfile.TemporaryDirectory(prefix=prefix) as runtime,
+    ):
+        yield Workspace(Path(state), Path(runtime), model, count())
+
+
+def check_memory(needed_bytes: int, what: str) -> None:
+    """Raise NoRoomError unless the machine has that much memory to give."""
+    available = psutil.virtual_memory().available
+    if available < needed_bytes:
+        raise NoRoomError(
+            f"{what} would take {format_bytes(needed_bytes)}, {format_bytes(available)} of memory"
+            " are available",
+            "measure shorter histories, or fewer layers with --layers",
+        )

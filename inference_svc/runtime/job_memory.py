@@ -1,0 +1,139 @@
+"""What memory a job has, and how it goes back: slab, write buffer, resident; the scheduler's account.
+
+    slab          released when the job ends without an answer, or given to a resident
+    write buffer  released when its save is over, which may be long after the job's end
+    resident      released when the scheduler evicts it or its session ends
+
+Everything here runs on the event loop. Invariants: 1. every row that is given back is given back to
+the scheduler in the same call; 2. a save is opened with the write buffer it reads and outlives it
+never.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from inference_svc.core.scheduler import Scheduler
+from inference_svc.runtime.engine_job import EngineJob
+from inference_svc.runtime.kv_pool import KVPool
+from inference_svc.runtime.kv_slab import WriteBuffer
+from inference_svc.runtime.resident_slabs import ResidentSlabs
+from inference_svc.runtime.save_stream import SaveStream
+from inference_svc.runtime.saves import Saves
+from inference_svc.runtime.session_store import SessionStore
+from shared.session_key import SessionKey
+
+
+class JobMemory:
+    """See the module docstring.
+
+    Args:
+        changed: called when rows came back.
+
+    Attributes:
+        num_saving: saves under way.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        pool: KVPool,
+        residents: ResidentSlabs,
+        saves: Saves,
+        store: SessionStore,
+        tasks: asyncio.TaskGroup,
+        changed: Callable[[], None],
+    ) -> None:
+        self.num_saving = 0
+        self._scheduler = scheduler
+        self._pool = pool
+        self._residents = residents
+        self._saves = saves
+        self._store = store
+        self._tasks = tasks
+        self._changed = changed
+
+    # ---------------------------------------------------------------------------- write buffers
+
+    def open_save(self, job: EngineJob, buffer: WriteBuffer) -> None:
+        """Begin to save a buffer that is about to be filled."""
+        stream = job.saves = self._saves.open(job.key, buffer)
+        self.num_saving += 1
+        self._tasks.create_task(self._save(job, stream, buffer))
+
+    async def _save(self, job: EngineJob, stream: SaveStream, buffer: WriteBuffer) -> None:
+        try:
+            await self._saves.run(job.key, stream)
+            if job.is_kept and job.is_final and stream.is_finished:
+                await self._store.end_session(job.key)
+        finally:
+            self._pool.release(buffer)
+            self._scheduler.release_write(job.request)
+            self.num_saving -= 1
+            self._changed()
+
+    # ------------------------------------------------------------------------------------ slabs
+
+    def keep(self, job: EngineJob, token_ids: Sequence[int]) -> None:
+        """The job is over: save the first of its tokens; its slab may stay as a resident."""
+        job.is_kept = True
+        if self._scheduler.keep_resident(job.request, token_ids, time.monotonic_ns()):
+            self._become_resident(job, len(token_ids))
+        if job.saves is not None:
+            job.saves.finish(job.token_bytes(len(token_ids)))
+        elif job.is_final:
+            self._tasks.create_task(self._store.end_session(job.key))
+        self.release_slab(job)
+
+    def preempt(self, job: EngineJob) -> None:
+        """The job waits again: its slab is a resident now, and all of it is saved."""
+        num_tokens = job.request.computed_tokens
+        self._become_resident(job, num_tokens)
+        if job.saves is not None:
+            job.saves.finish(job.token_bytes(num_tokens))
+        job.detach()
+
+    def void(self, job: EngineJob) -> None:
+        """What the job computed cannot be believed: nothing of it is kept or saved."""
+        if job.slab is not None:
+            self._pool.release(job.slab)
+        if job.saves is not None:
+            job.saves.abandon()
+        job.detach()
+
+    def give_up(self, job: EngineJob) -> None:
+        """The job has no answer: nothing more is saved, its slab goes back."""
+        if job.saves is not None:
+            job.saves.abandon()
+        self.release_slab(job)
+
+    def release_slab(self, job: EngineJob) -> None:
+        """Give the slab back, if it is still the job's."""
+        if job.slab is not None:
+            self._pool.release(job.slab)
+            job.slab = None
+        self._scheduler.release_slab(job.request)
+        self._changed()
+
+    # -------------------------------------------------------------------------------- residents
+
+    def _become_resident(self, job: EngineJob, num_tokens: int) -> None:
+        assert job.slab is not None, "a job that has computed has a slab"  # noqa: S101
+        self._residents.put(job.key, job.slab, num_tokens, job.write_buffer)
+        job.slab = None
+
+    def evict(self, key: SessionKey) -> None:
+        """The scheduler evicted a resident."""
+        self._residents.release(key)
+
+    def end_move(self, job: EngineJob) -> None:
+        """A resident's rows are in the job's slab, or nobody wants them: the old ones can go."""
+        self._scheduler.resident_moved(job.request)
+        self._residents.release(job.key)
+        self._changed()
+
+    def release_resident(self, key: SessionKey) -> None:
+        """Give up a session's resident, if it has one that is not in use."""
+        if self._scheduler.drop_resident(key):
+            self._residents.release(key)
+            self._changed()

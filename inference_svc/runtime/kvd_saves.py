@@ -1,0 +1,93 @@
+"""Saves from a write buffer to kvd.
+
+Invariants: 1. every lease that was granted is completed, however the copy ends; 2. a failure costs
+a later turn a recomputation, nothing else.
+"""
+
+import time
+from collections.abc import Callable
+
+from inference_svc.runtime.calibration import Calibration
+from inference_svc.runtime.kv_slab import WriteBuffer
+from inference_svc.runtime.kvd_talk import KvdTalk
+from inference_svc.runtime.layer_store import store_blocks
+from inference_svc.runtime.worker_thread import WorkerThread
+from shared.grants import StoreGrant
+from shared.kvd_client import KvdClient
+from shared.session_key import SessionKey
+
+
+class KvdSaves:
+    """See the module docstring.
+
+    Args:
+        deadline_s: how long one save may wait for kvd.
+    """
+
+    def __init__(
+        self,
+        client: KvdClient,
+        calibration: Calibration,
+        talk: KvdTalk,
+        store_thread: WorkerThread,
+        deadline_s: float,
+    ) -> None:
+        self._client = client
+        self._calibration = calibration
+        self._talk = talk
+        self._store_thread = store_thread
+        self._deadline_s = deadline_s
+
+    async def save(
+        self,
+        key: SessionKey,
+        token_ids: bytes,
+        from_token: int,
+        buffer: WriteBuffer,
+        wait_layer: Callable[[int], None],
+    ) -> str | None:
+        """See SessionStore.save."""
+        try:
+            refused_reason = await self._save_all(key, token_ids, from_token, buffer, wait_layer)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the turn is answered
+            self._talk.note_problem("save", error)
+            return None
+        self._talk.note_success()
+        return refused_reason
+
+    async def _save_all(
+        self,
+        key: SessionKey,
+        token_ids: bytes,
+        from_token: int,
+        buffer: WriteBuffer,
+        wait_layer: Callable[[int], None],
+    ) -> str:
+        """Store as much as there is room for; return why it is not all."""
+        deadline_s = time.monotonic() + self._deadline_s
+        while True:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            grant = await self._client.prepare_store(key, token_ids, from_token, left_s)
+            await self._save_grant(buffer, grant, wait_layer)
+            if grant.refused_reason or not grant.more or grant.end_token <= from_token:
+                return grant.refused_reason
+            from_token = grant.end_token
+
+    async def _save_grant(
+        self, buffer: WriteBuffer, grant: StoreGrant, wait_layer: Callable[[int], None]
+    ) -> None:
+        is_copied = False
+        try:
+            await self._store_thread.run(self._copy, buffer, grant, wait_layer)
+            is_copied = True
+        finally:
+            await self._client.complete_store(grant, success=is_copied)
+        self._talk.counters.add("stored_tokens", sum(block.num_tokens for block in grant.blocks))
+
+    def _copy(
+        self, buffer: WriteBuffer, grant: StoreGrant, wait_layer: Callable[[int], None]
+    ) -> None:
+        if grant.blocks:
+            rows = self._talk.rows_of(grant.arena)
+            with buffer.hold():
+                store_blocks(buffer, rows, grant.blocks, self._calibration, wait_layer)

@@ -1,0 +1,111 @@
+"""LayerGate: what one thread opens layer by layer, and others wait for.
+
+A load opens the gate as its copies arrive, a forward passes it; a forward opens the gate as it
+computes, a save passes it. Owns a counter, an outcome and a condition; knows nothing of tensors.
+
+Invariants:
+1. layers open in order and stay open until the gate fails;
+2. the first of `fail` and `confirm` settles the gate, what comes later changes nothing;
+3. nobody passes a gate that failed, whatever was open before: rows read through it may be garbage.
+"""
+
+import threading
+import time
+
+from shared.progress_words import LoadFailedError
+
+LAYER_TIMEOUT_S = 60.0  # far beyond any layer's copy; kvd has given up a slow read long before
+_NONE_OPEN = -1  # layers open in a gate that failed: less than any layer's index + 1
+
+
+class LayerGate:
+    """See the module docstring; every method may be called from any thread."""
+
+    def __init__(self, num_layers: int) -> None:
+        """Make a closed gate of `num_layers` layers."""
+        self.num_layers = num_layers
+        self._num_open = 0
+        self._error: BaseException | None = None
+        self._is_confirmed = False
+        self._waited_s = 0.0
+        self._changed = threading.Condition()
+
+    @property
+    def num_open(self) -> int:
+        """Layers that may be passed; 0 once the gate failed."""
+        return max(self._num_open, 0)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the outcome is known: confirmed or failed."""
+        return self._is_confirmed or self._error is not None
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the gate failed; None if it did not."""
+        return self._error
+
+    @property
+    def waited_s(self) -> float:
+        """Time threads spent blocked in `wait` and `wait_confirmed`, summed over threads."""
+        return self._waited_s
+
+    def open(self, num_layers: int) -> None:
+        """Let layers [0, num_layers) be passed; fewer than before changes nothing."""
+        if num_layers > self.num_layers:
+            raise AssertionError(f"{num_layers} layers opened of {self.num_layers}")
+        with self._changed:
+            if self._error is None and num_layers > self._num_open:
+                self._num_open = num_layers
+                self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Wake all who wait with `error`, as everybody will be who comes later."""
+        with self._changed:
+            if not self.is_settled:
+                self._error = error
+                self._num_open = _NONE_OPEN
+                self._changed.notify_all()
+
+    def confirm(self) -> None:
+        """Vouch for the rows of all layers: only now may results that used them be believed."""
+        with self._changed:
+            if self._error is not None:
+                return
+            if self._num_open < self.num_layers:
+                raise AssertionError(f"confirmed with {self._num_open} of {self.num_layers} layers")
+            self._is_confirmed = True
+            self._changed.notify_all()
+
+    def wait(self, layer_index: int, timeout_s: float = LAYER_TIMEOUT_S) -> None:
+        """Return once the layer is open; at once, and without a lock, if it is.
+
+        Raises:
+            LoadFailedError: it did not open within `timeout_s`; the gate stays as it is.
+            whatever `fail` was given.
+        """
+        if layer_index >= self._num_open:
+            self._block(f"layer {layer_index}", layer_index + 1, timeout_s)
+
+    def wait_confirmed(self, timeout_s: float = LAYER_TIMEOUT_S) -> None:
+        """Return once the gate is confirmed; raises as `wait` does."""
+        if not self._is_confirmed:
+            self._block("the confirmation", None, timeout_s)
+
+    def _block(self, awaited: str, num_layers: int | None, timeout_s: float) -> None:
+        """Wait for `num_layers` open layers, or for the confirmation if it is None."""
+
+        def is_over() -> bool:
+            is_there = self._is_confirmed if num_layers is None else self._num_open >= num_layers
+            return is_there or self._error is not None
+
+        with self._changed:
+            begin = time.monotonic()
+            is_in_time = self._changed.wait_for(is_over, timeout_s)
+            self._waited_s += time.monotonic() - begin
+            if self._error is not None:
+                raise self._error
+        if not is_in_time:
+            raise LoadFailedError(
+                f"{awaited} of a load did not arrive within {timeout_s:g} s", "ask again"
+            )

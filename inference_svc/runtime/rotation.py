@@ -1,0 +1,162 @@
+"""The arithmetic of re-embedding: tables of some positions applied to keys, in few torch calls.
+
+Per element j of a key, out[j] = x[source[j]] * C[j] + x[partner[j]] * S[j]. Which element meets
+which is a permutation; all that occur are a few strided slices, so nothing is permuted: products of
+slices are written where they belong. Two products rounded, then one sum rounded, as models do it: a
+fused multiply-add would differ in the last bit.
+
+Owns views; knows no layers and no slabs.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MAX_RUNS = 8  # of a permutation; with more, one gather is cheaper than that many slices
+
+
+class ElementRun(NamedTuple):
+    """Elements `outputs` of a result are elements `inputs` of a key, in this order."""
+
+    outputs: slice
+    inputs: slice
+
+
+def element_runs(indices: Sequence[int]) -> list[ElementRun]:
+    """Divide the permutation output -> input index into the fewest strided slices we find.
+
+    Halves and permuting embeddings give runs of adjacent outputs, interleaved ones two runs of
+    every other output.
+    """
+    return min((list(_runs_of_step(indices, step)) for step in (1, 2)), key=len)
+
+
+def _runs_of_step(indices: Sequence[int], out_step: int) -> Iterator[ElementRun]:
+    """Divide so that the outputs of a run are `out_step` apart."""
+    for residue in range(out_step):
+        inputs = indices[residue::out_step]
+        begin = 0
+        while begin < len(inputs):
+            end = begin + 1
+            step = max(1, inputs[end] - inputs[begin]) if end < len(inputs) else 1
+            while end < len(inputs) and inputs[end] - inputs[end - 1] == step:
+                end += 1
+            first_output = residue + begin * out_step
+            yield ElementRun(
+                slice(first_output, first_output + (end - begin) * out_step, out_step),
+                slice(inputs[begin], inputs[end - 1] + 1, step),
+            )
+            begin = end
+
+
+class ElementTake:
+    """Multiplies permuted elements with a table: by slices if few, else by a gather."""
+
+    def __init__(self, indices: Sequence[int], device: torch.device) -> None:
+        """Store the permutation output -> input index."""
+        runs = element_runs(indices)
+        self._runs = runs if len(runs) <= MAX_RUNS else []
+        self._indices = torch.tensor(indices, device=device)
+
+    def operands(self, keys: Tensor, table: Tensor) -> list[tuple[Tensor, Tensor, slice]]:
+        """Cut (elements of keys, their factors, where the products belong)."""
+        return [(keys[..., run.inputs], table[..., run.outputs], run.outputs) for run in self._runs]
+
+    def gathered(self, keys: Tensor) -> Tensor:
+        """Return the permuted elements; only if there are no operands."""
+        return keys.index_select(-1, self._indices)
+
+
+class Tables(NamedTuple):
+    """Factors of positions [0, tokens) and which elements they belong to.
+
+    Attributes:
+        cosines: [tokens, 1, width].
+        sines: [tokens, 1, width].
+        source: which elements the cosines multiply.
+        partner: which elements the sines multiply.
+        width: leading elements that turn; those after them are passed on as they are.
+    """
+
+    cosines: Tensor
+    sines: Tensor
+    source: ElementTake
+    partner: ElementTake
+    width: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions there are."""
+        return self.cosines.shape[0]
+
+
+class Spare(NamedTuple):
+    """Scratch of a turn, each [n, heads, width]; only `products` if the keys' dtype is the tables'.
+
+    Attributes:
+        products: with the sines.
+        sums: in the tables' dtype, before they are rounded to the keys'.
+        wide: the keys in the tables' dtype.
+    """
+
+    products: Tensor
+    sums: Tensor | None = None
+    wide: Tensor | None = None
+
+
+class Turn:
+    """`keys` turned at some positions, again and again: everything is cut once.
+
+    Invariant: what it writes to meanwhile belongs to the thread that made it.
+    """
+
+    def __init__(self, keys: Tensor, tables: Tables, start: int, spare: Spare) -> None:
+        """Cut the operands.
+
+        Args:
+            keys: [n, heads, dim], before RoPE; whatever they hold at the time of `into`.
+            tables: long enough.
+            start: position of the first key.
+            spare: to write to meanwhile.
+        """
+        width, end = tables.width, start + keys.shape[0]
+        self._products, self._sums, self._wide = spare
+        self._cosines, self._sines = tables.cosines[start:end], tables.sines[start:end]
+        self._tables = tables
+        self._turning, self._passing = keys[..., :width], keys[..., width:]
+        self._factors = self._turning if self._wide is None else self._wide
+        self._source_operands = tables.source.operands(self._factors, self._cosines)
+        self._partner_operands = [
+            (elements, table, self._products[..., outputs])
+            for elements, table, outputs in tables.partner.operands(self._factors, self._sines)
+        ]
+
+    def into(self, out: Tensor) -> None:
+        """Write the keys after RoPE to `out`, [n, heads, dim] of any strides, not over the keys."""
+        width = self._tables.width
+        turned = out[..., :width] if self._passing.shape[-1] else out
+        sums = turned if self._sums is None else self._sums
+        if self._wide is not None:
+            self._wide.copy_(self._turning)
+        for elements, table, products in self._partner_operands:
+            torch.mul(elements, table, out=products)
+        if not self._partner_operands:
+            gathered = self._tables.partner.gathered(self._factors)
+            torch.mul(gathered, self._sines, out=self._products)
+        self._multiply_source(sums)
+        sums.add_(self._products)
+        if sums is not turned:
+            turned.copy_(sums)
+        if self._passing.shape[-1]:
+            out[..., width:].copy_(self._passing)
+
+    def _multiply_source(self, out: Tensor) -> None:
+        if len(self._source_operands) == 1:  # no permutation, as in most models
+            torch.mul(self._factors, self._cosines, out=out)
+            return
+        for elements, table, outputs in self._source_operands:
+            torch.mul(elements, table, out=out[..., outputs])
+        if not self._source_operands:
+            torch.mul(self._tables.source.gathered(self._factors), self._cosines, out=out)

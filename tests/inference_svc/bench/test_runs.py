@@ -1,0 +1,133 @@
+"""Every part, small, with a real kvd; what it measures is not asserted, what it is made of is."""
+
+import json
+
+import pytest
+
+from inference_svc.bench.options import (
+    DecodeOptions,
+    ModelChoice,
+    OverlapOptions,
+    RunOptions,
+    ServeOptions,
+    TurnsOptions,
+)
+from inference_svc.bench.runner import run
+from inference_svc.cli import main
+from tests.inference_svc.bench.test_trace import SAMPLE
+
+CHOICE = ModelChoice(random="4x256", layers=2, threads=1)
+PAIRS = 2
+
+
+@pytest.fixture
+def measure(tmp_path):
+    said = []
+
+    def measured(part):
+        report = run(part, CHOICE, RunOptions(tmp_path, on_progress=said.append))
+        assert said
+        assert not list(tmp_path.iterdir())  # everything it made is removed
+        return report
+
+    return measured
+
+
+def variants(case):
+    return {found.variant: found for found in case.variants}
+
+
+def test_turns_are_measured_recomputed_from_dram_and_resident(measure):
+    """Every measurement that counts had its history where the case says."""
+    report = measure(
+        TurnsOptions(((100, 30),), (200,), 30, pairs=PAIRS, answer_tokens=2, re_max_tokens=150)
+    )
+    short, long = report.cases
+    assert {name: found.num for name, found in variants(short).items()} == {
+        "re": PAIRS,
+        "ca": PAIRS,
+        "resident": PAIRS,
+    }
+    assert set(variants(long)) == {"ca", "resident"}  # too long to be recomputed
+    assert [ratio.what for ratio in short.ratios] == ["ca / resident", "re / ca"]
+    assert all(set(found.values) >= {"ttft_s", "tpot_s"} for found in short.variants)
+
+
+def test_turns_are_measured_with_their_history_on_ssd_only(measure):
+    """Pushed out of DRAM before each; with and without time to read ahead."""
+    report = measure(TurnsOptions(((160, 30),), (), tier="ssd", pairs=PAIRS, answer_tokens=2))
+    idle, queued = map(variants, report.cases)
+    assert set(idle) == {"auto", "always", "never", "resident"}
+    assert set(queued) == {"ssd", "dram", "resident"}
+    assert all(found.num for found in (*idle.values(), *queued.values()))
+
+
+def test_overlap_compares_read_buffers_and_ways_to_save(measure):
+    """One engine for each setting, all on one kvd."""
+    report = measure(
+        OverlapOptions(160, 30, (0, -1), (40, 60), answer_tokens=3, batch=2, pairs=PAIRS)
+    )
+    preload, saving = map(variants, report.cases)
+    assert set(preload) == {"none", "B0", "all", "resident"}
+    assert set(saving) == {"off", "async", "sync"}
+    assert all(found.num for found in (*preload.values(), *saving.values()))
+
+
+def test_serve_replays_a_trace_with_and_without_reuse(measure):
+    """Without, all of the history is computed again; with, none of it."""
+    report = measure(
+        ServeOptions(SAMPLE, 4, 2, scale=0.05, think_scale=0.0, variants=("ca", "kvd", "re"))
+    )
+    found = variants(report.cases[0])
+    shares = {name: each.values["recomputed_share"].median for name, each in found.items()}
+    assert shares["re"] == 1.0
+    assert shares["ca"] == shares["kvd"] == 0.0
+    assert found["kvd"].values["hbm_share"].median == 0.0
+    assert found["kvd"].values["dram_share"].median == 1.0
+
+
+def test_decode_is_compared_with_generate_and_with_the_memory(measure):
+    """Eight at once also with eight one after another."""
+    report = measure(DecodeOptions((1, 8), history_tokens=20, steps=6, pairs=PAIRS))
+    alone, eight = map(variants, report.cases)
+    assert set(alone) == {"ours", "generate", "floor"}
+    assert set(eight) == {"ours", "generate", "floor", "sequential"}
+    assert all(found.values["tokens_per_s"].low > 0 for found in eight.values())
+
+
+def test_the_command_writes_a_document(tmp_path, capsys, monkeypatch):
+    """Progress goes to stderr, `--json -` to stdout, and nothing else does."""
+    arguments = "bench decode --random 4x256 --layers 1 --threads 1 --batches 1 --history 8"
+    arguments += f" --steps 3 --pairs 1 --json - --directory {tmp_path}"
+    monkeypatch.setattr("sys.argv", ["inference-svc", *arguments.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["part"] == "decode"
+    assert "measuring" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ("turns --random none", "no preset"),
+        ("turns", "--random PRESET"),
+        ("turns --random 4x256 --splits x", "no list of splits"),
+        ("turns --random 4x256 --splits ,", "nothing to measure"),
+        ("turns --random 4x256 --tier tape", "no such tier"),
+        ("overlap --random 4x256 --only half", "no such half"),
+        ("serve --random 4x256 --variants ca,of", "no such variants"),
+        ("decode --random 4x256 --dtype int4", "no such dtype"),
+        ("serve --random 4x256 --layers 1 --trace /dev/null", "holds no turn"),
+        ("decode --random 4x256 --layers 1 --directory /nowhere", "cannot write"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_line(arguments, what, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["inference-svc", "bench", *arguments.split()])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("inference-svc:")
+    assert what in last

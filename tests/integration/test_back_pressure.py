@@ -1,0 +1,254 @@
+"""More turns than the service can run: all of them end, or are told when to come back.
+
+Long turns ("blockers") hold every place while a test sets its scene; they end when their stream is
+closed. Nothing here depends on how fast anything is.
+"""
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from inference_svc.client import InferenceClient, TurnResult, turn_request
+from shared.errors import DeadlineError, ReportedError
+from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.units import MIB
+from tests.inference_processes import InferenceProcess
+from tests.models import WINDOW_TOKENS
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+NUM_TURNS = 1000
+FIRST_TURNS = 100
+SMALL_TURNS = 64
+MAX_RUNNING = 8
+ANSWER_TOKENS = 8
+SHORT = pb.Sampling(max_tokens=ANSWER_TOKENS, ignore_eos=True)
+BLOCKING = pb.Sampling(max_tokens=WINDOW_TOKENS - 64, ignore_eos=True)
+# Every running turn may be a blocker, and as many tokens again are there for others.
+KV_TOKENS = 2 * MAX_RUNNING * WINDOW_TOKENS
+# What the service may keep of an open turn: messages of its stream, events, record, token ids.
+TURN_BYTES = 48 * 1024
+SPARE_BYTES = 32 * MIB  # buffers of torch and of gRPC, arenas of malloc
+
+
+@asynccontextmanager
+async def serving(model: Path, max_turns: int, max_running: int) -> AsyncIterator[InferenceProcess]:
+    """A service without kvd that gives every turn room for its whole answer at once."""
+    directory = Path(tempfile.mkdtemp(prefix="ca-"))
+    settings = directory / "settings.toml"
+    settings.write_text(
+        f"[scheduler]\nmax_turns = {max_turns}\nmax_running = {max_running}\n"
+        f"kv_tokens = {KV_TOKENS}\nanswer_tokens = {WINDOW_TOKENS}\n"
+    )
+    async with InferenceProcess(model, directory, flags=("--config", str(settings))) as service:
+        yield service
+    shutil.rmtree(directory)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def roomy(tiny_model):
+    """There is a place for every turn."""
+    async with serving(tiny_model, NUM_TURNS + 24, MAX_RUNNING) as service:
+        yield service
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def small(tiny_model):
+    """There is a place for few turns."""
+    async with serving(tiny_model, SMALL_TURNS, MAX_RUNNING) as service:
+        yield service
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def single(tiny_model):
+    """One turn runs at a time."""
+    async with serving(tiny_model, SMALL_TURNS, 1) as service:
+        yield service
+
+
+def short_turn(session_id: str, **fields: object) -> pb.SubmitTurnRequest:
+    """A turn of a few tokens, another text for each session."""
+    return turn_request(f"{session_id} says ", session_id, sampling=SHORT, **fields)
+
+
+def slow(prefix: str) -> list[str]:
+    """Names of blockers that together take longer than any deadline here, one after the other."""
+    return [f"{prefix}-{number}" for number in range(8)]
+
+
+@asynccontextmanager
+async def blockers(
+    client: InferenceClient, names: Sequence[str], until: str
+) -> AsyncIterator[None]:
+    """Long turns, each followed up to its first event `until`; they end at the exit."""
+    async with AsyncExitStack() as streams:
+        for name in names:
+            request = turn_request("Go ", name, sampling=BLOCKING)
+            events = await streams.enter_async_context(aclosing(client.stream_turn(request)))
+            async for event in events:
+                if event.WhichOneof("event") == until:
+                    break
+        yield
+
+
+async def submit_all(
+    client: InferenceClient, requests: Sequence[pb.SubmitTurnRequest], on_event=lambda _: None
+) -> list[TurnResult]:
+    """Run turns at once, all to their ends."""
+    return await asyncio.gather(*(client.submit(r, on_event=on_event) for r in requests))
+
+
+def process_of(service: InferenceProcess) -> psutil.Process:
+    """The service as the system sees it."""
+    (process,) = (
+        child for child in psutil.Process().children() if service.address in child.cmdline()
+    )
+    return process
+
+
+def assert_whole(results: Sequence[TurnResult]) -> None:
+    """Every turn has its full answer, in a session of its own."""
+    assert {result.finished.finish_reason for result in results} == {"length"}
+    assert {len(result.token_ids) for result in results} == {ANSWER_TOKENS}
+    assert len({result.accepted.session_id for result in results}) == len(results)
+
+
+async def test_a_thousand_open_turns_all_end_in_bounded_memory(roomy):
+    """None is lost, none is stuck; memory grows by the working KV and a little for each turn."""
+    process, sizes = process_of(roomy), []
+
+    async def open_all(client, requests):
+        accepted = asyncio.Semaphore(0)
+
+        def on_event(event):
+            kind = event.WhichOneof("event")
+            if kind == "accepted":
+                accepted.release()
+            elif kind == "finished":
+                sizes.append(process.memory_info().rss)
+
+        names = [f"blocker-{number}" for number in range(MAX_RUNNING)]
+        async with blockers(client, names, until="tokens"):
+            turns = asyncio.create_task(submit_all(client, requests, on_event))
+            for _ in requests:
+                await accepted.acquire()
+            model = await client.get_model()
+            assert model.running_turns + model.waiting_turns >= NUM_TURNS
+        return await turns
+
+    async with roomy.client() as client:
+        first = await submit_all(client, [short_turn(f"first-{n}") for n in range(FIRST_TURNS)])
+        before = process.memory_info().rss
+        results = await open_all(client, [short_turn(f"open-{n}") for n in range(NUM_TURNS)])
+        model = await client.get_model()
+    assert_whole(first)
+    assert_whole(results)
+    assert (model.running_turns, model.waiting_turns) == (0, 0)
+    assert model.counters["turns_finished"] == FIRST_TURNS + NUM_TURNS
+    assert model.counters["turns_failed"] == model.counters["turns_refused"] == 0
+    bound = KV_TOKENS * model.kv_bytes_per_token + NUM_TURNS * TURN_BYTES + SPARE_BYTES
+    assert max(sizes) - before <= bound
+
+
+async def test_a_full_service_says_when_to_come_back(small):
+    """Every refusal carries the queue's length and a hint; who follows the hints gets through."""
+    refusals, refused = [], asyncio.Semaphore(0)
+
+    def on_refused(error):
+        refusals.append(error)
+        refused.release()
+
+    requests = [short_turn(f"patient-{number}") for number in range(NUM_TURNS)]
+    async with small.client() as client:
+        await submit_all(client, [short_turn(f"early-{n}") for n in range(MAX_RUNNING)])
+        async with blockers(client, [f"blocker-{n}" for n in range(SMALL_TURNS)], "accepted"):
+            turns = asyncio.gather(
+                *(client.submit_patiently(request, on_refused=on_refused) for request in requests)
+            )
+            for _ in requests:  # each at least once, for there is no place
+                await refused.acquire()
+            model = await client.get_model()
+        assert_whole(await turns)
+    assert model.counters["turns_refused"] >= NUM_TURNS
+    for refusal in refusals:
+        assert refusal.reason == "queue_full"
+        assert refusal.details == {"queue_length": str(SMALL_TURNS)}
+        assert refusal.retry_after_s > 0
+        assert refusal.remedy
+
+
+async def test_a_higher_priority_is_served_first(single):
+    """It interrupts what runs and overtakes what waits; turns of one priority keep their order."""
+    names = [f"low-{number}" for number in range(3)]
+    async with single.client() as client:
+        turns = []
+        async with blockers(client, slow("ahead"), until="accepted"):
+            for name in names:
+                accepted = asyncio.Event()
+                turn = client.submit(
+                    short_turn(name), on_event=lambda _, event=accepted: event.set()
+                )
+                turns.append(asyncio.create_task(turn))
+                await accepted.wait()
+            high = await client.submit(short_turn("high", priority=10))
+            model = await client.get_model()
+            assert not any(turn.done() for turn in turns)
+        assert_whole([high, *await asyncio.gather(*turns)])
+        sessions = [await client.get_session(name, with_turns=True) for name in names]
+    assert model.counters["preempted"] >= 1
+    recorded = [session.turn_records[0].created_unix_s for session in sessions]
+    assert recorded == sorted(recorded)
+
+
+async def late(client: InferenceClient, request: pb.SubmitTurnRequest, **options) -> ReportedError:
+    """The turn ends with its deadline; returns the error."""
+    with pytest.raises(DeadlineError) as caught:
+        await client.submit(request, **options)
+    assert caught.value.retryable
+    assert caught.value.remedy
+    return caught.value
+
+
+async def test_a_turn_whose_deadline_passes_in_the_queue_leaves_its_session_as_it_was(single):
+    """It ends with DEADLINE_EXCEEDED, wherever it waits, and the session goes on afterwards."""
+    async with single.client() as client:
+        await client.submit(short_turn("hurried"))
+        before = await client.get_session("hurried", with_turns=True)
+        expired_before = (await client.get_model()).counters["expired"]
+        async with blockers(client, slow("slow"), until="accepted"):
+            error = await late(client, short_turn("hurried", deadline_s=0.2))
+            assert error.reason == "deadline_exceeded"
+            error = await late(client, short_turn("slow-7", deadline_s=0.2, wait=True))
+            assert "waited for its session" in error.message
+            model = await client.get_model()
+            await late(client, short_turn("hurried"), timeout_s=0.2)  # the RPC's own deadline
+        assert model.counters["expired"] - expired_before == 2
+        after = await client.get_session("hurried", with_turns=True)
+        assert after.turn_records == before.turn_records
+        result = await client.submit(short_turn("hurried", wait=True, deadline_s=60.0))
+    assert result.accepted.turn == 1
+
+
+async def test_a_repeat_with_more_time_keeps_its_turn_alive(single):
+    """The turn's deadline is the latest of the clients that follow it."""
+    async with single.client() as client:
+        async with blockers(client, slow("before"), until="accepted"):
+            turns = []
+            for deadline_s in (1.0, 60.0):
+                request = short_turn("shared", request_id="once", deadline_s=deadline_s)
+                accepted = asyncio.Event()
+                turn = client.submit(request, on_event=lambda _, event=accepted: event.set())
+                turns.append(asyncio.create_task(turn))
+                await accepted.wait()
+            error = await late(client, short_turn("other", deadline_s=1.2))  # the first's is over
+            assert error.reason == "deadline_exceeded"
+        one, other = await asyncio.gather(*turns)
+    assert one.token_ids == other.token_ids
+    assert len(one.token_ids) == ANSWER_TOKENS

@@ -1,0 +1,343 @@
+"""The engine around a scheduler, in memory: slabs whose rows are tokens, copies that end when told.
+
+A slab's row is the token it was computed from, VOID if it came of a load that has failed. Whoever
+computes on a slab must find the rows of exactly its own tokens, and memory in use never exceeds
+what the scheduler was given.
+"""
+
+from dataclasses import dataclass, field
+
+from inference_svc.core.errors import QueueFullError
+from inference_svc.core.rates import Rates
+from inference_svc.core.request import Request, RequestState
+from inference_svc.core.scheduler import Scheduler
+from inference_svc.core.step_plan import Admission, SchedulerLimits, StepPlan, StepResult
+from shared.session_key import SessionKey
+
+NUM_LAYERS = 4
+VOID = -1
+MS = 1_000_000
+KEYS = tuple(SessionKey(tenant, "0f", str(i)) for tenant in ("a", "b") for i in range(4))
+
+
+@dataclass(eq=False)
+class Slab:
+    """Rows, and whether the scheduler counts more of them than are here."""
+
+    capacity: int
+    rows: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Job:
+    """A request with its memory.
+
+    Attributes:
+        admission: its newest; None once it was announced.
+        layers: of its load that are there; None: no load is under way.
+        fails: its load will turn out to have failed.
+        source: it moves its rows from there.
+        writes: rows of its write buffers, oldest first.
+        is_writing: the last of them is its own.
+    """
+
+    request: Request
+    admission: Admission | None = None
+    slab: Slab | None = None
+    layers: int | None = None
+    fails: bool = False
+    source: Slab | None = None
+    writes: list[int] = field(default_factory=list)
+    is_writing: bool = False
+
+    @property
+    def num_saving(self) -> int:
+        """Write buffers that nobody writes to any more."""
+        return len(self.writes) - self.is_writing
+
+
+class SchedulerWorld:
+    """See the module docstring."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self.limits = limits
+        self.rates = Rates()
+        self.scheduler = Scheduler(limits, self.rates, NUM_LAYERS, {"b": 2.0})
+        self.now_ns = 1
+        self.jobs: dict[int, Job] = {}  # every one ever submitted
+        self.residents: dict[SessionKey, Slab] = {}
+        self.conversations: dict[SessionKey, list[int]] = {key: [] for key in KEYS}
+        self.num_sampled = 0
+
+    # -------------------------------------------------------------------------------- checks
+
+    def check(self) -> None:
+        """The scheduler's invariants, and that its account covers what is in use."""
+        self.scheduler.check()
+        slabs = [job.slab.capacity for job in self.jobs.values() if job.slab is not None]
+        slabs += [slab.capacity for slab in self.residents.values()]
+        in_use = sum(slabs) + sum(sum(job.writes) for job in self.jobs.values())
+        assert in_use <= self.scheduler.reserved_rows + self.scheduler.resident_rows
+        assert self.scheduler.num_resident == len(self.residents)
+        resident_rows = sum(slab.capacity for slab in self.residents.values())
+        assert self.scheduler.resident_rows == resident_rows
+
+    def alive(self) -> list[Job]:
+        """Jobs that are not over."""
+        return [job for job in self.jobs.values() if not job.request.is_over]
+
+    def in_state(self, *states: RequestState) -> list[Job]:
+        """Jobs in one of these states."""
+        return [job for job in self.jobs.values() if job.request.state in states]
+
+    def tick(self, ns: int = MS) -> int:
+        """Time passes."""
+        self.now_ns += ns
+        return self.now_ns
+
+    # ---------------------------------------------------------------------------------- turns
+
+    def submit(self, key, new_tokens, max_tokens, *, priority=0, deadline_ns=None) -> Job | None:
+        """Submit a turn that goes on with its conversation, as far as that fits."""
+        window = self.limits.kv_rows // (2 if self.limits.saves else 1)
+        max_tokens = min(max_tokens, window)
+        history = self.conversations[key]
+        if len(history) + new_tokens + max_tokens - 1 > window:
+            history.clear()
+        new_tokens = min(new_tokens, window - max_tokens + 1)
+        number = len(self.jobs)
+        token_ids = history + [number * 1000 + i for i in range(new_tokens)]
+        request = Request(
+            number,
+            key,
+            token_ids,
+            max_tokens,
+            self.now_ns,
+            history_tokens=len(history),
+            priority=priority,
+            deadline_ns=deadline_ns,
+        )
+        try:
+            self.scheduler.submit(request)
+        except QueueFullError as error:
+            assert self.scheduler.num_waiting >= self.limits.max_waiting  # noqa: PT017
+            assert error.retry_after_s > 0  # noqa: PT017
+            return None
+        job = self.jobs[number] = Job(request)
+        return job
+
+    def schedule(self) -> StepPlan:
+        """Ask for a plan, and carry out all but its chunks."""
+        plan = self.scheduler.schedule(self.tick())
+        self._check_plan(plan)
+        for request in plan.preempted:
+            self._preempt(self.jobs[request.number])
+        for key in plan.evicted:
+            del self.residents[key]
+        for admission in plan.admitted:
+            job = self.jobs[admission.request.number]
+            job.admission = admission
+            if admission.in_place:
+                job.slab = self.residents.pop(job.request.key)
+        for request in plan.expired:
+            assert request.deadline_ns <= self.now_ns
+            self._give_up(self.jobs[request.number])
+        return plan
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        deadlines = [job.request.deadline_ns for job in self.alive()]
+        for deadline_ns in filter(None, deadlines):
+            assert deadline_ns > self.now_ns, "what is due has expired"
+            assert plan.wake_ns <= deadline_ns
+        assert plan.wake_ns is None or plan.wake_ns > self.now_ns
+        planned = {chunk.request.number for chunk in plan.chunks}
+        assert len(planned) == len(plan.chunks)
+        running = [job.request for job in self.in_state(RequestState.RUNNING)]
+        decoding = {r.number for r in running if r.is_decoding and r.unused_rows}
+        assert decoding <= planned <= {r.number for r in running}
+        prompt_tokens = [c.num_tokens for c in plan.chunks if c.request.number not in decoding]
+        limits = self.limits
+        assert sum(prompt_tokens) <= (limits.mixed_step_tokens if decoding else limits.step_tokens)
+        assert all(1 <= c.num_tokens <= c.request.uncomputed_tokens for c in plan.chunks)
+        assert all(c.sample == (c.num_tokens == c.request.uncomputed_tokens) for c in plan.chunks)
+        assert bool(plan.chunks) == any(r.unused_rows for r in running), "the batch goes on"
+
+    def _preempt(self, job: Job) -> None:
+        request, slab = job.request, job.slab
+        assert slab is not None
+        assert slab.rows == request.token_ids[: len(slab.rows)], "a resident's rows are good"
+        assert len(slab.rows) == request.computed_tokens
+        assert request.key not in self.residents
+        self.residents[request.key] = slab
+        job.slab, job.layers, job.is_writing = None, None, False
+
+    # ---------------------------------------------------------------------------------- loads
+
+    def announce(self, job: Job, found: int, layers: int, write_back: int, *, fails=False) -> None:
+        """Begin the load of an admitted job: what is found, and how much is saved of that."""
+        request, admission = job.request, job.admission
+        assert admission is not None
+        job.admission = None
+        if admission.resident_tokens:
+            found = admission.resident_tokens
+            source = job.slab if admission.in_place else self.residents[request.key]
+            assert source.rows[:found] == request.token_ids[:found]
+        found = min(found, len(request.token_ids) - 1)
+        if admission.in_place:
+            layers = NUM_LAYERS
+            assert job.slab.capacity >= request.capacity_tokens
+        else:
+            job.slab = Slab(request.capacity_tokens)
+            if admission.resident_tokens:
+                job.source, layers = source, min(layers, NUM_LAYERS - 1)
+        if not found:
+            layers = NUM_LAYERS
+        job.slab.rows = request.token_ids[:found]
+        job.layers = None if layers == NUM_LAYERS else layers
+        job.fails = fails and job.layers is not None and job.source is None
+        first_token = max(0, found - write_back)
+        if self.limits.saves:
+            job.writes.append(request.capacity_tokens - first_token)
+            job.is_writing = True
+        if job.fails:
+            job.slab.rows = [VOID] * found
+        self.scheduler.announced(
+            request, found, first_token, self.now_ns, layers_ready=layers, tier="dram"
+        )
+
+    def admit_in_vain(self, job: Job) -> None:
+        """An admitted job's load cannot be had."""
+        job.admission = job.slab = None
+        self.scheduler.restart(job.request, self.tick())
+        self.scheduler.release_write(job.request)
+
+    def progress(self, job: Job, layers: int) -> None:
+        """Layers of a load arrive; the last may be later than the step that waits for it."""
+        job.layers += layers
+        if job.layers >= NUM_LAYERS:
+            self.scheduler.progressed(job.request, NUM_LAYERS, self.tick())
+            job.layers = None
+            if job.source is not None:
+                self._end_move(job)
+        else:
+            self.scheduler.progressed(job.request, job.layers, self.tick())
+
+    def _end_move(self, job: Job) -> None:
+        assert self.residents.pop(job.request.key) is job.source
+        job.source = None
+        self.scheduler.resident_moved(job.request)
+
+    # ---------------------------------------------------------------------------------- steps
+
+    def step(self, plan: StepPlan, failing=()) -> list[Job]:
+        """Compute a plan's chunks, except those of `failing`; returns who has a new token."""
+        computed, sampled, restarted = [], {}, []
+        for chunk in plan.chunks:
+            job = self.jobs[chunk.request.number]
+            start = chunk.request.computed_tokens
+            if job.layers is not None:  # the step has waited for it
+                self.progress(job, NUM_LAYERS)
+            if job.request.number in failing:
+                continue
+            if job.fails:
+                restarted.append(job)
+                continue
+            assert job.slab.rows[:start] == chunk.request.token_ids[:start]
+            del job.slab.rows[start:]
+            job.slab.rows += chunk.request.token_ids[start : start + chunk.num_tokens]
+            assert len(job.slab.rows) <= job.slab.capacity
+            computed.append(chunk)
+            if chunk.sample:
+                self.num_sampled += 1
+                sampled[chunk.request.number] = 1_000_000 + self.num_sampled
+        self.scheduler.apply(StepResult(computed, sampled), self.tick())
+        for job in restarted:
+            job.slab, job.fails, job.is_writing = None, False, False
+            self.scheduler.restart(job.request, self.now_ns)
+        for number in failing:
+            self.stop(self.jobs[number], RequestState.FAILED)
+        return [self.jobs[number] for number in sampled]
+
+    def finish(self, job: Job, *, keeps: bool) -> None:
+        """A job's answer is complete."""
+        request, slab = job.request, job.slab
+        self.scheduler.finish(request, self.tick())
+        token_ids = request.token_ids[: request.computed_tokens]
+        if keeps and self.scheduler.keep_resident(request, token_ids, self.now_ns):
+            assert request.key not in self.residents
+            self.residents[request.key] = slab
+            job.slab = None
+        if keeps:
+            self.conversations[request.key] = list(request.token_ids)
+        self._give_up(job)
+
+    def stop(self, job: Job, state: RequestState) -> None:
+        """Cancel or fail a job; what is being copied for it goes on."""
+        self.scheduler.stop(job.request, state, self.tick())
+        self._give_up(job)
+
+    def _give_up(self, job: Job) -> None:
+        """Release the slab of a job that is over, unless it is being copied to."""
+        job.is_writing = False
+        if job.layers is not None:
+            return  # `settle` follows
+        if job.admission is not None:
+            job.admission = None
+            if self.limits.saves:
+                self.scheduler.release_write(job.request)
+        job.slab = None
+        self.scheduler.release_slab(job.request)
+
+    def settle(self, job: Job, *, moves: bool) -> None:
+        """The copy of a job that is over has ended; a move with or without its old slab."""
+        job.layers = None
+        if job.source is not None and moves:
+            self._end_move(job)
+        job.source = None
+        self._give_up(job)
+
+    def end_save(self, job: Job) -> None:
+        """A write buffer is stored."""
+        assert job.num_saving
+        job.writes.pop(0)
+        self.scheduler.release_write(job.request)
+
+    def drop_resident(self, key: SessionKey) -> None:
+        """A session is deleted."""
+        if self.scheduler.drop_resident(key):
+            del self.residents[key]
+
+    # ---------------------------------------------------------------------------------- ends
+
+    def drain(self) -> None:
+        """Everything that can happen does: all requests end, in a bounded number of steps."""
+        most_steps = 50 + 40 * sum(
+            job.request.full_capacity_tokens - job.request.computed_tokens for job in self.alive()
+        )
+        for _ in range(most_steps):
+            if not self.alive():
+                break
+            self.let_everything_happen()
+        assert not self.alive(), "a request starves"
+        self.let_everything_happen()
+        assert self.scheduler.reserved_rows == 0, "rows are lost"
+        for key in list(self.residents):
+            self.drop_resident(key)
+        assert self.scheduler.resident_rows == 0
+        self.check()
+
+    def let_everything_happen(self) -> None:
+        """All copies end, and a step is made."""
+        for job in self.jobs.values():
+            if job.request.is_over and job.layers is not None:
+                self.settle(job, moves=True)
+            while job.num_saving:
+                self.end_save(job)
+            if job.admission is not None:
+                self.announce(job, 0, NUM_LAYERS if not job.admission.resident_tokens else 0, 0)
+            if job.layers is not None:
+                self.progress(job, NUM_LAYERS)
+        for job in self.step(self.schedule()):
+            if len(job.request.output_ids) == job.request.max_tokens:
+                self.finish(job, keeps=True)
+        self.check()

@@ -1,0 +1,266 @@
+"""Any order of events keeps the scheduler's account true, and from any state everything ends."""
+
+from collections import Counter
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from inference_svc.core.request import RequestState
+from inference_svc.core.step_plan import SchedulerLimits
+from tests.property.scheduler_world import KEYS, MS, NUM_LAYERS, Job, SchedulerWorld
+
+LIMITS = st.builds(
+    SchedulerLimits,
+    max_running=st.integers(1, 3),
+    max_loading=st.integers(1, 2),
+    max_waiting=st.integers(2, 6),
+    kv_rows=st.sampled_from([2, 3, 20, 48, 100]),
+    step_tokens=st.integers(1, 16),
+    mixed_step_tokens=st.integers(1, 4),
+    answer_tokens=st.integers(0, 6),
+    saves=st.booleans(),
+    keeps_residents=st.booleans(),
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """See the module docstring."""
+
+    @initialize(limits=LIMITS)
+    def begin(self, limits) -> None:
+        self.world = SchedulerWorld(limits)
+
+    def some(self, data, jobs):
+        return data.draw(st.sampled_from(jobs))
+
+    @rule(
+        key=st.sampled_from(KEYS),
+        new_tokens=st.integers(1, 30),
+        max_tokens=st.integers(1, 20),
+        priority=st.sampled_from([0, 0, 0, 1, 2]),
+        expires_in=st.sampled_from([None, None, None, 0, 5 * MS, 40 * MS]),
+        may_overtake=st.booleans(),
+    )
+    def submit(self, key, new_tokens, max_tokens, priority, expires_in, may_overtake) -> None:
+        """A session's turns come one after the other, unless one is being cancelled just now."""
+        if not may_overtake and any(job.request.key == key for job in self.world.alive()):
+            return
+        deadline_ns = None if expires_in is None else self.world.now_ns + expires_in
+        self.world.submit(key, new_tokens, max_tokens, priority=priority, deadline_ns=deadline_ns)
+
+    @rule(data=st.data(), times=st.integers(1, 4), ends=st.booleans(), keeps=st.booleans())
+    def loop(self, data, times, ends, keeps) -> None:
+        """The engine's loop goes round a few times."""
+        for _ in range(times):
+            self._loop(data, ends, keeps)
+            self.world.check()
+
+    def _loop(self, data, ends, keeps) -> None:
+        plan = self.world.schedule()
+        numbers = [chunk.request.number for chunk in plan.chunks]
+        fails = numbers and data.draw(st.integers(0, 9)) == 0
+        failing = [data.draw(st.sampled_from(numbers))] if fails else []
+        for job in self.world.step(plan, failing):
+            if ends or len(job.request.output_ids) == job.request.max_tokens:
+                self.world.finish(job, keeps=keeps)
+
+    @precondition(lambda self: any(job.admission for job in self.world.jobs.values()))
+    @rule(
+        data=st.data(),
+        found=st.sampled_from([0, 3, 30]),
+        layers=st.sampled_from([0, 0, 1, 3, NUM_LAYERS]),
+        write_back=st.integers(0, 3),
+        fails=st.booleans(),
+    )
+    def announce(self, data, found, layers, write_back, fails) -> None:
+        job = self.some(data, [job for job in self.world.jobs.values() if job.admission])
+        self.world.announce(job, found, layers, write_back, fails=fails)
+
+    @precondition(lambda self: any(job.admission for job in self.world.jobs.values()))
+    @rule(data=st.data())
+    def admit_in_vain(self, data) -> None:
+        job = self.some(data, [job for job in self.world.jobs.values() if job.admission])
+        self.world.admit_in_vain(job)
+
+    @precondition(lambda self: any(job.layers is not None for job in self.world.jobs.values()))
+    @rule(data=st.data(), layers=st.integers(1, NUM_LAYERS), moves=st.booleans())
+    def copy(self, data, layers, moves) -> None:
+        copying = [job for job in self.world.jobs.values() if job.layers is not None]
+        job = self.some(data, copying)
+        if job.request.is_over:
+            self.world.settle(job, moves=moves)
+        else:
+            self.world.progress(job, layers)
+
+    @precondition(lambda self: any(job.num_saving for job in self.world.jobs.values()))
+    @rule(data=st.data())
+    def save(self, data) -> None:
+        saving = [job for job in self.world.jobs.values() if job.num_saving]
+        self.world.end_save(self.some(data, saving))
+
+    @precondition(lambda self: self.world.alive())
+    @rule(data=st.data())
+    def cancel(self, data) -> None:
+        self.world.stop(self.some(data, self.world.alive()), RequestState.CANCELLED)
+
+    @rule(
+        key=st.sampled_from(KEYS),
+        what=st.sampled_from(["delete", "regenerate", "measure", "wait", "look"]),
+        amount=st.integers(1, 30),
+    )
+    def meanwhile(self, key, what, amount) -> None:
+        """What does not happen to a request."""
+        world = self.world
+        if what == "delete":
+            world.drop_resident(key)
+            world.conversations[key].clear()
+        elif what == "regenerate":
+            del world.conversations[key][amount:]
+        elif what == "measure":
+            for num_tokens in (1, 2, 4, 8, 16):
+                world.rates.steps.note(num_tokens, num_tokens**2, num_tokens * amount / 1000)
+                world.rates.loads.note("dram", num_tokens, num_tokens * amount / 1000)
+        elif what == "wait":
+            world.tick(amount * 50 * MS)
+        else:
+            self._look()
+
+    def _look(self) -> None:
+        """Estimates are there for everybody, in order."""
+        scheduler = self.world.scheduler
+        estimates = scheduler.starts_in_s()
+        assert [request for request, _ in estimates] == scheduler.waiting()
+        seconds = [starts_in_s for _, starts_in_s in estimates]
+        assert seconds == sorted(seconds)
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.drain()
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=150,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+TestScheduler = SchedulerMachine.TestCase
+
+
+@pytest.mark.long
+class TestSchedulerLong(SchedulerMachine.TestCase):
+    """The same, at length."""
+
+    settings = settings(
+        SchedulerMachine.TestCase.settings, max_examples=3000, stateful_step_count=120
+    )
+
+
+# ------------------------------------------------------------------------------- random traffic
+
+
+def random_limits(random: Random) -> SchedulerLimits:
+    return SchedulerLimits(
+        max_running=random.randint(1, 4),
+        max_loading=random.randint(1, 3),
+        max_waiting=random.randint(2, 8),
+        kv_rows=random.choice([30, 60, 120, 240]),
+        step_tokens=random.randint(4, 32),
+        mixed_step_tokens=random.randint(1, 4),
+        answer_tokens=random.randint(0, 6),
+        saves=random.random() < 0.7,
+        keeps_residents=random.random() < 0.8,
+    )
+
+
+def disturb(world: SchedulerWorld, job: Job, random: Random) -> None:
+    """Something happens to a job, or it goes on waiting for that."""
+    if job.num_saving and random.random() < 0.3:
+        world.end_save(job)
+    if job.admission is not None and random.random() < 0.5:
+        if random.random() < 0.1:
+            world.admit_in_vain(job)
+            return
+        fails = random.random() < 0.2
+        found, layers = random.randint(0, 30), random.choice([0, 2, NUM_LAYERS])
+        world.announce(job, found, layers, random.randint(0, 3), fails=fails)
+    elif job.layers is not None and random.random() < 0.5:
+        if job.request.is_over:
+            world.settle(job, moves=random.random() < 0.5)
+        else:
+            world.progress(job, random.randint(1, 3))
+    if not job.request.is_over and random.random() < 0.01:
+        world.stop(job, RequestState.CANCELLED)
+
+
+def go_round(world: SchedulerWorld, random: Random, seen: Counter[str]) -> None:
+    """The engine's loop, once."""
+    for job in list(world.jobs.values()):
+        disturb(world, job, random)
+    plan = world.schedule()
+    seen["preempted"] += len(plan.preempted)
+    seen["evicted"] += len(plan.evicted)
+    seen["expired"] += len(plan.expired)
+    seen["in place"] += sum(admission.in_place for admission in plan.admitted)
+    seen["moved"] += sum(a.resident_tokens > 0 and not a.in_place for a in plan.admitted)
+    seen["mixed"] += len(plan.chunks) > 1
+    for job in world.step(plan):
+        is_long = len(job.request.output_ids) == job.request.max_tokens
+        if is_long or random.random() < 0.05:
+            seen["finished"] += 1
+            world.finish(job, keeps=random.random() < 0.9)
+    world.check()
+
+
+def random_traffic(seed: int, num_rounds: int) -> Counter[str]:
+    """Turns come and go; at last no more come, and everything ends. Returns what happened."""
+    random, seen = Random(seed), Counter[str]()
+    world = SchedulerWorld(random_limits(random))
+    for _ in range(num_rounds):
+        if random.random() < 0.4:
+            key = random.choice(KEYS)
+            if all(job.request.key != key for job in world.alive()):
+                priority = random.choice([0, 0, 0, 1, 2])
+                in_ns = random.choice([None, None, None, 100 * MS])
+                deadline_ns = in_ns and world.now_ns + in_ns
+                world.submit(
+                    key,
+                    random.randint(1, 12),
+                    random.randint(1, 12),
+                    priority=priority,
+                    deadline_ns=deadline_ns,
+                )
+        go_round(world, random, seen)
+    world.drain()
+    return seen
+
+
+def check_traffic(seeds: range, num_rounds: int) -> None:
+    seen = sum((random_traffic(seed, num_rounds) for seed in seeds), Counter[str]())
+    wanted = ("preempted", "evicted", "expired", "in place", "moved", "mixed", "finished")
+    assert min(seen[what] for what in wanted) > 0, f"the traffic is too tame: {seen}"
+
+
+def test_nothing_starves_and_no_row_is_lost_under_random_traffic() -> None:
+    """With tiny budgets, failing loads, priorities and cancellations, every request ends."""
+    check_traffic(range(30), 150)
+
+
+@pytest.mark.long
+def test_nothing_starves_under_long_random_traffic() -> None:
+    """The same, at length."""
+    check_traffic(range(1000, 1400), 600)
