@@ -13,6 +13,7 @@ from inference_svc.core.load_or_recompute import LoadPolicy
 from inference_svc.core.rates import Rates
 from inference_svc.core.scheduler import Scheduler, SchedulerLimits
 from inference_svc.core.session_turns import SessionTurns
+from inference_svc.runtime.attention_backends import make_attention
 from inference_svc.runtime.chat_text import TurnText
 from inference_svc.runtime.engine_loop import EngineLoop
 from inference_svc.runtime.kv_pool import KVPool
@@ -25,7 +26,6 @@ from inference_svc.runtime.resident_slabs import ResidentSlabs
 from inference_svc.runtime.saves import Saves
 from inference_svc.runtime.session_store import NoSessionStore, SessionStore
 from inference_svc.runtime.stepping import Stepper
-from inference_svc.runtime.attention_backends import make_attention
 from inference_svc.runtime.transcript import TranscriptStore
 from inference_svc.runtime.turn_runner import TurnLimits, TurnRunner
 from inference_svc.runtime.turns import Turns

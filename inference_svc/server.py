@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from inference_svc.assembly import Model, ServiceParts
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
-SPARE_RPCS = 64  # for calls other than SubmitTurn, while every turn that may wait does
+# Beyond the turns that may wait: those that are refused, which get our own answer rather than
+# gRPC's, and calls other than SubmitTurn.
+SPARE_RPCS = 4096
 RETRY_S = 1.0  # after kvd's client failed in a way it should not
 STOP_GRACE_S = 1.0  # for RPCs that have been answered to reach their clients
 

@@ -78,11 +78,12 @@ def turns(
     """TTFT, prefill throughput and TPOT: recomputed, from kvd, and resident."""
     if tier not in {"dram", "ssd"}:
         raise InvalidInputError(f"no such tier: {tier}", "name dram or ssd")
-    if not splits.strip() and not histories.strip():
+    pairs_of_lengths, longs = splits_of(splits), numbers(histories)
+    if not pairs_of_lengths and not longs:
         raise InvalidInputError("there is nothing to measure", "give --splits or --histories")
     options = TurnsOptions(
-        splits_of(splits),
-        numbers(histories),
+        pairs_of_lengths,
+        longs,
         new,
         cast("Tier", tier),
         pairs,
@@ -120,7 +121,7 @@ def overlap(
     options = OverlapOptions(
         history,
         new,
-        numbers(buffers),
+        numbers(buffers, least=-1),
         numbers(prompts),
         answer,
         batch,

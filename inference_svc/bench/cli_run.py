@@ -31,16 +31,19 @@ class UnusableDirectoryError(ConfigError):
     reason = "unusable_directory"
 
 
-def numbers(text: str) -> tuple[int, ...]:
+def numbers(text: str, least: int = 1) -> tuple[int, ...]:
     """Read "1,8,24"; "" is none.
 
     Raises:
-        BadListError: something else is there.
+        BadListError: something else is there, or a number below `least`.
     """
     try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
+        found = tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError as error:
         raise BadListError(f"{text!r} is no list of numbers", "write them as 1,8,24") from error
+    if any(number < least for number in found):
+        raise BadListError(f"{text!r} has a number below {least}", "give larger ones")
+    return found
 
 
 def splits_of(text: str) -> tuple[tuple[int, int], ...]:

@@ -23,9 +23,6 @@ class ActiveRequests:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests.values())
 
-    def __contains__(self, request: Request) -> bool:
-        return request.number in self._requests
-
     def add(self, request: Request) -> None:
         """Add one that is admitted now."""
         self._requests[request.number] = request

@@ -32,7 +32,6 @@ COUNTERS: Mapping[str, str] = {
     "save_errors": "saves that failed",
     "save_dropped": "turns whose KV was not stored, or not to its end, because of errors",
     "stored_tokens": "tokens whose KV was stored",
-    "slabs_outside": "slabs and write buffers that found no room in the pool: slower, not wrong",
 }
 
 

@@ -37,5 +37,9 @@ class Deadlines:
         """Take out the requests whose deadline is not later than now and that have not ended."""
         due = []
         while (deadline_ns := self.next_ns()) is not None and deadline_ns <= now_ns:
-            due.append(heappop(self._heap)[2])
+            request = heappop(self._heap)[2]
+            if request.deadline_ns is not None and request.deadline_ns <= now_ns:
+                due.append(request)
+            else:  # it was given more time: a repeat of its turn asked for it
+                self.add(request)
         return due

@@ -3,27 +3,27 @@
 A row holds K and V of one token, all layers. They are held by requests, as slabs and as write
 buffers, and by residents. What happens to them:
 
-    event                 slab                               write buffer
-    ─────────────────     ────────────────────────────────   ──────────────────────────────────
-    admitted, fresh       + capacity                         + capacity, the worst case
-    admitted, in place    the resident's become its own      + capacity, the worst case
-    admitted, moving      + capacity; the resident's stay    + capacity, the worst case
-    announced                                                shrinks to what can be new
+    event                 slab                              write buffer
+    ───────────────────   ───────────────────────────────   ─────────────────────────────────────
+    admitted, fresh       + capacity                        + capacity promised, the worst case
+    admitted, in place    the resident's become its own     + capacity promised
+    admitted, moving      + capacity; the resident's stay   + capacity promised
+    announced                                               of the promise, what can be new stays
     moved                 the resident's are free
-    preempted             become a resident's                stay
-    restarted             free                               stay
-    ended                 stay                               stay
-    kept                  become a resident's
-    release_slab          free; a move under way ends, and
-                          the resident stays
-    release_write                                            the oldest one's are free
-    resident evicted or   the resident's are free
-     dropped
+    preempted             become a resident's               stay
+    ended                 stay                              stay
+    kept                  become a resident's               stay
+    restarted, or         free; a move under way is         a promise is void; others stay
+      release_slab          off, and the resident stays
+    release_write                                           the oldest one's are free
+    resident evicted      the resident's are free
+      or dropped
 
 A request that was preempted and admitted again may have several write buffers: the last one is its
 own, the others are being saved. Without saving there are none.
 
-Invariants (`check`): 1. what requests and residents hold fits; 2. nobody holds less than nothing.
+Invariants (`check`): 1. what requests and residents hold fits; 2. only who has a slab is promised
+a write buffer.
 """
 
 from collections import deque
@@ -49,6 +49,7 @@ class RowBudget:
         self._num_rows = num_rows
         self._residents = residents
         self._slabs: dict[int, int] = {}  # rows, by request number
+        self._promises: dict[int, int] = {}  # rows of a write buffer that is not there yet
         self._writes: dict[int, deque[int]] = {}  # rows of each, oldest first
 
     @property
@@ -61,12 +62,13 @@ class RowBudget:
         return self._slabs.get(request.number, 0)
 
     def reserve(self, request: Request, slab_rows: int, write_rows: int) -> None:
-        """Give a request a slab, unless it has one, and a write buffer, if that has rows."""
+        """Give a request a slab, unless it has one, and promise a write buffer, if it has rows."""
         if slab_rows:
             assert request.number not in self._slabs, f"request {request.number} has a slab"
             self._slabs[request.number] = slab_rows
         if write_rows:
-            self._writes.setdefault(request.number, deque()).append(write_rows)
+            assert request.number not in self._promises, f"request {request.number} was promised"
+            self._promises[request.number] = write_rows
         self.reserved_rows += slab_rows + write_rows
         assert self.free_rows >= 0, "more is reserved than there is"
 
@@ -82,17 +84,18 @@ class RowBudget:
         self.reserved_rows -= rows
         self._residents.put(Resident(request.key, tuple(token_ids), rows, now_ns))
 
-    def shrink_write(self, request: Request, write_rows: int) -> None:
-        """Set the rows of a request's own write buffer, if it has one, to no more than now."""
-        writes = self._writes.get(request.number)
-        if writes:
-            assert 0 <= write_rows <= writes[-1], "a write buffer does not grow"
-            self.reserved_rows -= writes[-1] - write_rows
-            writes[-1] = write_rows
+    def open_write(self, request: Request, write_rows: int) -> None:
+        """Give a request the write buffer it was promised, if it was, with no more rows."""
+        promised = self._promises.pop(request.number, None)
+        if promised is not None:
+            assert 0 <= write_rows <= promised, "a write buffer is no larger than was promised"
+            self.reserved_rows -= promised - write_rows
+            self._writes.setdefault(request.number, deque()).append(write_rows)
 
     def release_slab(self, request: Request) -> None:
-        """Free a request's slab, if it has one."""
+        """Free a request's slab, if it has one, and what it was only promised."""
         self.reserved_rows -= self._slabs.pop(request.number, 0)
+        self.reserved_rows -= self._promises.pop(request.number, 0)
         self._residents.cancel_move(request)
 
     def release_write(self, request: Request) -> None:
@@ -112,8 +115,9 @@ class RowBudget:
         """Raise AssertionError if an invariant is broken."""
         self._residents.check()
         slab_rows = sum(self._slabs.values())
-        write_rows = sum(map(sum, self._writes.values()))
+        write_rows = sum(map(sum, self._writes.values())) + sum(self._promises.values())
         assert self.reserved_rows == slab_rows + write_rows
         assert self.free_rows >= 0
         assert all(rows > 0 for rows in self._slabs.values())
+        assert set(self._promises) <= set(self._slabs)
         assert all(writes and min(writes) >= 0 for writes in self._writes.values())

@@ -6,7 +6,7 @@ calls, and no method blocks:
     submit ─► schedule ─► plan: admitted ─► announced ─► progressed … ─► schedule ─► plan: chunks
                                                                            ▲           │
                                                          finish ◄── apply ─┴───────────┘
-    and owes, for each admission, release_write (if requests have write buffers), and, for each
+    and owes, for each announcement, release_write (if requests have write buffers), and, for each
     request that is over, release_slab. The life of rows: `row_budget.py`.
 
 Invariants (`check`):
@@ -162,7 +162,7 @@ class Scheduler:
         if not request.num_preemptions:
             request.loaded_tokens = num_tokens
         request.ready_ns = request.ready_ns or now_ns
-        self._rows.shrink_write(request, request.capacity_tokens - write_first_token)
+        self._rows.open_write(request, request.capacity_tokens - write_first_token)
         self._gate.announced(request, now_ns, layers_ready, tier=tier, enough_layers=enough_layers)
 
     def progressed(self, request: Request, layers_ready: int, now_ns: int) -> None:
@@ -172,7 +172,7 @@ class Scheduler:
     def restart(self, request: Request, now_ns: int) -> None:
         """Send an admitted request back to its place, because its load failed or cannot be had.
 
-        Nothing is kept: its slab has been released; release_write is owed as ever.
+        Nothing is kept: its slab has been released. release_write is owed if it was announced.
         """
         request.move(RequestState.WAITING)
         request.computed_tokens = 0
@@ -223,14 +223,17 @@ class Scheduler:
         return True
 
     def release_slab(self, request: Request) -> None:
-        """Free the slab of a request that is over; nothing if it has none (any more)."""
+        """Free the slab of a request that is over; nothing if it has none (any more).
+
+        And the rows of its write buffer, if it was over before it was announced.
+        """
         assert request.is_over, "only an ended request gives its slab up"
         self._rows.release_slab(request)
 
     def release_write(self, request: Request) -> None:
         """Free the oldest write buffer of a request; nothing if it has none (any more)."""
-        num_own = int(request in self._active)
-        assert not num_own or self._rows.num_writes(request) > num_own, "it is being written"
+        is_own = request.state in (RequestState.READY, RequestState.RUNNING)
+        assert not is_own or self._rows.num_writes(request) > 1, "it is being written"
         self._rows.release_write(request)
 
     def resident_moved(self, request: Request) -> None:

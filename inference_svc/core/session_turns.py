@@ -3,8 +3,9 @@
 Pure. Invariants: 1. the first turn of a session's queue runs, the others wait; 2. a session without
 turns has no entry; 3. the bounds hold.
 
-Who is refused is told when to come back, each later than the one before: a thousand clients that
-came back together would all but one be refused again.
+Who is refused is told when to come back, each later than the one before by what a place takes to
+become free: a thousand clients that came back together would nearly all be refused again. After
+MAX_RETRY_S it begins anew: the pace may be estimated too slow, and places must not stay empty.
 """
 
 from collections import deque
@@ -13,8 +14,10 @@ from typing import Generic, TypeVar
 
 from inference_svc.core.errors import QueueFullError, SessionBusyError
 from shared.session_key import SessionKey
+from shared.units import NS_PER_S
 
-MAX_RETRY_S = 10.0  # by then things look different, and estimates are only estimates
+MAX_RETRY_S = 10.0
+MIN_PACE_S = 0.005  # between two clients that come back: refusing them costs something, too
 
 T = TypeVar("T")
 
@@ -25,7 +28,7 @@ class SessionTurns(Generic[T]):
     Args:
         max_turns: of all sessions together, running and waiting.
         max_turns_per_session: running and waiting.
-        retry_after_s: when the next place is likely free.
+        retry_after_s: how long until the next place is likely free.
     """
 
     def __init__(
@@ -34,7 +37,7 @@ class SessionTurns(Generic[T]):
         self._max_turns = max_turns
         self._max_turns_per_session = max_turns_per_session
         self._retry_after_s = retry_after_s
-        self._num_sent_away = 0  # refused, less one for each place that has become free since
+        self._last_return_ns = 0  # when the client that was refused last may come back
         self._queues: dict[SessionKey, deque[T]] = {}
         self._num_turns = 0
 
@@ -48,7 +51,7 @@ class SessionTurns(Generic[T]):
         """Turns of a session: the running one, then those that wait."""
         return tuple(self._queues.get(key, ()))
 
-    def enter(self, key: SessionKey, turn: T, *, wait: bool) -> bool:
+    def enter(self, key: SessionKey, turn: T, now_ns: int, *, wait: bool) -> bool:
         """Add a turn; return whether it runs now.
 
         Raises:
@@ -62,7 +65,7 @@ class SessionTurns(Generic[T]):
                 "submit again when it has finished, or with wait = true",
             )
         if self._num_turns >= self._max_turns or len(queue) >= self._max_turns_per_session:
-            raise self._refusal(len(queue))
+            raise self._refusal(len(queue), now_ns)
         self._queues.setdefault(key, deque()).append(turn)
         self._num_turns += 1
         return not queue
@@ -73,16 +76,18 @@ class SessionTurns(Generic[T]):
         was_running = queue[0] is turn
         queue.remove(turn)
         self._num_turns -= 1
-        # Who was sent away need not have waited: nobody is expected at an empty service.
-        self._num_sent_away = max(0, self._num_sent_away - 1) if self._num_turns else 0
         if not queue:
             del self._queues[key]
             return None
         return queue[0] if was_running else None
 
-    def _refusal(self, num_in_session: int) -> QueueFullError:
-        self._num_sent_away += 1
-        retry_after_s = min(self._num_sent_away * self._retry_after_s(), MAX_RETRY_S)
+    def _refusal(self, num_in_session: int, now_ns: int) -> QueueFullError:
+        latest_ns = now_ns + int(MAX_RETRY_S * NS_PER_S)
+        pace_ns = int(max(MIN_PACE_S, self._retry_after_s()) * NS_PER_S)
+        return_ns = max(now_ns, self._last_return_ns) + pace_ns
+        if return_ns > latest_ns:
+            return_ns = min(now_ns + pace_ns, latest_ns)
+        self._last_return_ns = return_ns
         if num_in_session >= self._max_turns_per_session:
             remedy = "submit again later, or raise scheduler.max_turns_per_session"
         else:
@@ -91,7 +96,7 @@ class SessionTurns(Generic[T]):
             f"{self._num_turns} turns are under way, {num_in_session} of this session",
             remedy,
             queue_length=self._num_turns,
-            retry_after_s=retry_after_s,
+            retry_after_s=(return_ns - now_ns) / NS_PER_S,
         )
 
     def check(self) -> None:

@@ -16,19 +16,19 @@ The scheduler and all jobs belong to the event loop. Invariants:
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from inference_svc.core.counters import Counters
 from inference_svc.core.errors import DeadlineExceededError
 from inference_svc.core.request import RequestState
 from inference_svc.core.scheduler import Scheduler
-from inference_svc.core.step_plan import Admission, PlannedChunk, StepPlan, StepResult
+from inference_svc.core.step_plan import PlannedChunk, StepPlan, StepResult
 from inference_svc.runtime.engine_job import EngineJob, as_token_bytes
 from inference_svc.runtime.job_memory import JobMemory
 from inference_svc.runtime.kv_pool import KVPool
 from inference_svc.runtime.layer_gate import LayerGate
 from inference_svc.runtime.layer_store import no_wait
-from inference_svc.runtime.loads import Load, Loads
+from inference_svc.runtime.load_tasks import LoadTasks
+from inference_svc.runtime.loads import Loads
 from inference_svc.runtime.model_runner import Chunk
 from inference_svc.runtime.resident_slabs import ResidentSlabs
 from inference_svc.runtime.saves import Saves
@@ -38,13 +38,6 @@ from shared.grants import QueuedJob
 from shared.progress_words import LoadFailedError
 from shared.session_key import SessionKey
 from shared.units import NS_PER_S
-
-
-@dataclass(eq=False)
-class _Loading:
-    """A load under way; its gate once its extent is known and something is to be copied."""
-
-    gate: LayerGate | None = None
 
 
 class EngineLoop:
@@ -71,7 +64,6 @@ class EngineLoop:
     ) -> None:
         self._scheduler = scheduler
         self._stepper = stepper
-        self._loads = loads
         self._saves = saves
         self._pool = pool
         self._store = store
@@ -79,7 +71,6 @@ class EngineLoop:
         self._num_layers = num_layers
         self._saves_first = saves_first
         self._jobs: dict[int, EngineJob] = {}  # by request number, until their slab is given up
-        self._loading: dict[int, _Loading] = {}  # by request number, the newest
         self._dropped: list[EngineJob] = []
         self._pushed_version = -1
         self._wake = asyncio.Event()
@@ -87,7 +78,14 @@ class EngineLoop:
         self._idle.set()
         self._tasks = asyncio.TaskGroup()
         self._memory = JobMemory(
-            scheduler, pool, residents, saves, store, self._tasks, self._memory_changed
+            scheduler, pool, residents, saves, store, self._tasks, self._changed
+        )
+        self._loading = LoadTasks(
+            *(scheduler, loads, saves, self._memory, self._tasks),
+            num_layers=num_layers,
+            failed=self._fail,
+            ended=self._give_up,
+            changed=self._changed,
         )
 
     # ---------------------------------------------------------------------------- for people
@@ -115,6 +113,7 @@ class EngineLoop:
             "resident_rows": scheduler.resident_rows,
             "resident_sessions": scheduler.num_resident,
             "pool_rows": self._pool.num_rows,
+            "pool_misses": self._pool.num_outside,  # rows found no room in the pool: only slower
             "saves_under_way": self._memory.num_saving,
             "compute_busy_s": self._stepper.busy_s,
         }
@@ -143,10 +142,9 @@ class EngineLoop:
             raise
 
     def keep(self, job: EngineJob, token_ids: Sequence[int]) -> None:
-        """Save the job's KV of its first tokens in the background, and keep it while there is room.
+        """Save the job's KV in the background, and keep it in memory while there is room.
 
-        Args:
-            token_ids: the first of the request's tokens, all computed.
+        `token_ids` are the first of the request's tokens, all computed: they are what is kept.
         """
         self._memory.keep(job, token_ids)
         self._forget(job)
@@ -177,7 +175,7 @@ class EngineLoop:
                 self._settle_dropped()
                 if self._saves_first:
                     await self._saves.caught_up()
-                self._note_progress()
+                self._loading.note_progress()
                 plan = self._scheduler.schedule(time.monotonic_ns())
                 self._carry_out(plan)
                 if plan.chunks:
@@ -205,15 +203,6 @@ class EngineLoop:
                 self._scheduler.stop(job.request, RequestState.CANCELLED, time.monotonic_ns())
             self._give_up(job)
 
-    def _note_progress(self) -> None:
-        now_ns = time.monotonic_ns()
-        for number, loading in self._loading.items():
-            gate = loading.gate
-            if gate is not None and number in self._jobs:
-                # A load that failed lets its request start, which then finds out and is restarted.
-                layers = self._num_layers if gate.error else gate.num_open
-                self._scheduler.progressed(self._jobs[number].request, layers, now_ns)
-
     def _carry_out(self, plan: StepPlan) -> None:
         for request in plan.preempted:
             self._counters.add("preempted")
@@ -225,9 +214,7 @@ class EngineLoop:
             self._counters.add("expired")
             self._expire(self._jobs[request.number])
         for admission in plan.admitted:
-            loading = self._loading[admission.request.number] = _Loading()
-            job = self._jobs[admission.request.number]
-            self._tasks.create_task(self._load(job, admission, loading))
+            self._loading.start(self._jobs[admission.request.number], admission)
         self._push_queue()
 
     def _push_queue(self) -> None:
@@ -240,66 +227,6 @@ class EngineLoop:
                 for request, starts_in_s in self._scheduler.starts_in_s()
             ]
         )
-
-    # --------------------------------------------------------------------------------- loads
-
-    async def _load(self, job: EngineJob, admission: Admission, loading: "_Loading") -> None:
-        """Load; the request may have been cancelled meanwhile."""
-        request = job.request
-        try:
-            if request.num_preemptions or not admission.resident_tokens:
-                await self._saves.settled(job.key)
-            load = await self._loads.begin(job, admission)
-            if request.state is RequestState.LOADING:
-                loading.gate = load.gate
-                self._announce(job, load)
-                await self._loads.finish(job, load)
-                if self._loading.get(request.number) is loading:  # else it was admitted anew
-                    self._finished(job, admission)
-            else:
-                await self._loads.give_up(load)
-        except Exception as error:  # noqa: BLE001  # the turn's, which logs it
-            self._fail(job, error)
-        finally:
-            if self._loading.get(request.number) is loading:
-                del self._loading[request.number]
-            if request.is_over and not job.is_kept:
-                self._give_up(job)
-            self._wake.set()
-
-    def _announce(self, job: EngineJob, load: Load) -> None:
-        """Let the scheduler know what will be there; from now on the job may start."""
-        request, now_ns = job.request, time.monotonic_ns()
-        if load.gate is None:
-            job.outcome.load_s = (now_ns - request.admitted_ns) / NS_PER_S
-        first_token = 0
-        if job.write_buffer is not None:
-            first_token = job.write_buffer.first_token
-            self._memory.open_save(job, job.write_buffer)
-        layers_ready = self._num_layers if load.gate is None else 0
-        self._scheduler.announced(
-            request,
-            load.num_tokens,
-            first_token,
-            now_ns,
-            layers_ready=layers_ready,
-            tier=load.tier,
-            enough_layers=load.enough_layers,
-        )
-        if not job.is_started:
-            job.is_started = True
-            job.sink.started(request, job.outcome)
-        self._wake.set()
-
-    def _finished(self, job: EngineJob, admission: Admission) -> None:
-        """Every row is where it belongs, or never will be; the gate knows which."""
-        request, now_ns = job.request, time.monotonic_ns()
-        job.outcome.load_s = (now_ns - request.admitted_ns) / NS_PER_S
-        if request.is_over:  # a resident whose rows were moved for nothing stays
-            return
-        self._scheduler.progressed(request, self._num_layers, now_ns)
-        if admission.resident_tokens and not admission.in_place:
-            self._memory.end_move(job)
 
     # --------------------------------------------------------------------------------- steps
 
@@ -315,8 +242,9 @@ class EngineLoop:
         }
         self._scheduler.apply(StepResult(computed, sampled), time.monotonic_ns())
         for part, output in zip(inputs, outputs, strict=True):
-            self._settle_load(part.job)
-            self._hand_out(part.job, output)
+            if not part.job.request.is_over:  # its load may have failed it under the step
+                self._settle_load(part.job)
+                self._hand_out(part.job, output)
 
     def _input(self, chunk: PlannedChunk) -> StepInput:
         request = chunk.request
@@ -392,16 +320,16 @@ class EngineLoop:
     def _give_up(self, job: EngineJob) -> None:
         """Release a job that has no answer, unless its load is under way, which does it then."""
         job.in_batch.set()  # a load that waits for it goes on
-        if job.request.number not in self._loading and self._forget(job):
+        if not self._loading.is_loading(job) and self._forget(job):
             self._memory.give_up(job)
 
     def _forget(self, job: EngineJob) -> bool:
         """Forget a job that is over; False if it was before."""
         is_known = self._jobs.pop(job.request.number, None) is not None
-        self._memory_changed()
+        self._changed()
         return is_known
 
-    def _memory_changed(self) -> None:
+    def _changed(self) -> None:
         self._wake.set()
         if not self._jobs and not self._memory.num_saving:
             self._idle.set()

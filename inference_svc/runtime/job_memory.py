@@ -1,4 +1,4 @@
-"""What memory a job has, and how it goes back: slab, write buffer, resident; the scheduler's account.
+"""What memory a job has, and how it goes back; the scheduler's account of it.
 
     slab          released when the job ends without an answer, or given to a resident
     write buffer  released when its save is over, which may be long after the job's end
@@ -102,9 +102,11 @@ class JobMemory:
         job.detach()
 
     def give_up(self, job: EngineJob) -> None:
-        """The job has no answer: nothing more is saved, its slab goes back."""
+        """The job has no answer: nothing more is saved, its memory goes back."""
         if job.saves is not None:
             job.saves.abandon()
+        elif job.write_buffer is not None:  # it was cancelled before its save was opened
+            self._pool.release(job.write_buffer)
         self.release_slab(job)
 
     def release_slab(self, job: EngineJob) -> None:

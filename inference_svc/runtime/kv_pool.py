@@ -65,7 +65,8 @@ class KVPool:
     @property
     def num_free(self) -> int:
         """Rows of the region that nobody has."""
-        return self._space.num_free
+        with self._lock:
+            return self._space.num_free
 
     @property
     def num_outside(self) -> int:

@@ -1,4 +1,4 @@
-"""What loads and saves have in common in their talk with kvd: the log of its failures, its arena."""
+"""What loads and saves have in common in their talk with kvd: its failures, its arena."""
 
 from inference_svc.core.counters import Counters
 from inference_svc.runtime.arena_rows import ArenaRows

@@ -88,10 +88,11 @@ class Loads:
         is_held_back = preload.buffer_layers < num_layers
         self._enough_layers = preload.buffer_layers if is_held_back else None
 
-    async def begin(self, job: EngineJob, admission: Admission) -> Load:
-        """Give the job its slab and write buffer; the slab counts all rows that will be there."""
-        if admission.resident_tokens:
-            return self._begin_resident(job, admission)
+    async def begin(self, job: EngineJob) -> Load:
+        """Give the job a new slab and what the store has, and its write buffer.
+
+        The slab counts all rows that will be there.
+        """
         request = job.request
         slab = job.slab = self._pool.new_slab(request.capacity_tokens)
         begun = await self._store.begin_load(
@@ -140,7 +141,8 @@ class Loads:
 
     # ------------------------------------------------------------------------------- residents
 
-    def _begin_resident(self, job: EngineJob, admission: Admission) -> Load:
+    def begin_resident(self, job: EngineJob, admission: Admission) -> Load:
+        """Give the job its session's resident slab or a larger one, and its write buffer."""
         request, key = job.request, job.key
         resident = self._residents.take(key) if admission.in_place else self._residents.get(key)
         num_tokens = self._residents.usable_tokens(resident, admission.resident_tokens)

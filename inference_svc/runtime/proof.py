@@ -85,9 +85,7 @@ def _paths(
     buffer = pool.new_write_buffer(0, total)
 
     def chunk(slab: KVSlab, end: int, buffer: WriteBuffer | None = None) -> Chunk:
-        return Chunk(
-            slab, token_ids[slab.num_tokens : end], want_logits=True, write_buffer=buffer
-        )
+        return Chunk(slab, token_ids[slab.num_tokens : end], want_logits=True, write_buffer=buffer)
 
     answers = [
         ("prefill", [9, 4], runner.step([chunk(long, 10, buffer), chunk(short, 5)])),

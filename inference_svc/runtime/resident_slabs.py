@@ -41,8 +41,7 @@ class ResidentSlabs:
     ) -> None:
         """Keep the first rows of a slab, which belongs to us from now on.
 
-        Args:
-            buffer: of the turn that ends; holds the rows of the last block.
+        `buffer`, of the turn that ends, holds the position-free rows of the last block.
         """
         assert key not in self._residents, f"{key} has a resident already"  # noqa: S101
         slab.num_tokens, slab.gate = num_tokens, None

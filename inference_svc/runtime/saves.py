@@ -1,6 +1,5 @@
 """The saves under way, one chain per session: a turn's save follows that of the turn before it."""
 
-
 from inference_svc.core.counters import Counters
 from inference_svc.runtime.kv_slab import WriteBuffer
 from inference_svc.runtime.save_stream import SaveStream

@@ -5,6 +5,7 @@ recorded result. How a turn is answered is `turn_runner.py`'s business.
 """
 
 import asyncio
+import time
 from functools import partial
 
 from inference_svc.core.counters import Counters
@@ -135,7 +136,9 @@ class Turns:
             raise _busy(key)
         turn = Turn(submission)
         try:
-            runs_now = self._session_turns.enter(key, turn, wait=submission.waits)
+            runs_now = self._session_turns.enter(
+                key, turn, time.monotonic_ns(), wait=submission.waits
+            )
         except QueueFullError:
             self._counters.add("turns_refused")
             raise

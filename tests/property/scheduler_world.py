@@ -120,7 +120,7 @@ class SchedulerWorld:
         try:
             self.scheduler.submit(request)
         except QueueFullError as error:
-            assert self.scheduler.num_waiting >= self.limits.max_waiting  # noqa: PT017
+            assert self.scheduler.num_waiting >= self.limits.max_waiting
             assert error.retry_after_s > 0  # noqa: PT017
             return None
         job = self.jobs[number] = Job(request)
@@ -209,7 +209,6 @@ class SchedulerWorld:
         """An admitted job's load cannot be had."""
         job.admission = job.slab = None
         self.scheduler.restart(job.request, self.tick())
-        self.scheduler.release_write(job.request)
 
     def progress(self, job: Job, layers: int) -> None:
         """Layers of a load arrive; the last may be later than the step that waits for it."""
@@ -281,11 +280,7 @@ class SchedulerWorld:
         job.is_writing = False
         if job.layers is not None:
             return  # `settle` follows
-        if job.admission is not None:
-            job.admission = None
-            if self.limits.saves:
-                self.scheduler.release_write(job.request)
-        job.slab = None
+        job.admission = job.slab = None
         self.scheduler.release_slab(job.request)
 
     def settle(self, job: Job, *, moves: bool) -> None:

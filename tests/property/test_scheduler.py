@@ -228,7 +228,7 @@ def go_round(world: SchedulerWorld, random: Random, seen: Counter[str]) -> None:
 
 def random_traffic(seed: int, num_rounds: int) -> Counter[str]:
     """Turns come and go; at last no more come, and everything ends. Returns what happened."""
-    random, seen = Random(seed), Counter[str]()
+    random, seen = Random(seed), Counter[str]()  # noqa: S311  # test data
     world = SchedulerWorld(random_limits(random))
     for _ in range(num_rounds):
         if random.random() < 0.4:

@@ -108,12 +108,13 @@ def test_a_picture_needs_a_directory_that_is_there(tmp_path):
 
 def test_lists_are_read_from_the_command_line():
     assert numbers("1, 8,24,") == (1, 8, 24)
+    assert numbers("-1,0", least=-1) == (-1, 0)
     assert numbers("") == ()
     assert splits_of("500/500,900/100") == ((500, 500), (900, 100))
     assert splits_of("") == ()
 
 
-@pytest.mark.parametrize("text", ["1;2", "a", "1/2"])
+@pytest.mark.parametrize("text", ["1;2", "a", "1/2", "0", "8,-1"])
 def test_what_is_no_list_of_numbers_is_refused(text):
     with pytest.raises(BadListError):
         numbers(text)

@@ -30,6 +30,18 @@ def test_what_has_ended_is_never_due():
     assert deadlines.pop_due(10) == []
 
 
+def test_a_request_may_be_given_more_time():
+    """A later deadline counts from when the earlier one would have passed; None is for ever."""
+    deadlines, later, ever = Deadlines(), request(1, 10), request(2, 10)
+    deadlines.add(later)
+    deadlines.add(ever)
+    later.deadline_ns, ever.deadline_ns = 30, None
+    assert deadlines.pop_due(10) == []
+    assert deadlines.next_ns() == 30
+    assert deadlines.pop_due(30) == [later]
+    assert deadlines.next_ns() is None
+
+
 def test_ended_requests_do_not_pile_up():
     """A day of turns with far deadlines leaves no more than those that live."""
     deadlines, living = Deadlines(), [request(i, 10**9 + i) for i in range(100)]

@@ -17,6 +17,7 @@ def test_rows_go_from_requests_to_residents_and_back():
     residents = Residents()
     rows, one = RowBudget(100, residents), request(1)
     rows.reserve(one, 30, 30)
+    rows.open_write(one, 30)
     assert rows.free_rows == 40
     rows.become_resident(one, [1, 2], 5)
     assert (rows.free_rows, rows.reserved_rows, residents.num_rows) == (40, 30, 30)
@@ -30,8 +31,9 @@ def test_write_buffers_are_released_oldest_first():
     """A preempted request's earlier ones are being saved while its own is being filled."""
     rows, one = RowBudget(100, Residents()), request(1)
     rows.reserve(one, 10, 30)
+    rows.open_write(one, 30)
     rows.reserve(one, 0, 20)
-    rows.shrink_write(one, 5)
+    rows.open_write(one, 5)
     assert rows.num_writes(one) == 2
     assert rows.reserved_rows == 45
     rows.release_write(one)
@@ -45,10 +47,22 @@ def test_write_buffers_are_released_oldest_first():
 def test_releasing_what_is_not_held_frees_nothing():
     """Whoever gives a request up need not know how far it came."""
     rows, one = RowBudget(100, Residents()), request(1)
-    rows.shrink_write(one, 5)
+    rows.open_write(one, 5)
     rows.release_slab(one)
     rows.release_write(one)
     assert rows.free_rows == 100
+
+
+def test_a_promise_is_void_when_the_slab_goes():
+    """Who ended before it was announced has no write buffer; those being saved stay."""
+    rows, one = RowBudget(100, Residents()), request(1)
+    rows.reserve(one, 10, 30)
+    rows.open_write(one, 20)
+    rows.reserve(one, 0, 40)
+    assert rows.reserved_rows == 70
+    rows.release_slab(one)
+    assert rows.reserved_rows == 20
+    rows.check()
 
 
 @pytest.mark.parametrize("slab_rows", [0, 50])

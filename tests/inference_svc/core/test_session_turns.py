@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from inference_svc.core.errors import QueueFullError, SessionBusyError
-from inference_svc.core.session_turns import MAX_RETRY_S, SessionTurns
+from inference_svc.core.session_turns import MAX_RETRY_S, MIN_PACE_S, SessionTurns
 from shared.session_key import SessionKey
+from shared.units import NS_PER_S
 
 KEYS = [SessionKey("default", "m", name) for name in ("a", "b", "c")]
 
@@ -16,19 +17,19 @@ def session_turns(max_turns=9, max_turns_per_session=9, retry_after_s=0.5):
     return SessionTurns(max_turns, max_turns_per_session, lambda: retry_after_s)
 
 
-def refusal(turns, key, turn):
+def refusal(turns, key, now_ns=0):
     with pytest.raises(QueueFullError) as refused:
-        turns.enter(key, turn, wait=True)
+        turns.enter(key, "refused", now_ns, wait=True)
     return refused.value
 
 
 def test_a_busy_session_refuses_unless_the_turn_waits():
     """A second turn is refused with session_busy, or queued."""
     turns = session_turns()
-    assert turns.enter(KEYS[0], "first", wait=False)
+    assert turns.enter(KEYS[0], "first", 0, wait=False)
     with pytest.raises(SessionBusyError):
-        turns.enter(KEYS[0], "second", wait=False)
-    assert not turns.enter(KEYS[0], "third", wait=True)
+        turns.enter(KEYS[0], "second", 0, wait=False)
+    assert not turns.enter(KEYS[0], "third", 0, wait=True)
     assert turns.leave(KEYS[0], "first") == "third"
 
 
@@ -36,47 +37,44 @@ def test_a_waiting_turn_that_gives_up_starts_nobody():
     """Only the end of the running turn lets another run."""
     turns = session_turns()
     for name in ("first", "second", "third"):
-        turns.enter(KEYS[0], name, wait=True)
+        turns.enter(KEYS[0], name, 0, wait=True)
     assert turns.leave(KEYS[0], "second") is None
     assert turns.leave(KEYS[0], "first") == "third"
 
 
+def full(retry_after_s):
+    turns = session_turns(max_turns=1, retry_after_s=retry_after_s)
+    turns.enter(KEYS[0], "only", 0, wait=False)
+    return turns
+
+
 def test_who_is_refused_learns_the_queue_and_when_to_come_back():
-    """Each later than the one before; who has been served makes the next hints shorter again."""
-    turns = session_turns(max_turns=2)
-    for key in KEYS[:2]:
-        turns.enter(key, key, wait=False)
-    first, second = refusal(turns, KEYS[2], "c"), refusal(turns, KEYS[2], "d")
-    assert first.details == {"queue_length": "2"}
+    """Each later than the one before, by what a place takes to become free."""
+    turns = full(retry_after_s=0.5)
+    first, second, third = (refusal(turns, KEYS[1]) for _ in range(3))
+    assert first.details == {"queue_length": "1"}
     assert first.retryable
     assert "scheduler.max_turns" in first.remedy
-    assert (first.retry_after_s, second.retry_after_s) == (0.5, 1.0)
-    turns.leave(KEYS[0], KEYS[0])
-    turns.enter(KEYS[0], "again", wait=False)
-    assert refusal(turns, KEYS[2], "e").retry_after_s == 1.0
+    assert [error.retry_after_s for error in (first, second, third)] == [0.5, 1.0, 1.5]
+    assert refusal(turns, KEYS[1], now_ns=NS_PER_S).retry_after_s == 1.0
+    assert refusal(turns, KEYS[1], now_ns=9 * NS_PER_S).retry_after_s == 0.5
 
 
-def test_hints_are_bounded_and_forgotten_when_all_is_quiet():
-    """Nobody is sent away for long, and an empty service expects nobody."""
-    turns = session_turns(max_turns=1, retry_after_s=MAX_RETRY_S)
-    turns.enter(KEYS[0], "only", wait=False)
-    for _ in range(5):
-        assert refusal(turns, KEYS[1], "other").retry_after_s == MAX_RETRY_S
-    turns.leave(KEYS[0], "only")
-    turns = session_turns(max_turns=1)
-    for _ in range(3):
-        turns.enter(KEYS[0], "only", wait=False)
-        assert refusal(turns, KEYS[1], "other").retry_after_s == 0.5
-        turns.leave(KEYS[0], "only")
+def test_refused_clients_are_spread_over_a_bounded_time():
+    """However many and however slow: those beyond the bound share its times with the others."""
+    turns = full(retry_after_s=1.0)
+    hints = [refusal(turns, KEYS[1]).retry_after_s for _ in range(25)]
+    assert hints == [float(1 + number % MAX_RETRY_S) for number in range(25)]
+    assert refusal(full(retry_after_s=1e6), KEYS[1]).retry_after_s == MAX_RETRY_S
+    assert refusal(full(retry_after_s=0.0), KEYS[1]).retry_after_s == MIN_PACE_S
 
 
 def test_a_full_session_names_its_own_bound():
     """More places in the service would not help."""
     turns = session_turns(max_turns_per_session=1)
-    turns.enter(KEYS[0], "first", wait=True)
-    error = refusal(turns, KEYS[0], "second")
-    assert "max_turns_per_session" in error.remedy
-    assert turns.enter(KEYS[1], "third", wait=True)
+    turns.enter(KEYS[0], "first", 0, wait=True)
+    assert "max_turns_per_session" in refusal(turns, KEYS[0]).remedy
+    assert turns.enter(KEYS[1], "third", 0, wait=True)
 
 
 class SessionTurnsMachine(RuleBasedStateMachine):
@@ -93,7 +91,7 @@ class SessionTurnsMachine(RuleBasedStateMachine):
         queue, total = self.model[key], sum(map(len, self.model.values()))
         self.next_turn += 1
         try:
-            runs = self.turns.enter(key, self.next_turn, wait=wait)
+            runs = self.turns.enter(key, self.next_turn, 0, wait=wait)
         except SessionBusyError:
             assert queue
             assert not wait

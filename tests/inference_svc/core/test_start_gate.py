@@ -57,7 +57,7 @@ def test_with_unknown_rates_one_layer_is_enough():
 def test_loading_faster_than_computing_starts_with_the_first_layer_under_way():
     """10 ms a layer to compute, 1 ms to load: the forward is never ahead."""
     gate, one = announced(known_rates(0.1, 0.01), tier="dram")
-    assert opens_ns(gate, one, 0) == 0
+    assert opens_ns(gate, one, 0) <= 0
 
 
 def test_loading_slower_than_computing_waits_for_a_head_start():
@@ -76,6 +76,8 @@ def test_loading_slower_than_computing_waits_for_a_head_start():
 def test_the_layer_under_way_counts_as_time_passes():
     """When it is nearly there, that is when to wake, without further news."""
     gate, one = announced(known_rates(0.01))
+    gate.progressed(one, 5, 50 * MS)
+    assert opens_ns(gate, one, 50 * MS) == 50 * MS + HOLD_LIMIT_NS, "the next layer will be news"
     gate.progressed(one, 8, 80 * MS)
     opens = opens_ns(gate, one, 80 * MS)
     assert opens == pytest.approx(90 * MS, abs=MS)  # 20 ms of loading, 9 ms to hide, 1 ms of slack
@@ -92,7 +94,7 @@ def test_alone_it_may_wait_in_the_forward():
 def test_layers_that_are_enough_open_the_gate():
     """A load that pauses until its request is in the batch has no more to wait for."""
     gate, one = announced(known_rates(0.001), enough_layers=0)
-    assert opens_ns(gate, one, 0) == 0
+    assert opens_ns(gate, one, 0) <= 0
     gate, one = announced(known_rates(0.001), enough_layers=2)
     gate.progressed(one, 1, 10 * MS)
     assert opens_ns(gate, one, 10 * MS) > 10 * MS

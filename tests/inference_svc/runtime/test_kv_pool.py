@@ -1,6 +1,7 @@
 """The pool: pieces that never overlap, memory that is not reused while anybody reads it."""
 
 import random
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -8,6 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from inference_svc.core.row_space import RowSpace
 from inference_svc.runtime.kv_pool import KVPool
 from inference_svc.runtime.kv_slab import LayerShape
 from inference_svc.runtime.page_population import HUGE_PAGE_BYTES, allocate_region, populate
@@ -15,6 +17,7 @@ from inference_svc.runtime.row_hold import RowHold
 
 CPU = torch.device("cpu")
 SHAPES = [LayerShape((2, 4), (2, 4)), LayerShape((1, 8), (1, 6)), LayerShape((2, 4), (1, 6))]
+FULL_LINES = [LayerShape((2, 8), (2, 8))] * 2  # their rows are a multiple of 64 bytes
 SOON = 60.0  # seconds that nothing here takes unless it is broken
 
 
@@ -36,9 +39,10 @@ def holds(rows, number):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_pieces_fill_the_region_and_do_not_overlap(dtype):
+@pytest.mark.parametrize("shapes", [SHAPES, FULL_LINES], ids=["padded rows", "full rows"])
+def test_pieces_fill_the_region_and_do_not_overlap(shapes, dtype):
     """Slabs and buffers that together take every row each keep what was written to them."""
-    pool = make_pool(60, dtype=dtype)
+    pool = make_pool(60, shapes, dtype=dtype)
     lent = [pool.new_slab(20), pool.new_write_buffer(5, 13), pool.new_slab(1)]
     lent.append(pool.new_write_buffer(0, pool.num_free))
     for number, rows in enumerate(lent):
@@ -50,6 +54,16 @@ def test_pieces_fill_the_region_and_do_not_overlap(dtype):
     for tensor in (tensor for rows in lent for tensor in tensors(rows)):
         end = tensor.data_ptr() + tensor.numel() * tensor.itemsize
         assert region_begin <= tensor.data_ptr() < end <= region_end
+
+
+@pytest.mark.parametrize("shapes", [SHAPES, FULL_LINES], ids=["several shapes", "one shape"])
+def test_layers_of_a_piece_do_not_overlap(shapes):
+    """Keys and values of every layer have memory of their own, in slabs and in buffers."""
+    pool = make_pool(60, shapes)
+    for rows in (pool.new_slab(7), pool.new_write_buffer(0, 9)):
+        for number, tensor in enumerate(tensors(rows)):
+            tensor.fill_(number)
+        assert all(bool((tensor == number).all()) for number, tensor in enumerate(tensors(rows)))
 
 
 def test_slabs_begin_at_cache_lines():
@@ -149,6 +163,15 @@ def test_misuse_is_an_assertion():
     assert pool.num_free == 10
 
 
+@pytest.fixture
+def restless():
+    """Let threads take turns as often as can be, so that what may interleave does."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
 def exercise(pool, lend, num_rounds, num_threads):
     """Owners write a number, hand the rows to copies that verify it, and release meanwhile.
 
@@ -193,7 +216,7 @@ def lend_some(pool, chance):
     return pool.new_write_buffer(chance.randrange(100), size)
 
 
-def test_no_copy_ever_reads_rows_of_another_owner():
+def test_no_copy_ever_reads_rows_of_another_owner(restless):
     """Under threads that lend, copy and release at random, every copy sees its owner's rows."""
     pool = make_pool(64)
     assert exercise(pool, lend_some, num_rounds=150, num_threads=3) == 0
@@ -201,7 +224,7 @@ def test_no_copy_ever_reads_rows_of_another_owner():
     assert pool.num_free == 64
 
 
-def test_the_exercise_notices_rows_reused_too_early():
+def test_the_exercise_notices_rows_reused_too_early(restless):
     """With holds that do not count, the same exercise finds copies that read foreign rows."""
 
     class Careless(RowHold):
@@ -215,6 +238,27 @@ def test_the_exercise_notices_rows_reused_too_early():
 
     pool = make_pool(32)
     assert exercise(pool, lend, num_rounds=150, num_threads=3) > 0
+
+
+def test_the_account_changes_under_the_lock_only():
+    """Lending and giving back, which threads do at once, take turns at the account of rows."""
+
+    class Watched(RowSpace):
+        def allocate(self, num_rows, *, from_top=False):
+            assert pool._lock.locked()
+            return super().allocate(num_rows, from_top=from_top)
+
+        def free(self, offset):
+            assert pool._lock.locked()
+            super().free(offset)
+
+    pool = make_pool(10)
+    pool._space = Watched(10)
+    slab, buffer = pool.new_slab(4), pool.new_write_buffer(0, 4)
+    pool.release(slab)
+    with buffer.hold():
+        pool.release(buffer)
+    assert pool.num_free == 10
 
 
 def test_prefault_keeps_what_is_written():

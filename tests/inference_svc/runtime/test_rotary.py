@@ -48,6 +48,18 @@ def scaled(keys, positions):
     return halves(keys, positions) * 1.25
 
 
+def partly_scaled(keys, positions):
+    """Turn some elements, and scale the others."""
+    turned = partial(keys, positions)
+    return torch.cat((turned[..., :4], turned[..., 4:] * 1.25), dim=-1)
+
+
+def reordering(keys, positions):
+    """Turn some elements, and swap two others."""
+    turned = partial(keys, positions)
+    return torch.cat((turned[..., :-2], turned[..., -1:], turned[..., -2:-1]), dim=-1)
+
+
 SCATTERED = torch.randperm(DIM, generator=torch.Generator().manual_seed(5))
 
 
@@ -95,7 +107,16 @@ def by_definition(rotary, keys, start):
     return (first + second).to(keys.dtype)
 
 
-ROPES = [halves, interleaved, permuting, partial, scaled, scattered]
+ROPES = [
+    halves,
+    interleaved,
+    permuting,
+    partial,
+    scaled,
+    partly_scaled,
+    reordering,
+    scattered,
+]
 DTYPES = [
     (torch.float32, torch.float32, torch.float32),
     (torch.bfloat16, torch.bfloat16, torch.bfloat16),
