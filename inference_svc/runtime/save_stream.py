@@ -124,6 +124,8 @@ class SaveStream:
         self._changed.set()
 
     async def _store_piece(self, piece: _Piece) -> None:
+        if len(piece.token_ids) // TOKEN_BYTES <= self._saved_token:  # less is kept than is stored
+            return
         reason = await self._store.save(
             self._key, piece.token_ids, self._saved_token, self._buffer, piece.wait_layer
         )

@@ -1,4 +1,4 @@
-"""The engine loop over the tiny model: what happens when a step, a load, a client or memory fails."""
+"""The engine loop over the tiny model: when a step, a load, a client or memory fails."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -142,7 +142,6 @@ def _pairs(olds, news):
 
 
 def _joined(old, new, from_token):
-    import torch
 
     if old is None or not from_token:
         assert not from_token, "a gap"

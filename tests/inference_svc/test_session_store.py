@@ -101,9 +101,7 @@ class Peer:
             return self.load_grant(Lookup.PENDING, lease_id, (span,), end, more, progress)
         return self.load_grant(Lookup.HIT, lease_id, (span,), end, more)
 
-    def load_grant(
-        self, lookup, lease_id, spans, end_token, more, progress=None, reason="evicted"
-    ):
+    def load_grant(self, lookup, lease_id, spans, end_token, more, progress=None, reason="evicted"):
         return LoadGrant(
             lookup=lookup,
             lease_id=lease_id,
@@ -233,9 +231,7 @@ async def test_what_was_saved_is_loaded_but_for_the_last_token(model, copy_threa
     "fail_at",
     ["prepare_load", "prepare_load nonsense", "second prepare_load", "slot"],
 )
-async def test_a_load_that_fails_early_is_a_miss_and_leaves_no_rows(
-    model, copy_threads, fail_at
-):
+async def test_a_load_that_fails_early_is_a_miss_and_leaves_no_rows(model, copy_threads, fail_at):
     """No lease stays open, and the next one may succeed."""
     scene = await saved_scene(model, copy_threads)
     scene.peer.fail_at = fail_at

@@ -1,4 +1,4 @@
-"""Save streams: groups of full blocks while computing, the rest at the end, one session in order."""
+"""Save streams: groups of full blocks while computing, the rest at the end, sessions in order."""
 
 import asyncio
 
@@ -86,6 +86,17 @@ async def test_blocks_are_counted_from_the_buffers_first_token():
     stream.finish(tokens(12))
     await life
     assert scene.store.saves == [(3, 11), (11, 12)]
+
+
+async def test_what_is_kept_shorter_than_what_is_stored_needs_no_save():
+    """An answer that a stop string cuts may be stored beyond its end: that is no error."""
+    scene = Scene()
+    stream, life = scene.open(0)
+    await follow(stream, 16)
+    stream.finish(tokens(13))
+    await life
+    assert scene.store.saves == [(0, 16)]
+    assert scene.counters.snapshot()["saves"] == 1
 
 
 async def test_a_piece_that_was_refused_is_asked_for_again_with_the_next():
