@@ -102,6 +102,7 @@ class MixedLoad:
         self._begun: set[str] = set()
         self._answers: dict[tuple[str, int], list[int]] = {}  # by session and turn
         self._num_begun = 0
+        self._begins = asyncio.Semaphore(0)  # one for each turn begun since kvd's last start
 
     async def play(self, num_turns: int, aims: Sequence[str] = (), num_kills: int = 0) -> None:
         """Take turns with several clients at once.
@@ -111,17 +112,15 @@ class MixedLoad:
             aims: what is to happen: keys of `counts`.
             num_kills: of kvd, in between.
         """
-        kills = {(kill + 1) * num_turns // (num_kills + 1) for kill in range(num_kills)}
 
         async def take_turns(client: InferenceClient) -> None:
-            while not await self._is_enough(num_turns, aims):
+            while self.seen["kills"] < num_kills or not await self._is_enough(num_turns, aims):
                 self._num_begun += 1
-                if self._num_begun in kills:
-                    await self._kill_kvd()
-                else:
-                    await self._something(client)
+                self._begins.release()
+                await self._something(client)
 
         async with self._pair.service.client() as client, asyncio.TaskGroup() as clients:
+            clients.create_task(self._kill_kvd(num_kills, num_turns // (num_kills + 1)))
             for _ in range(NUM_CLIENTS):
                 clients.create_task(take_turns(client))
 
@@ -273,13 +272,17 @@ class MixedLoad:
             for _ in range(self._random.randint(1, 2)):
                 await self._turn(client, fork)
 
-    async def _kill_kvd(self) -> None:
-        """SIGKILL while others go on, and a new one in its place."""
-        await self._pair.kvd.kill()
-        await self._pair.until_kvd_is("detached")
-        await self._pair.kvd.start()
-        await self._pair.until_kvd_is("attached")
-        self.seen["kills"] += 1
+    async def _kill_kvd(self, num_kills: int, num_turns: int) -> None:
+        """SIGKILL in the middle of everything, after so many turns each, and a new one instead."""
+        for _ in range(num_kills):
+            self._begins = asyncio.Semaphore(0)
+            for _ in range(num_turns):
+                await self._begins.acquire()
+            await self._pair.kvd.kill()
+            await self._pair.until_kvd_is("detached")
+            await self._pair.kvd.start()
+            await self._pair.until_kvd_is("attached")
+            self.seen["kills"] += 1
 
     # ----------------------------------------------------------------------------- what to say
 
