@@ -16,7 +16,9 @@ from inference_svc.core.session_turns import SessionTurns
 from inference_svc.runtime.attention_backends import make_attention
 from inference_svc.runtime.chat_text import TurnText
 from inference_svc.runtime.engine_loop import EngineLoop
+from inference_svc.runtime.job_memory import MOST_RESIDENTS
 from inference_svc.runtime.kv_pool import KVPool
+from inference_svc.runtime.kvd_loads import CopyThreads
 from inference_svc.runtime.kvd_session_store import KvdSessionStore
 from inference_svc.runtime.loads import Loads, PreloadPolicy
 from inference_svc.runtime.model_loader import LoadedModel
@@ -39,7 +41,6 @@ KV_SHARE = 4  # the working KV may take one part in four of the memory that is f
 ROWS_PER_TOKEN = (
     2  # a token that is going to be saved has a row in a slab and one in a write buffer
 )
-TAIL_BLOCKS = 64  # rows of the pool beyond the budget, in blocks: for the tails of residents
 
 
 @dataclass(frozen=True)
@@ -111,12 +112,18 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
     loaded, calibration, cache = model.loaded, model.calibration, settings.cache
     counters, rates = Counters(), Rates()
     compute_thread, load_thread, store_thread = map(WorkerThread, ("compute", "load", "store"))
+    # For loads that kvd is still reading: one for each that there may be, so that none has to wait.
+    read_threads = WorkerThread(
+        "read", settings.scheduler.max_loading + settings.scheduler.max_running
+    )
     layout, num_layers = calibration.layout, len(calibration.layers)
-    client, store = _make_store(cache, model, load_thread, store_thread, counters, rates)
+    client, store = _make_store(
+        cache, model, CopyThreads(load_thread, read_threads, store_thread), counters, rates
+    )
     limits = _scheduler_limits(settings.scheduler, cache, model, saves=store.saves)
     pool = KVPool(
         [layer.shape for layer in calibration.layers],
-        limits.kv_rows + TAIL_BLOCKS * layout.block_tokens,
+        limits.kv_rows + MOST_RESIDENTS * layout.block_tokens,
         device=loaded.device,
         dtype=loaded.dtype,
     )
@@ -157,7 +164,7 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
         counters,
         rates,
         window_tokens=min(loaded.context_window or most_tokens, most_tokens),
-        threads=(compute_thread, load_thread, store_thread),
+        threads=(compute_thread, load_thread, read_threads, store_thread),
         prefaults=settings.scheduler.prefault,
     )
 
@@ -203,8 +210,7 @@ def assemble(
 def _make_store(
     settings: CacheSettings,
     model: Model,
-    load_thread: WorkerThread,
-    store_thread: WorkerThread,
+    threads: CopyThreads,
     counters: Counters,
     rates: Rates,
 ) -> tuple[KvdClient | None, SessionStore]:
@@ -215,8 +221,7 @@ def _make_store(
     store = KvdSessionStore(
         client,
         model.calibration,
-        load_thread,
-        store_thread,
+        threads,
         counters,
         rates,
         saves=settings.saving != "off",

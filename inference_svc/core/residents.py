@@ -94,7 +94,7 @@ class Residents:
         self,
         num_rows: int,
         rank: Callable[[SessionKey], Rank | None],
-        spared: SessionKey,
+        spared: SessionKey | None = None,
     ) -> list[SessionKey]:
         """Whom to evict for so many rows: enough, if there are enough.
 

@@ -21,6 +21,7 @@ Invariants (`check`):
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from inference_svc.core.active_requests import ActiveRequests
 from inference_svc.core.deadlines import Deadlines
@@ -103,9 +104,9 @@ class Scheduler:
         """Requests that wait, in the order they will be admitted."""
         return list(self._queue)
 
-    def starts_in_s(self) -> list[tuple[Request, float]]:
-        """Requests that wait, in order, each with seconds until it starts; 0 if unknown."""
-        return self._estimates.starts_in_s(self._active, self._queue)
+    def starts_in_s(self, most: int | None = None) -> list[tuple[Request, float]]:
+        """The first that wait, in order, each with seconds until it starts; 0 if unknown."""
+        return self._estimates.starts_in_s(self._active, islice(self._queue, most))
 
     def retry_after_s(self) -> float:
         """When a place in the queue is likely free."""
@@ -207,12 +208,12 @@ class Scheduler:
     # ---------------------------------------------------------------------------------- rows
 
     def keep_resident(self, request: Request, token_ids: Sequence[int], now_ns: int) -> bool:
-        """Let a finished request's slab stay as its session's resident, if it may.
+        """Let the slab of a request that is over stay as its session's resident, if it may.
 
         Of its rows, those of `token_ids` count, which are the first of its tokens, all computed.
         If it may not stay (False), release_slab is owed as ever.
         """
-        assert request.state is RequestState.FINISHED, "only what has finished is kept"
+        assert request.is_over, "the slab of a request under way is its own"
         assert len(token_ids) <= request.computed_tokens, "only what was computed is kept"
         key = request.key
         if not (self._limits.keeps_residents and token_ids and self._rows.slab_rows(request)):
@@ -221,6 +222,16 @@ class Scheduler:
             return False
         self._rows.become_resident(request, token_ids, now_ns)
         return True
+
+    def evict_surplus(self, most: int) -> list[SessionKey]:
+        """Take out residents beyond a number; their slabs are to be released."""
+        evicted = []
+        while len(self._residents) > most and (
+            found := self._residents.victims(1, self._queue.rank)
+        ):
+            self._residents.take(found[0])
+            evicted.append(found[0])
+        return evicted
 
     def release_slab(self, request: Request) -> None:
         """Free the slab of a request that is over; nothing if it has none (any more).

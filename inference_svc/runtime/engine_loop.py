@@ -26,7 +26,6 @@ from inference_svc.runtime.engine_job import EngineJob, as_token_bytes
 from inference_svc.runtime.job_memory import JobMemory
 from inference_svc.runtime.kv_pool import KVPool
 from inference_svc.runtime.layer_gate import LayerGate
-from inference_svc.runtime.layer_store import no_wait
 from inference_svc.runtime.load_tasks import LoadTasks
 from inference_svc.runtime.loads import Loads
 from inference_svc.runtime.model_runner import Chunk
@@ -38,6 +37,9 @@ from shared.grants import QueuedJob
 from shared.progress_words import LoadFailedError
 from shared.session_key import SessionKey
 from shared.units import NS_PER_S
+
+PUSH_INTERVAL_S = 0.05  # between two snapshots of the queue, each of which costs some milliseconds
+MOST_PUSHED = 1024  # jobs in a snapshot: beyond any look-ahead window
 
 
 class EngineLoop:
@@ -73,12 +75,13 @@ class EngineLoop:
         self._jobs: dict[int, EngineJob] = {}  # by request number, until their slab is given up
         self._dropped: list[EngineJob] = []
         self._pushed_version = -1
+        self._push_timer: asyncio.TimerHandle | None = None
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._tasks = asyncio.TaskGroup()
         self._memory = JobMemory(
-            scheduler, pool, residents, saves, store, self._tasks, self._changed
+            *(scheduler, pool, residents, saves, store, counters, self._tasks, self._changed)
         )
         self._loading = LoadTasks(
             *(scheduler, loads, saves, self._memory, self._tasks),
@@ -113,6 +116,7 @@ class EngineLoop:
             "resident_rows": scheduler.resident_rows,
             "resident_sessions": scheduler.num_resident,
             "pool_rows": self._pool.num_rows,
+            "pool_free_rows": self._pool.num_free,
             "pool_misses": self._pool.num_outside,  # rows found no room in the pool: only slower
             "saves_under_way": self._memory.num_saving,
             "compute_busy_s": self._stepper.busy_s,
@@ -208,7 +212,6 @@ class EngineLoop:
             self._counters.add("preempted")
             self._memory.preempt(self._jobs[request.number])
         for key in plan.evicted:
-            self._counters.add("residents_evicted")
             self._memory.evict(key)
         for request in plan.expired:
             self._counters.add("expired")
@@ -218,13 +221,23 @@ class EngineLoop:
         self._push_queue()
 
     def _push_queue(self) -> None:
-        if self._pushed_version == self._scheduler.queue_version:
-            return
+        """Tell the store who waits: now, or soon if it has just been told."""
+        if self._pushed_version != self._scheduler.queue_version and self._push_timer is None:
+            self._push_now()
+            self._push_timer = asyncio.get_running_loop().call_later(
+                PUSH_INTERVAL_S, self._push_again
+            )
+
+    def _push_again(self) -> None:
+        self._push_timer = None
+        self._push_queue()
+
+    def _push_now(self) -> None:
         self._pushed_version = self._scheduler.queue_version
         self._store.push_queue(
             [
                 QueuedJob(request.key, request.history_tokens, starts_in_s)
-                for request, starts_in_s in self._scheduler.starts_in_s()
+                for request, starts_in_s in self._scheduler.starts_in_s(MOST_PUSHED)
             ]
         )
 
@@ -251,6 +264,8 @@ class EngineLoop:
         job = self._jobs[request.number]
         assert job.slab is not None, "a running request has a slab"  # noqa: S101
         job.in_batch.set()
+        if job.gate is not None:
+            job.gate.on_change = None  # who is in the batch waits in the forward
         start = request.computed_tokens
         token_ids = request.token_ids[start : start + chunk.num_tokens]
         return StepInput(job, Chunk(job.slab, token_ids, chunk.sample, job.write_buffer))
@@ -263,7 +278,7 @@ class EngineLoop:
             end_token = slab.num_tokens + len(part.chunk.token_ids)
             if job.saves is not None and slab.gate is None and job.saves.wants(end_token):
                 clock = clock or LayerGate(self._num_layers)
-                job.saves.follow(job.token_bytes(end_token), clock.wait)
+                job.saves.follow(job.token_bytes(end_token), clock)
         return clock
 
     def _settle_load(self, job: EngineJob) -> None:
@@ -276,7 +291,7 @@ class EngineLoop:
             return
         slab.gate = None
         if job.saves is not None and job.saves.wants(slab.num_tokens):
-            job.saves.follow(job.token_bytes(slab.num_tokens), no_wait)
+            job.saves.follow(job.token_bytes(slab.num_tokens), None)
 
     def _hand_out(self, job: EngineJob, output: StepOutput) -> None:
         """Give the token to the turn; end the request if the answer does, or if it failed."""

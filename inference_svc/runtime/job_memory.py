@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
+from inference_svc.core.counters import Counters
 from inference_svc.core.scheduler import Scheduler
 from inference_svc.runtime.engine_job import EngineJob
 from inference_svc.runtime.kv_pool import KVPool
@@ -22,6 +23,9 @@ from inference_svc.runtime.save_stream import SaveStream
 from inference_svc.runtime.saves import Saves
 from inference_svc.runtime.session_store import SessionStore
 from shared.session_key import SessionKey
+
+# Each has up to a block of rows beside the scheduler's account: for its tail.
+MOST_RESIDENTS = 128
 
 
 class JobMemory:
@@ -41,6 +45,7 @@ class JobMemory:
         residents: ResidentSlabs,
         saves: Saves,
         store: SessionStore,
+        counters: Counters,
         tasks: asyncio.TaskGroup,
         changed: Callable[[], None],
     ) -> None:
@@ -50,6 +55,7 @@ class JobMemory:
         self._residents = residents
         self._saves = saves
         self._store = store
+        self._counters = counters
         self._tasks = tasks
         self._changed = changed
 
@@ -64,21 +70,22 @@ class JobMemory:
     async def _save(self, job: EngineJob, stream: SaveStream, buffer: WriteBuffer) -> None:
         try:
             await self._saves.run(job.key, stream)
-            if job.is_kept and job.is_final and stream.is_finished:
+            if job.is_kept and job.is_final and job.saves is stream:
                 await self._store.end_session(job.key)
-        finally:
+        except asyncio.CancelledError:  # the engine stops: there is nobody left to account to
             self._pool.release(buffer)
-            self._scheduler.release_write(job.request)
-            self.num_saving -= 1
-            self._changed()
+            raise
+        self._pool.release(buffer)
+        self._scheduler.release_write(job.request)
+        self.num_saving -= 1
+        self._changed()
 
     # ------------------------------------------------------------------------------------ slabs
 
     def keep(self, job: EngineJob, token_ids: Sequence[int]) -> None:
         """The job is over: save the first of its tokens; its slab may stay as a resident."""
         job.is_kept = True
-        if self._scheduler.keep_resident(job.request, token_ids, time.monotonic_ns()):
-            self._become_resident(job, len(token_ids))
+        self._keep_resident(job, token_ids)
         if job.saves is not None:
             job.saves.finish(job.token_bytes(len(token_ids)))
         elif job.is_final:
@@ -102,7 +109,12 @@ class JobMemory:
         job.detach()
 
     def give_up(self, job: EngineJob) -> None:
-        """The job has no answer: nothing more is saved, its memory goes back."""
+        """The job has no answer: nothing more is saved, its memory goes back.
+
+        What its slab has of the session's history is as good as it was, and stays if it may.
+        """
+        num_tokens = min(job.request.computed_tokens, job.request.history_tokens)
+        self._keep_resident(job, job.request.token_ids[:num_tokens])
         if job.saves is not None:
             job.saves.abandon()
         elif job.write_buffer is not None:  # it was cancelled before its save was opened
@@ -119,6 +131,22 @@ class JobMemory:
 
     # -------------------------------------------------------------------------------- residents
 
+    def _keep_resident(self, job: EngineJob, token_ids: Sequence[int]) -> None:
+        """Let the slab of a job that is over stay with its rows of these tokens, if it may.
+
+        Not if some of them may never arrive, nor if the position-free rows of the last block are
+        gone with an earlier write buffer: its growth could not be stored.
+        """
+        slab, buffer = job.slab, job.write_buffer
+        is_whole = slab is not None and slab.gate is None and 0 < len(token_ids) <= slab.num_tokens
+        has_tail = buffer is None or buffer.first_token <= len(token_ids)
+        if not is_whole or not has_tail:
+            return
+        if self._scheduler.keep_resident(job.request, token_ids, time.monotonic_ns()):
+            self._become_resident(job, len(token_ids))
+            for key in self._scheduler.evict_surplus(MOST_RESIDENTS):
+                self.evict(key)
+
     def _become_resident(self, job: EngineJob, num_tokens: int) -> None:
         assert job.slab is not None, "a job that has computed has a slab"  # noqa: S101
         self._residents.put(job.key, job.slab, num_tokens, job.write_buffer)
@@ -126,6 +154,7 @@ class JobMemory:
 
     def evict(self, key: SessionKey) -> None:
         """The scheduler evicted a resident."""
+        self._counters.add("residents_evicted")
         self._residents.release(key)
 
     def end_move(self, job: EngineJob) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 
 from inference_svc.core.load_or_recompute import LoadChooser, LoadPolicy
 from inference_svc.core.rates import Rates
@@ -19,7 +20,7 @@ from inference_svc.runtime.layer_gate import LayerGate
 from inference_svc.runtime.layer_load import LayerLoader, check_spans
 from inference_svc.runtime.layer_store import no_wait
 from inference_svc.runtime.session_store import BegunLoad, LoadRequest
-from inference_svc.runtime.worker_thread import WorkerThread, run_in_own_thread
+from inference_svc.runtime.worker_thread import WorkerThread
 from shared.errors import ReportedError
 from shared.grants import LoadGrant, Lookup
 from shared.kvd_client import KvdClient
@@ -32,12 +33,25 @@ RECOMPUTE_CHEAPER = "recompute_cheaper"
 log = get_logger(__name__)
 
 
+@dataclass(frozen=True)
+class CopyThreads:
+    """Who copies.
+
+    Attributes:
+        load: what is in DRAM.
+        read: what kvd is still reading: threads of their own, so that a slow disk holds up nobody.
+        store: what is saved.
+    """
+
+    load: WorkerThread
+    read: WorkerThread
+    store: WorkerThread
+
+
 class KvdLoads:
     """See the module docstring.
 
     Args:
-        load_thread: copies what is in DRAM; what kvd is still reading is copied by threads of its
-            own, so that a slow disk holds up nobody else.
         deadline_s: how long one load may wait for kvd.
     """
 
@@ -46,14 +60,14 @@ class KvdLoads:
         client: KvdClient,
         calibration: Calibration,
         talk: KvdTalk,
-        load_thread: WorkerThread,
+        threads: CopyThreads,
         rates: Rates,
         deadline_s: float,
     ) -> None:
         self._client = client
         self._calibration = calibration
         self._talk = talk
-        self._load_thread = load_thread
+        self._threads = threads
         self._rates = rates
         self._chooser = LoadChooser(rates)
         self._deadline_s = deadline_s
@@ -213,9 +227,9 @@ class KvdLoads:
                     gate.open(layer_index + 1)
 
         if grant.progress is None:
-            await self._load_thread.run(copy, no_wait)
+            await self._threads.load.run(copy, no_wait)
         else:
-            await run_in_own_thread(copy, _waits(grant.progress, deadline_s))
+            await self._threads.read.run(copy, _waits(grant.progress, deadline_s))
 
     def _deadline(self, begun: BegunLoad) -> float:
         return begun.began_s + self._deadline_s

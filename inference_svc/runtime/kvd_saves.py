@@ -5,12 +5,12 @@ a later turn a recomputation, nothing else.
 """
 
 import time
-from collections.abc import Callable
 
 from inference_svc.runtime.calibration import Calibration
 from inference_svc.runtime.kv_slab import WriteBuffer
 from inference_svc.runtime.kvd_talk import KvdTalk
-from inference_svc.runtime.layer_store import store_blocks
+from inference_svc.runtime.layer_gate import LayerGate, StepNotDoneError
+from inference_svc.runtime.layer_store import no_wait, store_blocks
 from inference_svc.runtime.worker_thread import WorkerThread
 from shared.grants import StoreGrant
 from shared.kvd_client import KvdClient
@@ -44,11 +44,13 @@ class KvdSaves:
         token_ids: bytes,
         from_token: int,
         buffer: WriteBuffer,
-        wait_layer: Callable[[int], None],
+        clock: LayerGate | None,
     ) -> str | None:
         """See SessionStore.save."""
         try:
-            refused_reason = await self._save_all(key, token_ids, from_token, buffer, wait_layer)
+            refused_reason = await self._save_all(key, token_ids, from_token, buffer, clock)
+        except StepNotDoneError:  # its rows are computed anew, and saved with the next piece
+            return None
         except Exception as error:  # noqa: BLE001  # whatever it is, the turn is answered
             self._talk.note_problem("save", error)
             return None
@@ -61,33 +63,36 @@ class KvdSaves:
         token_ids: bytes,
         from_token: int,
         buffer: WriteBuffer,
-        wait_layer: Callable[[int], None],
+        clock: LayerGate | None,
     ) -> str:
         """Store as much as there is room for; return why it is not all."""
         deadline_s = time.monotonic() + self._deadline_s
         while True:
             left_s = max(0.0, deadline_s - time.monotonic())
             grant = await self._client.prepare_store(key, token_ids, from_token, left_s)
-            await self._save_grant(buffer, grant, wait_layer)
+            await self._save_grant(buffer, grant, clock)
             if grant.refused_reason or not grant.more or grant.end_token <= from_token:
                 return grant.refused_reason
             from_token = grant.end_token
 
     async def _save_grant(
-        self, buffer: WriteBuffer, grant: StoreGrant, wait_layer: Callable[[int], None]
+        self, buffer: WriteBuffer, grant: StoreGrant, clock: LayerGate | None
     ) -> None:
         is_copied = False
         try:
-            await self._store_thread.run(self._copy, buffer, grant, wait_layer)
+            await self._store_thread.run(self._copy, buffer, grant, clock)
             is_copied = True
         finally:
             await self._client.complete_store(grant, success=is_copied)
         self._talk.counters.add("stored_tokens", sum(block.num_tokens for block in grant.blocks))
 
-    def _copy(
-        self, buffer: WriteBuffer, grant: StoreGrant, wait_layer: Callable[[int], None]
-    ) -> None:
-        if grant.blocks:
-            rows = self._talk.rows_of(grant.arena)
-            with buffer.hold():
-                store_blocks(buffer, rows, grant.blocks, self._calibration, wait_layer)
+    def _copy(self, buffer: WriteBuffer, grant: StoreGrant, clock: LayerGate | None) -> None:
+        """Runs on the store thread; with a clock, behind the step that computes the rows."""
+        if not grant.blocks:
+            return
+        rows = self._talk.rows_of(grant.arena)
+        wait_layer = no_wait if clock is None else clock.wait
+        with buffer.hold():
+            store_blocks(buffer, rows, grant.blocks, self._calibration, wait_layer)
+            if clock is not None:  # a step that fails after its last layer is computed anew
+                clock.wait_confirmed()

@@ -1,18 +1,16 @@
 """The store of sessions behind kvd."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from inference_svc.core.counters import Counters
 from inference_svc.core.rates import Rates
 from inference_svc.runtime.calibration import Calibration
 from inference_svc.runtime.kv_slab import KVSlab, WriteBuffer
-from inference_svc.runtime.kvd_loads import KvdLoads
+from inference_svc.runtime.kvd_loads import CopyThreads, KvdLoads
 from inference_svc.runtime.kvd_saves import KvdSaves
 from inference_svc.runtime.kvd_talk import KvdTalk
 from inference_svc.runtime.layer_gate import LayerGate
-from inference_svc.runtime.layer_store import no_wait
 from inference_svc.runtime.session_store import BegunLoad, LoadRequest, StoreState
-from inference_svc.runtime.worker_thread import WorkerThread
 from shared.block_key import TOKEN_BYTES
 from shared.errors import ReportedError
 from shared.grants import QueuedJob
@@ -32,8 +30,7 @@ class KvdSessionStore:
         self,
         client: KvdClient,
         calibration: Calibration,
-        load_thread: WorkerThread,
-        store_thread: WorkerThread,
+        threads: CopyThreads,
         counters: Counters,
         rates: Rates,
         *,
@@ -43,8 +40,8 @@ class KvdSessionStore:
         self.saves = saves
         self._client = client
         self._talk = talk = KvdTalk(calibration.layout, counters)
-        self._loads = KvdLoads(client, calibration, talk, load_thread, rates, deadline_s)
-        self._saves = KvdSaves(client, calibration, talk, store_thread, deadline_s)
+        self._loads = KvdLoads(client, calibration, talk, threads, rates, deadline_s)
+        self._saves = KvdSaves(client, calibration, talk, threads.store, deadline_s)
 
     @property
     def state(self) -> StoreState:
@@ -76,10 +73,10 @@ class KvdSessionStore:
         token_ids: bytes,
         from_token: int,
         buffer: WriteBuffer,
-        wait_layer: Callable[[int], None] = no_wait,
+        clock: LayerGate | None = None,
     ) -> str | None:
         """See SessionStore."""
-        return await self._saves.save(key, token_ids, from_token, buffer, wait_layer)
+        return await self._saves.save(key, token_ids, from_token, buffer, clock)
 
     async def end_session(self, key: SessionKey) -> None:
         """See SessionStore. A hint: if it is lost, the session goes by its age."""

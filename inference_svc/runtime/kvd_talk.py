@@ -21,9 +21,10 @@ class KvdTalk:
 
     def rows_of(self, arena: ArenaMap) -> ArenaRows:
         """The arena as tensors; made once per arena."""
-        if self._rows is None or self._rows[0] is not arena:
-            self._rows = arena, ArenaRows(arena, self.layout)
-        return self._rows[1]
+        known = self._rows  # read once: loads and saves ask from threads of their own
+        if known is None or known[0] is not arena:
+            known = self._rows = arena, ArenaRows(arena, self.layout)
+        return known[1]
 
     def note_problem(self, what: str, error: Exception) -> str:
         """Count and log a failure, the log once until something works again; return its slug."""

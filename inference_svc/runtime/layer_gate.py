@@ -11,6 +11,7 @@ Invariants:
 
 import threading
 import time
+from collections.abc import Callable
 
 from shared.progress_words import LoadFailedError
 
@@ -18,8 +19,18 @@ LAYER_TIMEOUT_S = 60.0  # far beyond any layer's copy; kvd has given up a slow r
 _NONE_OPEN = -1  # layers open in a gate that failed: less than any layer's index + 1
 
 
+class StepNotDoneError(Exception):
+    """A step failed whose rows a save was following; they are computed and saved anew."""
+
+
 class LayerGate:
-    """See the module docstring; every method may be called from any thread."""
+    """See the module docstring; every method may be called from any thread.
+
+    Attributes:
+        on_change: called after each layer that opens, and after a failure, in that thread.
+    """
+
+    on_change: Callable[[], None] | None = None
 
     def __init__(self, num_layers: int) -> None:
         """Make a closed gate of `num_layers` layers."""
@@ -58,6 +69,7 @@ class LayerGate:
             if self._error is None and num_layers > self._num_open:
                 self._num_open = num_layers
                 self._changed.notify_all()
+        self._tell()
 
     def fail(self, error: BaseException) -> None:
         """Wake all who wait with `error`, as everybody will be who comes later."""
@@ -66,6 +78,7 @@ class LayerGate:
                 self._error = error
                 self._num_open = _NONE_OPEN
                 self._changed.notify_all()
+        self._tell()
 
     def confirm(self) -> None:
         """Vouch for the rows of all layers: only now may results that used them be believed."""
@@ -91,6 +104,11 @@ class LayerGate:
         """Return once the gate is confirmed; raises as `wait` does."""
         if not self._is_confirmed:
             self._block("the confirmation", None, timeout_s)
+
+    def _tell(self) -> None:
+        on_change = self.on_change
+        if on_change is not None:
+            on_change()
 
     def _block(self, awaited: str, num_layers: int | None, timeout_s: float) -> None:
         """Wait for `num_layers` open layers, or for the confirmation if it is None."""

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from inference_svc.core.request import Request, RequestState
 from inference_svc.core.scheduler import Scheduler
@@ -92,7 +93,7 @@ class LoadTasks:
                 load = await self._loads.begin(job)
             if request.state is RequestState.LOADING:
                 loading.gate = load.gate
-                self._announce(job, load)
+                await self._announce(job, load)
                 await self._loads.finish(job, load)
                 if self._newest.get(request.number) is loading:
                     self._finished(job, admission)
@@ -107,8 +108,15 @@ class LoadTasks:
                 self._ended(job)
             self._changed()
 
-    def _announce(self, job: EngineJob, load: Load) -> None:
+    async def _announce(self, job: EngineJob, load: Load) -> None:
         """Let the scheduler know what will be there; from now on the job may start."""
+        try:
+            self._tell(job, load)
+        except Exception:  # the turn's; kvd must not keep the lease for it
+            await self._loads.give_up(load)
+            raise
+
+    def _tell(self, job: EngineJob, load: Load) -> None:
         request, now_ns = job.request, time.monotonic_ns()
         if load.gate is None:
             job.outcome.load_s = (now_ns - request.admitted_ns) / NS_PER_S
@@ -128,6 +136,9 @@ class LoadTasks:
         if not job.is_started:
             job.is_started = True
             job.sink.started(request, job.outcome)
+        if load.gate is not None:
+            # Each layer may be the one that lets the job start.
+            load.gate.on_change = partial(_call_soon, asyncio.get_running_loop(), self._changed)
         self._changed()
 
     def _finished(self, job: EngineJob, admission: Admission) -> None:
@@ -139,3 +150,8 @@ class LoadTasks:
         self._scheduler.progressed(request, self._num_layers, now_ns)
         if admission.resident_tokens and not admission.in_place:
             self._memory.end_move(job)
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    """From any thread."""
+    loop.call_soon_threadsafe(call)

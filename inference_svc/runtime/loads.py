@@ -191,9 +191,13 @@ def _move_rows(source: KVSlab, target: KVSlab) -> None:
     gate = target.gate
     assert gate is not None, "a move has a gate"  # noqa: S101
     with source.hold(), target.hold():
-        for layer_index in range(gate.num_layers):
-            move_layer(source, target, layer_index, target.num_tokens)
-            gate.open(layer_index + 1)
+        try:
+            for layer_index in range(gate.num_layers):
+                move_layer(source, target, layer_index, target.num_tokens)
+                gate.open(layer_index + 1)
+        except BaseException as error:
+            gate.fail(error)
+            raise
     gate.confirm()
 
 

@@ -11,11 +11,10 @@ Invariants:
 """
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from inference_svc.runtime.kv_slab import WriteBuffer
-from inference_svc.runtime.layer_store import no_wait
+from inference_svc.runtime.layer_gate import LayerGate
 from inference_svc.runtime.session_store import SessionStore
 from shared.block_key import TOKEN_BYTES
 from shared.session_key import SessionKey
@@ -26,7 +25,7 @@ class _Piece:
     """Tokens to be stored, from the first one on, and what they wait for."""
 
     token_ids: bytes
-    wait_layer: Callable[[int], None]
+    clock: LayerGate | None
 
 
 class SaveStream:
@@ -74,20 +73,20 @@ class SaveStream:
         """Whether `follow` would store something once tokens [0, end_token) are computed."""
         return self._end_of_blocks(end_token) - self._asked_token >= self._group_tokens
 
-    def follow(self, token_ids: bytes, wait_layer: Callable[[int], None]) -> None:
-        """Store the full blocks of these tokens, whose rows are computed behind `wait_layer`.
+    def follow(self, token_ids: bytes, clock: LayerGate | None) -> None:
+        """Store the full blocks of these tokens, whose rows a step computes behind `clock`.
 
         Call it only where `wants` says so, and never for rows that were computed over history
         whose load is not confirmed: wrong bytes must not be published. A piece that is not begun
         yet is replaced.
         """
         self._asked_token = self._end_of_blocks(len(token_ids) // TOKEN_BYTES)
-        self._put(_Piece(token_ids[: self._asked_token * TOKEN_BYTES], wait_layer))
+        self._put(_Piece(token_ids[: self._asked_token * TOKEN_BYTES], clock))
 
     def finish(self, token_ids: bytes) -> None:
         """Store all of these tokens, which are computed; `over` is set after that."""
         self._is_last = self.is_finished = True
-        self._put(_Piece(token_ids, no_wait))
+        self._put(_Piece(token_ids, None))
 
     def abandon(self) -> None:
         """Store nothing more; `over` is set when what is being copied is through."""
@@ -127,7 +126,7 @@ class SaveStream:
         if len(piece.token_ids) // TOKEN_BYTES <= self._saved_token:  # less is kept than is stored
             return
         reason = await self._store.save(
-            self._key, piece.token_ids, self._saved_token, self._buffer, piece.wait_layer
+            self._key, piece.token_ids, self._saved_token, self._buffer, piece.clock
         )
         self.refused_reason = reason
         if reason == "":

@@ -6,14 +6,13 @@ the store: the turn is recomputed, or not saved, and that is counted.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from inference_svc.core.load_or_recompute import LoadPolicy
 from inference_svc.runtime.kv_slab import KVSlab, WriteBuffer
 from inference_svc.runtime.layer_gate import LayerGate
-from inference_svc.runtime.layer_store import no_wait
 from shared.block_key import TOKEN_BYTES
 from shared.grants import LoadGrant, QueuedJob
 from shared.session_key import SessionKey
@@ -98,12 +97,13 @@ class SessionStore(Protocol):
         token_ids: bytes,
         from_token: int,
         buffer: WriteBuffer,
-        wait_layer: Callable[[int], None] = no_wait,
+        clock: LayerGate | None = None,
     ) -> str | None:
         """Store the buffer's rows of token_ids[from_token:].
 
-        `wait_layer` is called before a layer's rows are read. Returns why not all of them are
-        stored, "" if they are, None if it failed.
+        With a clock they are still being computed: a layer's rows are read once it lets them pass,
+        and nothing is published before it is confirmed. Returns why not all of them are stored, ""
+        if they are, None if it failed.
         """
 
     async def end_session(self, key: SessionKey) -> None:
@@ -148,10 +148,10 @@ class NoSessionStore:
         token_ids: bytes,
         from_token: int,
         buffer: WriteBuffer,
-        wait_layer: Callable[[int], None] = no_wait,
+        clock: LayerGate | None = None,
     ) -> str | None:
         """Never called: there are no write buffers."""
-        del key, token_ids, from_token, buffer, wait_layer
+        del key, token_ids, from_token, buffer, clock
         raise AssertionError("nothing is saved")
 
     async def end_session(self, key: SessionKey) -> None:

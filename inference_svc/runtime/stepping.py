@@ -15,12 +15,13 @@ from inference_svc.core.counters import Counters
 from inference_svc.core.errors import EngineFailedError
 from inference_svc.core.rates import Rates, pairs
 from inference_svc.runtime.engine_job import EngineJob
-from inference_svc.runtime.layer_gate import LayerGate
+from inference_svc.runtime.layer_gate import LayerGate, StepNotDoneError
 from inference_svc.runtime.model_runner import Chunk, ModelRunner
 from inference_svc.runtime.sampling import Sampled
 from inference_svc.runtime.worker_thread import WorkerThread
 from shared.errors import ReportedError
 from shared.log import get_logger
+from shared.progress_words import LoadFailedError
 
 log = get_logger(__name__)
 
@@ -73,45 +74,69 @@ class Stepper:
         """
         self._counters.add("steps")
         try:
-            return await self._compute_thread.run(self._compute, inputs, clock)
-        except Exception as error:
+            computed = await self._compute_thread.run(self._compute, inputs, clock)
+        except BaseException as error:
             if clock is not None:
-                clock.fail(error)
+                clock.fail(StepNotDoneError("the step failed"))
+            if not isinstance(error, Exception):
+                raise
             self._counters.add("steps_failed")
             if len(inputs) == 1:
                 return [StepOutput(error=_as_reported(error))]
-            log.exception("step_failed", num_requests=len(inputs))
+            if isinstance(error, LoadFailedError):  # nobody's fault, and logged where it happened
+                log.info("step_without_history", num_requests=len(inputs), error=str(error))
+            else:
+                log.exception("step_failed", num_requests=len(inputs))
+        else:
+            self._rates.steps.note(*_work_of(inputs, computed.starts), computed.seconds)
+            self.busy_s += computed.seconds
+            return computed.outputs
         return [output for single in inputs for output in await self.step([single])]
 
-    def _compute(self, inputs: Sequence[StepInput], clock: LayerGate | None) -> list[StepOutput]:
+    def _compute(self, inputs: Sequence[StepInput], clock: LayerGate | None) -> "_Computed":
+        """Runs on the compute thread. Once the pass is done, nothing raises any more."""
         with ExitStack() as held:
             for part in inputs:
                 held.enter_context(part.chunk.slab.hold())
                 if part.chunk.write_buffer is not None:
                     held.enter_context(part.chunk.write_buffer.hold())
-            work = _work_of(inputs)
+            starts = [part.chunk.slab.num_tokens for part in inputs]
+            # A step that is repeated must find everything as it was: rows are appended once.
+            assert starts == [part.job.request.computed_tokens for part in inputs]  # noqa: S101
             gates = [gate for part in inputs if (gate := part.chunk.slab.gate) is not None]
             waited_s = sum(gate.waited_s for gate in gates)
             began_s = time.monotonic()
             logits = self._runner.step([part.chunk for part in inputs], clock)
             stalled_s = sum(gate.waited_s for gate in gates) - waited_s
             computed_s = time.monotonic() - began_s - stalled_s
-            self._rates.steps.note(*work, computed_s)
-            self.busy_s += computed_s
+            if clock is not None:
+                clock.confirm()
             rows = iter(logits)  # [chunks that want, vocab]
-            return [
+            outputs = [
                 _answer(part, next(rows) if part.chunk.want_logits else None) for part in inputs
             ]
+            return _Computed(outputs, starts, computed_s)
 
 
-def _work_of(inputs: Sequence[StepInput]) -> tuple[int, int]:
+@dataclass(frozen=True)
+class _Computed:
+    """A step that succeeded.
+
+    Attributes:
+        starts: tokens that each part's slab had before.
+        seconds: spent computing, not waiting for layers.
+    """
+
+    outputs: list[StepOutput]
+    starts: Sequence[int]
+    seconds: float
+
+
+def _work_of(inputs: Sequence[StepInput], starts: Sequence[int]) -> tuple[int, int]:
     """Tokens of a step, and sum of the tokens that each of them attends to."""
-    chunks = [part.chunk for part in inputs]
-    num_pairs = sum(
-        pairs(chunk.slab.num_tokens, chunk.slab.num_tokens + len(chunk.token_ids))
-        for chunk in chunks
-    )
-    return sum(len(chunk.token_ids) for chunk in chunks), num_pairs
+    sizes = [len(part.chunk.token_ids) for part in inputs]
+    num_pairs = sum(pairs(start, start + size) for start, size in zip(starts, sizes, strict=True))
+    return sum(sizes), num_pairs
 
 
 def _answer(part: StepInput, logits_row: Tensor | None) -> StepOutput:

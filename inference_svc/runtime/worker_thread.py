@@ -1,4 +1,4 @@
-"""One thread that runs calls one after another, awaited from the event loop."""
+"""Threads that run calls which block, awaited from the event loop."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,10 +10,10 @@ T = TypeVar("T")
 
 
 class WorkerThread:
-    """A named thread; calls are run in the order in which they were made."""
+    """A named thread, or some; calls are begun in the order in which they were made."""
 
-    def __init__(self, name: str) -> None:
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+    def __init__(self, name: str, num_threads: int = 1) -> None:
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
 
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a call on the thread and return its result.
@@ -29,12 +29,6 @@ class WorkerThread:
     def close(self) -> None:
         """Wait for the call that runs and end the thread; queued calls are dropped."""
         self._executor.shutdown(wait=True, cancel_futures=True)
-
-
-async def run_in_own_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run a call that may block for long, on a thread that nothing queues behind; else as above."""
-    loop = asyncio.get_running_loop()
-    return await _to_its_end(loop.run_in_executor(None, lambda: call(*args, **kwargs)))
 
 
 async def _to_its_end(future: "asyncio.Future[T]") -> T:

@@ -17,6 +17,7 @@ from inference_svc.runtime.calibration import calibrate
 from inference_svc.runtime.engine_job import EngineJob, as_token_bytes
 from inference_svc.runtime.engine_loop import EngineLoop
 from inference_svc.runtime.kv_pool import KVPool
+from inference_svc.runtime.layer_gate import StepNotDoneError
 from inference_svc.runtime.loads import Loads, PreloadPolicy
 from inference_svc.runtime.model_loader import load_model
 from inference_svc.runtime.model_runner import ModelRunner
@@ -110,11 +111,14 @@ class MemoryStore:
     async def give_up(self, begun):
         pass
 
-    async def save(self, key, token_ids, from_token, buffer, wait_layer):
+    async def save(self, key, token_ids, from_token, buffer, clock=None):
         await self.may_end.wait()
         self.order.append("save")
-        for layer in range(len(self.calibration.layers)):
-            await asyncio.to_thread(wait_layer, layer)
+        if clock is not None:
+            try:
+                await asyncio.to_thread(clock.wait_confirmed)
+            except StepNotDoneError:
+                return None
         _, keys, values = self.rows.get(key, (b"", [], []))
         num_tokens = len(token_ids) // 4
         new = buffer.cut(from_token, num_tokens - from_token)
@@ -239,7 +243,7 @@ class Engine:
 @asynccontextmanager
 async def running_engine(model, preload=None, **limits):
     engine = Engine(model, MemoryStore(), limits, preload)
-    life = asyncio.create_task(engine.loop.run())
+    life = engine.life = asyncio.create_task(engine.loop.run())
     try:
         yield engine
     finally:
@@ -413,6 +417,66 @@ async def test_every_way_to_preload_gives_the_same_answer(model, preload):
         turn = await engine.run(following)
         assert turn.outcome.tokens == 47
         assert turn.sink.token_ids == await alone(model, following)
+        await engine.all_given_back()
+
+
+async def test_an_answer_that_is_cut_behind_its_last_preemption(model):
+    """A stop string may end an answer before the rows of its newest write buffer begin."""
+    async with running_engine(model, answer_tokens=8) as engine:
+        job = engine.job(range(20, 60), 12)
+        await engine.loop.generate(job)
+        assert job.request.num_preemptions == 1
+        kept = job.request.token_ids[: job.write_buffer.first_token - 1]
+        engine.loop.keep(job, kept)
+        await engine.loop.wait_idle()
+        following = [*kept, 99, 98]
+        assert (await engine.run(following)).sink.token_ids == await alone(model, following)
+        await engine.all_given_back()
+
+
+async def test_a_cancelled_turn_leaves_its_sessions_resident(model):
+    """Its history is as good as it was."""
+    async with running_engine(model) as engine:
+        first = await engine.run(range(20, 60))
+        following = [*first.request.token_ids, *range(30, 40)]
+        cancelled = engine.job(following, 300, history_tokens=47)
+        answer = asyncio.create_task(engine.loop.generate(cancelled))
+        await cancelled.sink.has_token.wait()
+        answer.cancel()
+        await asyncio.gather(answer, return_exceptions=True)
+        await engine.loop.wait_idle()
+        again = await engine.run([*first.request.token_ids, *range(50, 60)])
+        assert again.outcome.tier_tokens == {"hbm": 47}
+        assert again.sink.token_ids == await alone(model, again.request.token_ids[:58])
+        await engine.all_given_back()
+
+
+async def test_the_loop_ends_cleanly_under_a_running_turn(model):
+    """Cancelling it is no error, whatever is under way, and takes no longer than a step."""
+    async with running_engine(model, step_tokens=16) as engine:
+        job = engine.job(range(20, 220), 300)
+        answer = asyncio.create_task(engine.loop.generate(job))
+        await job.sink.has_token.wait()
+        engine.life.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await engine.life
+        answer.cancel()
+
+
+async def test_a_step_that_fails_under_a_save_stores_nothing_of_it(model):
+    """The rows are computed anew, one request by one, and stored then."""
+    async with running_engine(model, keeps_residents=False) as engine:
+        bad = engine.job([*range(20, 50), POISON], session="bad")
+        good = asyncio.create_task(engine.run(range(20, 90)))
+        with pytest.raises(EngineFailedError):
+            await engine.loop.generate(bad)
+        turn = await good
+        await engine.loop.wait_idle()
+        assert engine.counters.snapshot()["save_errors"] == 0
+        following = [*turn.request.token_ids, 99]
+        again = await engine.run(following)
+        assert again.outcome.tokens == 77
+        assert again.sink.token_ids == await alone(model, following)
         await engine.all_given_back()
 
 

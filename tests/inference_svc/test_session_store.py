@@ -11,9 +11,9 @@ from inference_svc.core.rates import Rates, pairs
 from inference_svc.runtime.calibration import calibrate
 from inference_svc.runtime.engine_job import as_token_bytes
 from inference_svc.runtime.kv_pool import KVPool
+from inference_svc.runtime.kvd_loads import CopyThreads
 from inference_svc.runtime.kvd_session_store import KvdSessionStore
 from inference_svc.runtime.layer_gate import LayerGate
-from inference_svc.runtime.layer_store import no_wait
 from inference_svc.runtime.model_loader import load_model
 from inference_svc.runtime.model_runner import Chunk, ModelRunner
 from inference_svc.runtime.session_store import LoadRequest
@@ -150,7 +150,7 @@ def model(tiny_model):
 
 @pytest.fixture
 def copy_threads():
-    threads = WorkerThread("load"), WorkerThread("store")
+    threads = WorkerThread("load"), WorkerThread("read"), WorkerThread("store")
     yield threads
     for thread in threads:
         thread.close()
@@ -166,7 +166,7 @@ class Scene:
         self.counters = Counters()
         self.rates = Rates()
         self.store = KvdSessionStore(
-            *(self.peer, model[1], *threads, self.counters, self.rates),
+            *(self.peer, model[1], CopyThreads(*threads), self.counters, self.rates),
             saves=True,
             deadline_s=deadline_s,
         )
@@ -181,7 +181,7 @@ class Scene:
         return slab, buffer
 
     async def save(self):
-        return await self.store.save(KEY, as_token_bytes(PROMPT), 0, self.computed()[1], no_wait)
+        return await self.store.save(KEY, as_token_bytes(PROMPT), 0, self.computed()[1])
 
     async def load(self, policy=LoadPolicy.ALWAYS):
         """Both halves; returns what was begun, the slab, and its gate's error."""

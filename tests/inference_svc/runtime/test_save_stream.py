@@ -27,7 +27,7 @@ class Store:
         self.answer = answer
         self.num_under_way = 0
 
-    async def save(self, key, token_ids, from_token, buffer, wait_layer):
+    async def save(self, key, token_ids, from_token, buffer, clock=None):
         assert self.num_under_way == 0, "two saves of one session at a time"
         self.num_under_way += 1
         self.began.set()
@@ -61,7 +61,7 @@ class Scene:
 
 async def follow(stream, end_token):
     if stream.wants(end_token):
-        stream.follow(tokens(end_token), lambda _: None)
+        stream.follow(tokens(end_token), None)
         await stream.caught_up()
 
 
@@ -132,9 +132,9 @@ async def test_an_abandoned_stream_ends_without_storing_and_is_not_counted():
     scene = Scene()
     scene.store.may_end.clear()
     stream, life = scene.open(0)
-    stream.follow(tokens(8), lambda _: None)
+    stream.follow(tokens(8), None)
     await scene.store.began.wait()
-    stream.follow(tokens(16), lambda _: None)
+    stream.follow(tokens(16), None)
     stream.abandon()
     scene.store.may_end.set()
     await life
@@ -159,7 +159,7 @@ async def test_synchronous_saving_waits_for_everything_asked_for():
     scene = Scene()
     scene.store.may_end.clear()
     stream, life = scene.open(0)
-    stream.follow(tokens(8), lambda _: None)
+    stream.follow(tokens(8), None)
     waiting = asyncio.create_task(scene.saves.caught_up())
     await scene.store.began.wait()
     assert not waiting.done()
