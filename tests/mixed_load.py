@@ -5,85 +5,23 @@ depend on that. `play` goes on until the counters show that what the scene is fo
 """
 
 import asyncio
-import json
 import random
-import shutil
-import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing, suppress
 
 from inference_svc.client import InferenceClient, turn_request
-from shared.errors import DeadlineError, NotFoundError, ReportedError
+from shared.errors import ConflictError, DeadlineError, NotFoundError, ReportedError
 from shared.pb.inference.v1 import inference_pb2 as pb
-from tests.inference_processes import InferenceProcess
+from tests.mixed_pair import until_settled
 from tests.oracle import Oracle, Verdict
-from tests.pair import SLOT_BYTES, VOCAB_SIZE, Pair, until
+from tests.pair import VOCAB_SIZE, Pair
 
 NUM_CLIENTS = 7
 NUM_SESSIONS = 9  # alive at a time; one that fills the window is followed by another
-KV_TOKENS = 1500  # so a turn has room for 750, and two or three long ones fill all
 MOST_CUT_TOKENS = 16  # the longest token has so many characters: what a stop string may leave of it
 ROUNDS = 8  # as many turns as asked for, so many times, is enough to see what is to be seen
 SHORT_DEADLINES_S = (0.0001, 0.01, 0.05, 0.2)
-SCHEDULER = {
-    "max_running": 3,
-    "max_loading": 2,
-    "step_tokens": 64,
-    "mixed_step_tokens": 16,
-    "kv_tokens": KV_TOKENS,
-    "answer_tokens": 4,
-}
-CACHE = {"save_group_tokens": 128}  # a block: saves go on while a turn is computed
-
-
-@dataclass(frozen=True)
-class Setting:
-    """How the two processes are run in a scene.
-
-    Attributes:
-        cache: keys of the service's section of that name.
-        num_slots: blocks that kvd's DRAM holds.
-        num_extents: blocks that its SSD holds.
-        num_kills: of kvd, spread over the scene; its DRAM does not survive them.
-    """
-
-    cache: dict[str, str | int | bool] = field(default_factory=dict)
-    num_slots: int = 6
-    num_extents: int = 60
-    num_kills: int = 0
-
-    @property
-    def tiers(self) -> tuple[str, ...]:
-        """Flags of kvd."""
-        extent_bytes = SLOT_BYTES + 4096
-        sizes = (self.num_slots * SLOT_BYTES, self.num_extents * extent_bytes)
-        return ("--dram", str(sizes[0]), "--ssd", str(sizes[1]))
-
-
-@asynccontextmanager
-async def mixed_pair(model_dir: Path, setting: Setting) -> AsyncIterator[Pair]:
-    """Run the pair of a scene, attached."""
-    directory = Path(tempfile.mkdtemp(prefix="ca-"))
-    toml = directory / "settings.toml"
-    cache = {"residents": False, "load_policy": "always", **CACHE, **setting.cache}
-    toml.write_text(_section("scheduler", SCHEDULER) + _section("cache", cache))
-    flags = [
-        *("--config", str(toml), "--load-policy", str(cache["load_policy"])),
-        "--residents" if cache["residents"] else "--no-residents",
-    ]
-    pair = Pair(model_dir, directory)
-    pair.service = InferenceProcess(model_dir, directory / "svc", pair.kvd.runtime_dir, flags)
-    async with pair.service, pair.with_kvd(*setting.tiers):
-        yield pair
-    shutil.rmtree(directory)
-
-
-def _section(name: str, values: dict[str, str | int | bool]) -> str:
-    lines = [f"{key} = {json.dumps(value)}" for key, value in values.items()]
-    return "\n".join([f"[{name}]", *lines, ""])
 
 
 class MixedLoad:
@@ -100,7 +38,7 @@ class MixedLoad:
         self._beginning = self._tokens(140)  # some sessions begin alike: a block is shared
         self._generation: Counter[int] = Counter()
         self._begun: set[str] = set()
-        self._answers: dict[tuple[str, int], list[int]] = {}  # by session and turn
+        self._answers: dict[str, list[int]] = {}  # by request id
         self._num_begun = 0
         self._begins = asyncio.Semaphore(0)  # one for each turn begun since kvd's last start
 
@@ -128,31 +66,6 @@ class MixedLoad:
         """What the clients saw and what the service counted."""
         return self.seen + Counter(await self._pair.counters())
 
-    async def settle(self) -> None:
-        """Return when nothing is reserved, saved or leased any more.
-
-        Raises:
-            AssertionError: something is left for good.
-        """
-        left: dict[str, float] = {}
-
-        async def is_settled() -> bool:
-            async with self._pair.service.client() as client:
-                model = await client.get_model()
-            gauges, tail_rows = model.gauges, model.block_tokens - 1  # of each resident
-            left.update({name: gauges[name] for name in ("reserved_rows", "saves_under_way")})
-            left.update(running=model.running_turns, waiting=model.waiting_turns)
-            used_rows = gauges["pool_rows"] - gauges["pool_free_rows"]
-            kept_rows = gauges["resident_rows"] + gauges["resident_sessions"] * tail_rows
-            left.update(rows=max(0, used_rows - kept_rows))
-            return not any(left.values())
-
-        try:
-            await until(is_settled)
-            await self._pair.until_kvd_is_idle()
-        except TimeoutError as error:
-            raise AssertionError(f"never given back: {left}, {await self._pair.stats()}") from error
-
     async def judge(self, oracle: Oracle) -> dict[str, Verdict]:
         """Sessions with answers that are not those of recomputation, or not what was streamed."""
         wrong = {}
@@ -170,7 +83,7 @@ class MixedLoad:
     ) -> Verdict:
         """Judge a session; what was streamed has to be what is recorded, too."""
         for record in records:
-            streamed = self._answers.get((name, record.turn), record.output_ids)
+            streamed = self._answers.get(record.request_id, record.output_ids)
             assert list(streamed) == list(record.output_ids), (name, record.turn)
         verdict = await asyncio.to_thread(oracle.judge, _judged(records))
         self.seen["judged_tokens"] += verdict.num_tokens
@@ -188,10 +101,12 @@ class MixedLoad:
         return not missing
 
     async def _something(self, client: InferenceClient) -> None:
-        """A turn, a fork, or a pause."""
+        """A turn, a fork, the end of a session, or a pause."""
         die = self._random.random()
         if die < 0.05:
             await self._fork(client)
+        elif die < 0.07:
+            await self._delete(client)
         elif die < 0.15:
             for _ in range(self._random.randint(1, 20)):
                 await client.get_model()  # a pause as long as so many answers take
@@ -210,21 +125,19 @@ class MixedLoad:
             else:
                 if die < 0.3:
                     request.deadline_s = self._random.choice(SHORT_DEADLINES_S)
-                await self._finish(client, name, request)
+                await self._finish(client, request)
         except DeadlineError:
             assert request.deadline_s
             self.seen["late"] += 1
         except ReportedError as error:
             if error.reason == "cancelled":
                 self.seen["cancelled"] += 1
-            elif error.reason == "input_too_long":
+            elif error.reason in ("input_too_long", "session_ended"):
                 self._retire(name)
             else:
                 raise
 
-    async def _finish(
-        self, client: InferenceClient, name: str, request: pb.SubmitTurnRequest
-    ) -> None:
+    async def _finish(self, client: InferenceClient, request: pb.SubmitTurnRequest) -> None:
         """Run a turn to its end, unless it is cancelled by others."""
         result = await client.submit(request)
         self.seen[result.finished.finish_reason] += 1
@@ -234,7 +147,7 @@ class MixedLoad:
         assert usage.reused_tokens + usage.recomputed_tokens == usage.history_tokens
         assert sum(usage.tier_tokens.values()) == usage.reused_tokens
         self.seen.update(usage.tier_tokens)
-        self._answers[name, result.accepted.turn] = result.token_ids
+        self._answers[result.accepted.request_id] = result.token_ids
 
     async def _follow(
         self,
@@ -276,6 +189,12 @@ class MixedLoad:
             for _ in range(self._random.randint(1, 2)):
                 await self._turn(client, fork)
 
+    async def _delete(self, client: InferenceClient) -> None:
+        """Delete a session, unless a turn of it is under way; it may well begin anew."""
+        with suppress(NotFoundError, ConflictError):
+            await client.delete_session(self._pair.name(self._some_session()))
+            self.seen["deleted"] += 1
+
     async def _kill_kvd(self, num_kills: int, num_turns: int) -> None:
         """SIGKILL in the middle of everything, after so many turns each, and a new one instead."""
         for _ in range(num_kills):
@@ -295,7 +214,7 @@ class MixedLoad:
         return f"s{number}.{self._generation[number]}"
 
     def _retire(self, name: str) -> None:
-        """The window is full; whoever sees it first opens the next session."""
+        """It is full, or has ended; whoever sees it first opens the next session."""
         if name.startswith("s"):
             number, generation = map(int, name[1:].split("."))
             self._generation[number] = max(self._generation[number], generation + 1)
@@ -315,6 +234,7 @@ class MixedLoad:
             sampling=sampling,
             priority=self._random.choice((-2, 0, 0, 0, 0, 1, 5)),
             wait=True,
+            final=self._random.random() < 0.03,
         )
 
     def _tokens(self, num_tokens: int) -> list[int]:
@@ -339,18 +259,11 @@ async def play(
     """Play a scene to its end, judge all of it, and return what happened."""
     load = MixedLoad(pair, seed)
     await load.play(num_turns, aims, num_kills)
-    await load.settle()
+    await until_settled(pair)
     wrong = await load.judge(oracle)
     counts = await load.counts()
     assert not wrong, (wrong, counts)
     assert counts["judged_tokens"] > num_turns
     # A load that fails under way costs the step of its batch, and the one of its turn alone.
     assert counts["steps_failed"] <= 2 * counts["load_failed_late"], counts
-    assert not _errors(pair.service.log_path), counts
     return counts
-
-
-def _errors(log_path: Path) -> list[str]:
-    """Lines of the service's log that ask for somebody's attention."""
-    lines = log_path.read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if '"level": "error"' in line or "Traceback" in line]

@@ -8,7 +8,8 @@ import random
 
 import pytest
 
-from tests.mixed_load import Setting, mixed_pair, play
+from tests.mixed_load import play
+from tests.mixed_pair import Setting, mixed_pair
 
 ALWAYS = ("preempted", "turns_cancelled", "expired", "forks", "length")
 STORED = (*ALWAYS, "load_hits", "dram", "ssd")
@@ -70,9 +71,18 @@ def random_setting(seed):
         "read_buffer_layers": die.choice((-1, -1, -1, 0, 1, 2)),
         "saving": die.choice(("async", "async", "async", "async", "sync", "off")),
     }
+    scheduler = {
+        "max_running": die.choice((1, 2, 3, 3, 6)),
+        "max_loading": die.choice((1, 2, 4)),
+        "mixed_step_tokens": die.choice((16, 16, 64)),
+        "kv_tokens": die.choice((700, 1500, 1500, 3000)),
+        "answer_tokens": die.choice((1, 4, 4, 16)),
+    }
     return Setting(
         cache,
+        scheduler,
         num_slots=die.choice((3, 6, 30)),
         num_extents=die.choice((4, 20, 100)),
+        delay_s=die.choice((0.0, 0.0, 0.002, 0.01)),
         num_kills=die.choice((0, 0, 1, 3)),
     )

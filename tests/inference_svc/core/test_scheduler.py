@@ -435,11 +435,34 @@ def test_only_what_was_computed_is_kept():
     """Keeping the last token's row, which was never fed, would be wrong."""
     scheduler = make()
     one = run(scheduler, 1)
-    with pytest.raises(AssertionError, match="finished"):
+    with pytest.raises(AssertionError, match="under way"):
         scheduler.keep_resident(one, one.token_ids[:1], 5)
     scheduler.finish(one, 5)
     with pytest.raises(AssertionError, match="computed"):
         scheduler.keep_resident(one, one.token_ids, 5)
+
+
+def test_a_cancelled_request_may_leave_a_resident():
+    """What its slab has of the session's history is as good as before."""
+    scheduler = make()
+    one = run(scheduler, 1, session="s")
+    scheduler.stop(one, RequestState.CANCELLED, 5)
+    assert scheduler.keep_resident(one, one.token_ids[:5], 6)
+    scheduler.release_slab(one)
+    assert scheduler.num_resident == 1
+    scheduler.check()
+
+
+def test_surplus_residents_are_evicted_least_recently_used_first():
+    """Each costs a little beside the account of rows."""
+    scheduler = make()
+    for number, now_ns in ((1, 30), (2, 10), (3, 20)):
+        one = run(scheduler, number, session=str(number))
+        scheduler.finish(one, now_ns)
+        assert scheduler.keep_resident(one, one.token_ids[:5], now_ns)
+    assert [key.session_id for key in scheduler.evict_surplus(1)] == ["2", "3"]
+    assert not scheduler.evict_surplus(1)
+    scheduler.check()
 
 
 # ---------------------------------------------------------------------------------- preemption

@@ -1,0 +1,115 @@
+"""The real pair with little of everything: settings of a scene, and what is left at its end."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.faulty_kvd import FaultyKvd
+from tests.inference_processes import InferenceProcess
+from tests.pair import SLOT_BYTES, Pair, until
+
+EXTENT_BYTES = SLOT_BYTES + 4096  # with its header
+SCHEDULER = {
+    "max_running": 3,
+    "max_loading": 2,
+    "step_tokens": 64,
+    "mixed_step_tokens": 16,
+    "kv_tokens": 1500,  # so a turn has room for 750, and two or three long ones fill all
+    "answer_tokens": 4,
+}
+CACHE = {"residents": False, "load_policy": "always", "save_group_tokens": 128}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the two processes are run in a scene.
+
+    Attributes:
+        cache, scheduler: keys of the service's sections that are not as above.
+        num_slots: blocks that kvd's DRAM holds, which does not survive kvd.
+        num_extents: blocks that its SSD holds.
+        delay_s: what reading or writing one of them takes longer than it would.
+        num_kills: of kvd, spread over the scene.
+    """
+
+    cache: dict[str, str | int | bool] = field(default_factory=dict)
+    scheduler: dict[str, int] = field(default_factory=dict)
+    num_slots: int = 6
+    num_extents: int = 60
+    delay_s: float = 0.0
+    num_kills: int = 0
+
+    def write(self, path: Path) -> list[str]:
+        """Write the service's settings; returns flags, which go before those of the tests."""
+        cache = CACHE | self.cache
+        path.write_text(
+            _section("scheduler", SCHEDULER | self.scheduler) + _section("cache", cache)
+        )
+        residents = "--residents" if cache["residents"] else "--no-residents"
+        return ["--config", str(path), "--load-policy", str(cache["load_policy"]), residents]
+
+
+def _section(name: str, values: dict[str, str | int | bool]) -> str:
+    return "\n".join([f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in values.items()), ""])
+
+
+@asynccontextmanager
+async def mixed_pair(model_dir: Path, setting: Setting) -> AsyncIterator[Pair]:
+    """Run the pair of a scene, attached; kvd checks its own invariants meanwhile.
+
+    If the scene fails, its directory with both logs stays.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="ca-"))
+    pair = Pair(model_dir, directory)
+    flags = setting.write(directory / "settings.toml")
+    sizes = (setting.num_slots * SLOT_BYTES, setting.num_extents * EXTENT_BYTES)
+    tiers = ("--dram", str(sizes[0]), "--ssd", str(sizes[1]))
+    kvd = pair.kvd = FaultyKvd(directory / "kvd", *tiers, keep="none")
+    kvd.faults = {"delay_s": setting.delay_s}
+    pair.service = InferenceProcess(model_dir, directory / "svc", kvd.runtime_dir, flags)
+    try:
+        await kvd.start()
+        async with pair.service:
+            await pair.until_kvd_is("attached")
+            yield pair
+    finally:
+        exit_code = await kvd.stop()
+    assert exit_code == 0, f"{kvd.log()[-2000:]}"
+    assert not _errors(pair.service.log_path), f"see {pair.service.log_path}"
+    shutil.rmtree(directory)
+
+
+async def until_settled(pair: Pair) -> None:
+    """Return when nothing is reserved, saved or leased any more.
+
+    Raises:
+        AssertionError: something is left for good.
+    """
+    left: dict[str, float] = {}
+
+    async def is_settled() -> bool:
+        async with pair.service.client() as client:
+            model = await client.get_model()
+        gauges, tail_rows = model.gauges, model.block_tokens - 1  # of each resident
+        used_rows = gauges["pool_rows"] - gauges["pool_free_rows"]
+        kept_rows = gauges["resident_rows"] + gauges["resident_sessions"] * tail_rows
+        left.update({name: gauges[name] for name in ("reserved_rows", "saves_under_way")})
+        left.update(running=model.running_turns, waiting=model.waiting_turns)
+        left.update(rows=max(0, used_rows - kept_rows))
+        return not any(left.values())
+
+    try:
+        await until(is_settled)
+        await pair.until_kvd_is_idle()
+    except TimeoutError as error:
+        raise AssertionError(f"never given back: {left}, {await pair.stats()}") from error
+
+
+def _errors(log_path: Path) -> list[str]:
+    """Lines of the service's log that ask for somebody's attention."""
+    lines = log_path.read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if '"level": "error"' in line or "Traceback" in line]
