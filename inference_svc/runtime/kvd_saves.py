@@ -5,6 +5,7 @@ a later turn a recomputation, nothing else.
 """
 
 import time
+from contextlib import suppress
 
 from inference_svc.runtime.calibration import Calibration
 from inference_svc.runtime.kv_slab import WriteBuffer
@@ -12,6 +13,7 @@ from inference_svc.runtime.kvd_talk import KvdTalk
 from inference_svc.runtime.layer_gate import LayerGate, StepNotDoneError
 from inference_svc.runtime.layer_store import no_wait, store_blocks
 from inference_svc.runtime.worker_thread import WorkerThread
+from shared.errors import ReportedError
 from shared.grants import StoreGrant
 from shared.kvd_client import KvdClient
 from shared.session_key import SessionKey
@@ -78,12 +80,13 @@ class KvdSaves:
     async def _save_grant(
         self, buffer: WriteBuffer, grant: StoreGrant, clock: LayerGate | None
     ) -> None:
-        is_copied = False
         try:
             await self._store_thread.run(self._copy, buffer, grant, clock)
-            is_copied = True
-        finally:
-            await self._client.complete_store(grant, success=is_copied)
+        except BaseException:
+            with suppress(ReportedError):  # which must not take the place of a cancellation
+                await self._client.complete_store(grant, success=False)
+            raise
+        await self._client.complete_store(grant, success=True)
         self._talk.counters.add("stored_tokens", sum(block.num_tokens for block in grant.blocks))
 
     def _copy(self, buffer: WriteBuffer, grant: StoreGrant, clock: LayerGate | None) -> None:

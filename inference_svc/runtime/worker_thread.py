@@ -36,4 +36,6 @@ async def _to_its_end(future: "asyncio.Future[T]") -> T:
         return await asyncio.shield(future)
     except asyncio.CancelledError:
         await asyncio.wait({future})
+        if not future.cancelled():
+            future.exception()  # nobody else asks for it
         raise

@@ -1,5 +1,6 @@
 """The session store against a peer that fails or answers nonsense: a miss, and settled."""
 
+import asyncio
 import threading
 
 import pytest
@@ -13,7 +14,7 @@ from inference_svc.runtime.engine_job import as_token_bytes
 from inference_svc.runtime.kv_pool import KVPool
 from inference_svc.runtime.kvd_loads import CopyThreads
 from inference_svc.runtime.kvd_session_store import KvdSessionStore
-from inference_svc.runtime.layer_gate import LayerGate
+from inference_svc.runtime.layer_gate import LayerGate, StepNotDoneError
 from inference_svc.runtime.model_loader import load_model
 from inference_svc.runtime.model_runner import Chunk, ModelRunner
 from inference_svc.runtime.session_store import LoadRequest
@@ -308,6 +309,43 @@ async def test_a_save_that_fails_is_counted_and_settled(model, copy_threads, fai
     assert not scene.peer.open_leases
     scene.peer.fail_at = ""
     assert (await scene.load())[0].end_token == 0
+
+
+@pytest.mark.parametrize("fail_at", ["", "complete_store"])
+async def test_a_save_that_is_cancelled_ends_as_cancelled(model, copy_threads, fail_at):
+    """Even when kvd has gone, too: or the service would not end."""
+    scene = Scene(model, copy_threads, fail_at=fail_at)
+    _, buffer = scene.computed()
+    clock = LayerGate(len(model[1].layers))
+    tokens = as_token_bytes(PROMPT)
+    save = asyncio.create_task(scene.store.save(KEY, tokens, 0, buffer, clock))
+    await asyncio.to_thread(clock_is_awaited, clock)
+    save.cancel()
+    clock.fail(StepNotDoneError("the step failed"))
+    with pytest.raises(asyncio.CancelledError):
+        await save
+    assert not scene.peer.open_leases
+
+
+async def test_a_save_whose_step_failed_stores_nothing_and_is_no_error(model, copy_threads):
+    """Its rows come again."""
+    scene = Scene(model, copy_threads)
+    _, buffer = scene.computed()
+    clock = LayerGate(len(model[1].layers))
+    clock.open(clock.num_layers)
+    save = asyncio.create_task(scene.store.save(KEY, as_token_bytes(PROMPT), 0, buffer, clock))
+    await asyncio.to_thread(clock_is_awaited, clock)
+    clock.fail(StepNotDoneError("the step failed"))
+    assert await save is None
+    assert not scene.peer.stored
+    assert not scene.peer.open_leases
+    assert scene.counters.snapshot()["save_errors"] == 0
+
+
+def clock_is_awaited(clock):
+    """Return when a thread is blocked at a gate."""
+    while not clock._changed._waiters:
+        pass
 
 
 async def test_load_policy_never_does_not_ask(model, copy_threads):

@@ -21,7 +21,7 @@ async def test_residents_are_hit_moved_and_evicted(tiny_model, oracle):
     setting = Setting({"residents": True, "load_policy": "auto"})
     aims = (*ALWAYS, "hbm", "resident_hits", "moves", "residents_evicted")
     async with mixed_pair(tiny_model, setting) as pair:
-        await play(pair, oracle, seed=1, num_turns=60, aims=aims)
+        await play(pair, oracle, seed=1, num_turns=40, aims=aims)
 
 
 async def test_histories_are_loaded_while_kvd_dies(tiny_model, oracle):
@@ -29,7 +29,7 @@ async def test_histories_are_loaded_while_kvd_dies(tiny_model, oracle):
     setting = Setting(num_kills=2)
     async with mixed_pair(tiny_model, setting) as pair:
         aims = (*STORED, "kills")
-        await play(pair, oracle, seed=2, num_turns=60, aims=aims, num_kills=setting.num_kills)
+        await play(pair, oracle, seed=2, num_turns=40, aims=aims, num_kills=setting.num_kills)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ async def test_histories_are_loaded_while_kvd_dies(tiny_model, oracle):
 async def test_what_is_switched_for_measuring_changes_no_token(tiny_model, oracle, cache):
     """No pre-loading, pre-loading into a small buffer and synchronous saving are slower only."""
     async with mixed_pair(tiny_model, Setting(cache)) as pair:
-        await play(pair, oracle, seed=3, num_turns=30, aims=("preempted", "load_hits", "dram"))
+        await play(pair, oracle, seed=3, num_turns=20, aims=("preempted", "load_hits", "dram"))
 
 
 @pytest.mark.long
@@ -74,8 +74,9 @@ def random_setting(seed):
     scheduler = {
         "max_running": die.choice((1, 2, 3, 3, 6)),
         "max_loading": die.choice((1, 2, 4)),
+        "step_tokens": die.choice((64, 64, 512)),
         "mixed_step_tokens": die.choice((16, 16, 64)),
-        "kv_tokens": die.choice((700, 1500, 1500, 3000)),
+        "kv_tokens": die.choice((700, 1500, 1500, 3000, 6000)),
         "answer_tokens": die.choice((1, 4, 4, 16)),
     }
     return Setting(
