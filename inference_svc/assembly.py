@@ -9,28 +9,28 @@ import torch
 
 from inference_svc.config import CacheSettings, InferenceSettings, SchedulerSettings
 from inference_svc.core.counters import Counters
-from inference_svc.core.load_or_recompute import LoadPolicy
-from inference_svc.core.rates import Rates
-from inference_svc.core.scheduler import Scheduler, SchedulerLimits
+from inference_svc.core.rates.load_or_recompute import LoadPolicy
+from inference_svc.core.rates.rates import Rates
+from inference_svc.core.scheduling.scheduler import Scheduler, SchedulerLimits
 from inference_svc.core.session_turns import SessionTurns
-from inference_svc.runtime.attention_backends import make_attention
-from inference_svc.runtime.chat_text import TurnText
-from inference_svc.runtime.engine_loop import EngineLoop
-from inference_svc.runtime.job_memory import MOST_RESIDENTS
-from inference_svc.runtime.kv_pool import KVPool
-from inference_svc.runtime.kvd_loads import CopyThreads
-from inference_svc.runtime.kvd_session_store import KvdSessionStore
-from inference_svc.runtime.loads import Loads, PreloadPolicy
-from inference_svc.runtime.model_loader import LoadedModel
-from inference_svc.runtime.model_runner import ModelRunner
-from inference_svc.runtime.recipes import Calibration
-from inference_svc.runtime.resident_slabs import ResidentSlabs
-from inference_svc.runtime.saves import Saves
-from inference_svc.runtime.session_store import NoSessionStore, SessionStore
-from inference_svc.runtime.stepping import Stepper
-from inference_svc.runtime.transcript import TranscriptStore
-from inference_svc.runtime.turn_runner import TurnLimits, TurnRunner
-from inference_svc.runtime.turns import Turns
+from inference_svc.runtime.compute.attention_backends import make_attention
+from inference_svc.runtime.compute.model_runner import ModelRunner
+from inference_svc.runtime.compute.stepping import Stepper
+from inference_svc.runtime.engine.engine_loop import EngineLoop
+from inference_svc.runtime.engine.job_memory import MOST_RESIDENTS
+from inference_svc.runtime.engine.loads import Loads, PreloadPolicy
+from inference_svc.runtime.kv.kv_pool import KVPool
+from inference_svc.runtime.kv.resident_slabs import ResidentSlabs
+from inference_svc.runtime.model.model_loader import LoadedModel
+from inference_svc.runtime.model.recipes import Calibration
+from inference_svc.runtime.store.kvd_loads import CopyThreads
+from inference_svc.runtime.store.kvd_session_store import KvdSessionStore
+from inference_svc.runtime.store.saves import Saves
+from inference_svc.runtime.store.session_store import NoSessionStore, SessionStore
+from inference_svc.runtime.turns.chat_text import TurnText
+from inference_svc.runtime.turns.transcript import TranscriptStore
+from inference_svc.runtime.turns.turn_runner import TurnLimits, TurnRunner
+from inference_svc.runtime.turns.turns import Turns
 from inference_svc.runtime.worker_thread import WorkerThread
 from inference_svc.service import InferenceService
 from shared.kvd_client import KvdClient

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from inference_svc.core.load_or_recompute import LoadPolicy
+from inference_svc.core.rates.load_or_recompute import LoadPolicy
 from shared.config import LoadedSettings, load_settings
 from shared.runtime_dir import MAX_MESSAGE_BYTES, MAX_SOCKET_PATH, default_runtime_dir
 from shared.setting_types import Duration, Section, TenantWeights

@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection
 from inference_svc.config import InferenceSettings, ModelSettings
 from inference_svc.core.errors import UnknownModelError
 from inference_svc.listening import bind, prepare_socket
-from inference_svc.runtime.transcript import TranscriptStore
+from inference_svc.runtime.turns.transcript import TranscriptStore
 from shared.grpc_status import ReportedErrorInterceptor
 from shared.kvd_client import KvdClient
 from shared.log import get_logger
@@ -58,8 +58,8 @@ def _load(settings: ModelSettings, path: Path) -> "Model":
     import torch
 
     from inference_svc.assembly import Model
-    from inference_svc.runtime.calibration import calibrate
-    from inference_svc.runtime.model_loader import load_model
+    from inference_svc.runtime.model.calibration import calibrate
+    from inference_svc.runtime.model.model_loader import load_model
 
     if settings.threads:
         torch.set_num_threads(settings.threads)

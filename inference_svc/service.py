@@ -28,7 +28,7 @@ from inference_svc.core.submission import (
 from inference_svc.core.transcript_format import Transcript
 from inference_svc.core.turn_events import Accepted, Started, Tokens, TurnEvent
 from inference_svc.core.turn_record import TurnRecord, Usage
-from inference_svc.runtime.turns import Turns
+from inference_svc.runtime.turns.turns import Turns
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.pb.inference.v1 import inference_pb2_grpc
 from shared.session_key import SessionKey, session_key

@@ -14,11 +14,11 @@ from inference_svc.bench.bench_kvd import BenchKvd, KvdFailedError
 from inference_svc.bench.turn_times import Source, TurnTimes
 from inference_svc.bench.workspace import check_memory
 from inference_svc.config import InferenceSettings
-from inference_svc.core.load_or_recompute import LoadPolicy
-from inference_svc.core.request import Request
+from inference_svc.core.rates.load_or_recompute import LoadPolicy
 from inference_svc.core.sampling_params import SamplingParams
-from inference_svc.runtime.engine_job import EngineJob, LoadOutcome
-from inference_svc.runtime.sampling import Sampled, Sampler
+from inference_svc.core.scheduling.request import Request
+from inference_svc.runtime.compute.sampling import Sampled, Sampler
+from inference_svc.runtime.engine.engine_job import EngineJob, LoadOutcome
 from shared.session_key import SessionKey
 
 ATTACH_S = 60.0

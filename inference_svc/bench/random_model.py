@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from inference_svc.bench.options import ModelChoice
 from inference_svc.bench.presets import Shape, preset
 from inference_svc.core.errors import UnknownModelError, UnsupportedModelError
-from inference_svc.runtime.model_loader import LoadedModel, describe_model, load_model
+from inference_svc.runtime.model.model_loader import LoadedModel, describe_model, load_model
 from shared.errors import ExhaustedError
 from shared.units import format_bytes
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from inference_svc.runtime.model_loader import LoadedModel
+from inference_svc.runtime.model.model_loader import LoadedModel
 
 ATTENTION = "sdpa"
 

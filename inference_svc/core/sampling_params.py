@@ -1,4 +1,4 @@
-"""How the next token is chosen and when an answer ends; `runtime/sampling.py` does it. Pure."""
+"""How the next token is chosen, and when an answer ends. Pure: values, no choosing."""
 
 from dataclasses import dataclass
 from math import isfinite

@@ -2,7 +2,7 @@
 
 Text that could be the beginning of a stop string is held back together with its tokens; a stop
 string may span tokens and may begin inside one. Pure: tokens come with the text they add
-(`runtime/detokenize.py`).
+(`runtime/turns/detokenize.py`).
 
 Invariants:
     1. released text never contains any part of the stop string that ends the answer;

@@ -8,10 +8,10 @@ what the scheduler was given.
 from dataclasses import dataclass, field
 
 from inference_svc.core.errors import QueueFullError
-from inference_svc.core.rates import Rates
-from inference_svc.core.request import Request, RequestState
-from inference_svc.core.scheduler import Scheduler
-from inference_svc.core.step_plan import Admission, SchedulerLimits, StepPlan, StepResult
+from inference_svc.core.rates.rates import Rates
+from inference_svc.core.scheduling.request import Request, RequestState
+from inference_svc.core.scheduling.scheduler import Scheduler
+from inference_svc.core.scheduling.step_plan import Admission, SchedulerLimits, StepPlan, StepResult
 from shared.session_key import SessionKey
 
 NUM_LAYERS = 4

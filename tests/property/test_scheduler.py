@@ -14,8 +14,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from inference_svc.core.request import RequestState
-from inference_svc.core.step_plan import SchedulerLimits
+from inference_svc.core.scheduling.request import RequestState
+from inference_svc.core.scheduling.step_plan import SchedulerLimits
 from tests.property.scheduler_world import KEYS, MS, NUM_LAYERS, Job, SchedulerWorld
 
 LIMITS = st.builds(

@@ -1,0 +1,1 @@
+"""What steps and loads take, learnt while running, and what pays by that."""

@@ -1,0 +1,102 @@
+"""Running estimates of what steps and loads take on this machine, from those that were measured.
+
+The scheduler's start gate, the choice between loading and recomputing, and retry hints use them.
+How they live with noise, stalls and change: `running_fit.py`.
+"""
+
+from inference_svc.core.rates.running_fit import RunningFit
+
+
+def pairs(start: int, end: int) -> int:
+    """How many keys the tokens [start, end) attend to, in sum: token p to p + 1 of them."""
+    return (end - start) * (start + end + 1) // 2
+
+
+class StepTimes:
+    """What a step takes: a constant, plus so much a token, plus so much a pair of token and key."""
+
+    def __init__(self) -> None:
+        self._fit = RunningFit(3)
+
+    def note(self, num_tokens: int, num_pairs: int, seconds: float) -> None:
+        """Learn that a step of so many tokens, over all its sequences, took so long.
+
+        Time in which the step waited for a load must not be counted.
+        """
+        self._fit.note((1, num_tokens, num_pairs), seconds)
+
+    def seconds(self, num_tokens: int, num_pairs: int) -> float | None:
+        """Estimate a step.
+
+        None until three steps were noted, and for a step unlike all of them (by powers of two)
+        until they differ enough to tell constant, tokens and pairs apart.
+        """
+        return self._fit.seconds((1, num_tokens, num_pairs))
+
+    def added_seconds(self, num_tokens: int, num_pairs: int) -> float | None:
+        """Estimate what these tokens add to steps that are made anyway: without the constant.
+
+        None until constant, tokens and pairs can be told apart.
+        """
+        coefficients = self._fit.coefficients()
+        if coefficients is None:
+            return None
+        return coefficients[1] * num_tokens + coefficients[2] * num_pairs
+
+    def as_dict(self) -> dict[str, float]:
+        """The coefficients and what a person asks for, as far as known."""
+        coefficients = self._fit.coefficients()
+        if coefficients is None:
+            return {}
+        names = ("step_constant_s", "step_token_s", "step_pair_s")
+        prefill_s = self._fit.seconds((1, 1024, pairs(0, 1024)))
+        known = dict(zip(names, coefficients, strict=True))
+        return known | ({"prefill_tokens_per_s": 1024 / prefill_s} if prefill_s else {})
+
+
+class LoadTimes:
+    """What loading tokens from a tier takes: a latency, plus so much a token."""
+
+    def __init__(self) -> None:
+        self._fits: dict[str, RunningFit] = {}
+
+    def note(self, tier: str, num_tokens: int, seconds: float) -> None:
+        """Learn that loading so many tokens, the lowest of which were in `tier`, took so long."""
+        self._fits.setdefault(tier, RunningFit(2)).note((1, num_tokens), seconds)
+
+    def seconds(self, tier: str, num_tokens: int) -> float | None:
+        """Estimate a load.
+
+        None until three loads from the tier were noted, and for a load unlike all of them (by
+        powers of two) until they differ enough to tell latency and rate apart.
+        """
+        fit = self._fits.get(tier)
+        return fit.seconds((1, num_tokens)) if fit else None
+
+    def as_dict(self) -> dict[str, float]:
+        """Latency and rate of each tier, as far as known."""
+        known: dict[str, float] = {}
+        for tier, fit in sorted(self._fits.items()):
+            latency_s, token_s = fit.coefficients() or (0.0, 0.0)
+            if latency_s or token_s:
+                known[f"load_latency_s_{tier}"] = latency_s
+            if token_s:
+                known[f"load_tokens_per_s_{tier}"] = 1 / token_s
+        return known
+
+
+class Rates:
+    """Both of them.
+
+    Attributes:
+        steps: what steps take.
+        loads: what loads take, by tier.
+    """
+
+    def __init__(self) -> None:
+        self.steps = StepTimes()
+        self.loads = LoadTimes()
+
+    def as_dict(self) -> dict[str, float]:
+        """What is known, for people and gauges: seconds, and tokens/s of prefill and loads."""
+        return self.steps.as_dict() | self.loads.as_dict()

@@ -1,0 +1,171 @@
+"""How long work takes, as a sum of terms: `seconds ≈ Σ coefficient · term`, learnt while running.
+
+A least-squares fit of *relative* errors (a decode of 2 ms counts as much as a prefill of 2 s), with
+coefficients ≥ 0, that must live with what a busy machine does to timings:
+
+- **A stall** (one step ten times slower) is left out. Observations are grouped by the bit lengths
+  of their terms: within a group each term, and so the time, varies less than twofold. Who is off
+  his group's median by more than STRANGE is not used.
+- **Long stretches of one kind** (a thousand decodes) do not make it forget the others: an
+  observation's weight halves every HALF_LIFE observations, but a group keeps at least
+  GROUP_WEIGHT, because a new decode says nothing about prefill.
+- **A lasting change** is followed: a small one by the half-life; after one that is STRANGE to each
+  of RUN observations in a row, everything known is scaled by their median ratio.
+
+Pure; an observation costs microseconds, an estimate some tens of them after a new observation.
+
+*Source:* exponential forgetting: Ljung, System Identification, §11.2; robustness by medians:
+Huber, Robust Statistics, §4.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import exp2
+from statistics import median, median_low
+
+from inference_svc.core.rates.least_squares import Solution, least_squares
+
+MIN_OBSERVATIONS = 3
+GROUP_LENGTH = 9  # observations kept of a group; a lasting change is its majority after five
+MAX_GROUPS = 32  # the least recently noted one goes; a service sees about twenty
+HALF_LIFE = 16.0  # observations; some forty of them count, enough to average noise out
+GROUP_WEIGHT = 0.25  # of an observation: what a group that was not seen for long still counts
+STRANGE = 3.0  # ratio to the group's median; shapes explain 2, the rest is the machine's noise
+RUN = 5  # strange observations in a row that are no accident
+
+
+@dataclass
+class _Observation:
+    number: int
+    terms: tuple[int, ...]
+    seconds: float
+
+
+@dataclass
+class _Group:
+    """Observations of similar work; `matrix`, `vector` are its share of the normal equations."""
+
+    observations: deque[_Observation] = field(default_factory=lambda: deque(maxlen=GROUP_LENGTH))
+    matrix: list[list[float]] = field(default_factory=list)
+    vector: list[float] = field(default_factory=list)
+    weight: float = 0.0
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether it has enough members to tell that the next one is strange."""
+        return len(self.observations) >= MIN_OBSERVATIONS
+
+    @property
+    def newest(self) -> int:
+        return self.observations[-1].number
+
+    def usual_s(self) -> float:
+        return median_low(observation.seconds for observation in self.observations)
+
+    def add_up(self) -> None:
+        """Compute the sums anew, as of the newest observation."""
+        usual_s = self.usual_s()
+        size = len(self.observations[-1].terms)
+        self.matrix = [[0.0] * size for _ in range(size)]
+        self.vector = [0.0] * size
+        self.weight = 0.0
+        for observation in self.observations:
+            if _is_strange(observation.seconds / usual_s):
+                continue
+            weight = exp2((observation.number - self.newest) / HALF_LIFE)
+            self.weight += weight
+            weight /= usual_s * usual_s  # relative errors
+            for i, term in enumerate(observation.terms):
+                self.vector[i] += weight * term * observation.seconds
+                for j, other in enumerate(observation.terms):
+                    self.matrix[i][j] += weight * term * other
+
+    def factor(self, number: int) -> float:
+        """By how much the sums count when `number` observations were noted in all."""
+        return max(exp2((self.newest - number) / HALF_LIFE), GROUP_WEIGHT / self.weight)
+
+
+class RunningFit:
+    """See the module docstring.
+
+    Args:
+        num_terms: how many numbers describe a piece of work; a constant is a term that is 1.
+    """
+
+    def __init__(self, num_terms: int) -> None:
+        self._num_terms = num_terms
+        self._groups: dict[tuple[int, ...], _Group] = {}  # least recently noted first
+        self._number = 0
+        self._strange: list[tuple[int, float]] = []  # numbers and ratios, in a row
+        self._solution: Solution | None = None
+
+    def note(self, terms: Sequence[int], seconds: float) -> None:
+        """Learn that work of these terms (non-negative integers) took so long."""
+        seconds = max(seconds, 1e-9)  # a clock may stand still
+        key = _group_key(terms)
+        group = self._groups.pop(key, None) or _Group()
+        self._notice_change(group, seconds)
+        self._number += 1
+        group.observations.append(_Observation(self._number, tuple(terms), seconds))
+        group.add_up()
+        self._groups[key] = group
+        if len(self._groups) > MAX_GROUPS:
+            del self._groups[next(iter(self._groups))]
+        self._solution = None
+
+    def seconds(self, terms: Sequence[int]) -> float | None:
+        """Estimate how long such work takes.
+
+        None while fewer than MIN_OBSERVATIONS were noted, and, while the observations are too
+        alike to determine every coefficient, for work unlike all of them.
+        """
+        solution = self._solve()
+        if solution is None:
+            return None
+        if not solution.is_told_apart and _group_key(terms) not in self._groups:
+            return None
+        return sum(c * term for c, term in zip(solution.coefficients, terms, strict=True))
+
+    def coefficients(self) -> tuple[float, ...] | None:
+        """Seconds for one of each term; None while the observations do not determine them."""
+        solution = self._solve()
+        return solution.coefficients if solution and solution.is_told_apart else None
+
+    def _notice_change(self, group: _Group, seconds: float) -> None:
+        """Scale what is known if the machine's speed has changed for good."""
+        if not group.is_confirmed:
+            return  # nothing to compare with
+        ratio = seconds / group.usual_s()
+        if not _is_strange(ratio):
+            self._strange.clear()
+            return
+        self._strange.append((self._number + 1, ratio))
+        if len(self._strange) < RUN:
+            return
+        first, change = self._strange[0][0], median(ratio for _, ratio in self._strange)
+        self._strange.clear()
+        for known in [*self._groups.values(), group]:
+            for observation in known.observations:
+                if observation.number < first:
+                    observation.seconds *= change
+            known.add_up()
+
+    def _solve(self) -> Solution | None:
+        if self._number < MIN_OBSERVATIONS:
+            return None
+        if self._solution is None:
+            size = range(self._num_terms)
+            groups = [(group, group.factor(self._number)) for group in self._groups.values()]
+            matrix = [[sum(f * g.matrix[i][j] for g, f in groups) for j in size] for i in size]
+            vector = [sum(f * g.vector[i] for g, f in groups) for i in size]
+            self._solution = least_squares(matrix, vector)
+        return self._solution
+
+
+def _group_key(terms: Sequence[int]) -> tuple[int, ...]:
+    return tuple(term.bit_length() for term in terms)
+
+
+def _is_strange(ratio: float) -> bool:
+    return not 1 / STRANGE < ratio < STRANGE

@@ -1,0 +1,185 @@
+"""Makes the plan of the next step: who leaves the batch, who joins it, who is admitted.
+
+    1. a running request that has outgrown its rows goes back to its place in the queue;
+    2. requests that are ready start, those of higher priority first, once the start gate lets them:
+       a full batch gives up one of lower priority;
+    3. the head of the queue is admitted, while there is room: residents are evicted for it, and
+       if that is not enough, requests of lower priority are preempted, if that is.
+
+Preemption costs little: what was computed stays as the session's resident while there is room,
+and is saved besides. Never preempted is a request to whose slab a copy is under way, or whose
+rows may yet turn out to be void. Plans are made between steps; what they say is already noted.
+"""
+
+from dataclasses import dataclass, field
+
+from inference_svc.core.scheduling.active_requests import ActiveRequests
+from inference_svc.core.scheduling.admission import Admissions, Terms
+from inference_svc.core.scheduling.batch import plan_chunks, prompt_budget
+from inference_svc.core.scheduling.request import Request, RequestState
+from inference_svc.core.scheduling.residents import Residents
+from inference_svc.core.scheduling.row_budget import RowBudget
+from inference_svc.core.scheduling.start_gate import StartGate
+from inference_svc.core.scheduling.step_plan import Admission, SchedulerLimits, StepPlan
+from inference_svc.core.scheduling.waiting_queue import WaitingQueue
+from shared.session_key import SessionKey
+
+
+@dataclass
+class _Draft:
+    """A plan that is being made at `now_ns`."""
+
+    now_ns: int
+    admitted: list[Admission] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    evicted: list[SessionKey] = field(default_factory=list)
+
+
+class Planner:
+    """See the module docstring. All it is given belongs to the scheduler, and is changed here."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        queue: WaitingQueue,
+        active: ActiveRequests,
+        rows: RowBudget,
+        residents: Residents,
+        gate: StartGate,
+    ) -> None:
+        self._limits = limits
+        self._queue = queue
+        self._active = active
+        self._rows = rows
+        self._residents = residents
+        self._gate = gate
+        self._admissions = Admissions(limits, queue, rows, residents)
+
+    def plan(self, now_ns: int) -> StepPlan:
+        """Make a plan; of deadlines it knows nothing."""
+        draft = _Draft(now_ns)
+        self._preempt_outgrown(draft)
+        wake_ns = self._start_ready(draft)
+        self._admit(draft)
+        if draft.preempted:  # there may be places in the batch again
+            wake_ns = self._start_ready(draft)
+        if not self._limits.keeps_residents:
+            self._evict_left_over(draft)
+        return StepPlan(
+            plan_chunks(self._active.in_state(RequestState.RUNNING), self._limits),
+            tuple(draft.admitted),
+            tuple(draft.preempted),
+            tuple(draft.evicted),
+            wake_ns=wake_ns,
+        )
+
+    # ----------------------------------------------------------------------------- the batch
+
+    def _preempt_outgrown(self, draft: _Draft) -> None:
+        for request in self._active.in_state(RequestState.RUNNING):
+            if request.is_outgrown and self._can_preempt(request):
+                self._preempt(request, draft)
+
+    def _start_ready(self, draft: _Draft) -> int | None:
+        """Start what is ready and may; returns when the next that is held back may."""
+        held_ns = []
+        for request in self._active.in_state(RequestState.READY):
+            running = self._active.in_state(RequestState.RUNNING)
+            chunk_tokens = min(request.uncomputed_tokens, prompt_budget(running, self._limits))
+            opens_ns = self._gate.opens_ns(request, chunk_tokens, draft.now_ns, is_idle=not running)
+            if opens_ns > draft.now_ns:
+                held_ns.append(opens_ns)
+            elif self._has_place(request, draft):
+                request.move(RequestState.RUNNING)
+                request.started_ns = request.started_ns or draft.now_ns
+        return min(held_ns, default=None)
+
+    def _has_place(self, request: Request, draft: _Draft) -> bool:
+        """Whether the batch has a place, or one of lower priority has given up its own."""
+        if len(self._active.in_state(RequestState.RUNNING)) < self._limits.max_running:
+            return True
+        victims = self._victims(request.priority, RequestState.RUNNING)
+        if victims:
+            self._preempt(victims[0], draft)
+        return bool(victims)
+
+    # ----------------------------------------------------------------------------- admission
+
+    def _admit(self, draft: _Draft) -> None:
+        """Admit from the head of the queue while there is room, or room can be made."""
+        while (head := self._queue.head) is not None:
+            # A session's earlier request, or its resident's move, has to end first.
+            if self._active.has_session(head.key) or self._residents.is_moving(head.key):
+                return
+            terms = self._terms_with_room(head) or self._terms_by_preempting(head, draft)
+            if terms is None:
+                return
+            admission, evicted = self._admissions.admit(head, terms, draft.now_ns)
+            self._active.add(head)
+            draft.admitted.append(admission)
+            draft.evicted += evicted
+
+    def _terms_with_room(self, head: Request) -> Terms | None:
+        """The best terms that need no preemption."""
+        if not self._may_load():
+            return None
+        terms = self._admissions.terms(head)
+        return next((t for t in terms if self._admissions.fits(head, t)), None)
+
+    def _terms_by_preempting(self, head: Request, draft: _Draft) -> Terms | None:
+        """The most modest terms, after preempting lower priorities for them, if that helps."""
+        candidates = self._victims(head.priority, RequestState.READY, RequestState.RUNNING)
+        if not candidates:
+            return None
+        terms = self._admissions.terms(head)[-1]
+        victims = []
+        if not self._may_load():
+            ready = [request for request in candidates if request.state is RequestState.READY]
+            if not ready:
+                return None
+            victims.append(ready[0])
+            candidates.remove(ready[0])
+        rows = sum(map(self._rows.slab_rows, victims))
+        while not self._admissions.fits(head, terms, rows):
+            if not candidates:
+                return None
+            victims.append(candidates.pop(0))
+            rows += self._rows.slab_rows(victims[-1])
+        for victim in victims:
+            self._preempt(victim, draft)
+        return terms
+
+    def _may_load(self) -> bool:
+        loading = self._active.in_state(RequestState.LOADING, RequestState.READY)
+        return len(loading) < self._limits.max_loading
+
+    # ---------------------------------------------------------------------------- preemption
+
+    def _victims(self, priority: int, *states: RequestState) -> list[Request]:
+        """Requests below a priority that can be preempted: the lowest first, the newest first."""
+        candidates = [
+            request
+            for request in self._active.in_state(*states)
+            if request.priority < priority and self._can_preempt(request)
+        ]
+        return candidates[::-1]
+
+    def _can_preempt(self, request: Request) -> bool:
+        return self._gate.is_certain(request) and not self._residents.is_moved_by(request)
+
+    def _preempt(self, request: Request, draft: _Draft) -> None:
+        """Send a request back to its place; what it has is its session's resident."""
+        request.move(RequestState.WAITING)
+        request.num_preemptions += 1
+        token_ids = request.token_ids[: request.computed_tokens]
+        self._rows.become_resident(request, token_ids, draft.now_ns)
+        self._active.remove(request)
+        self._gate.forget(request)
+        self._queue.put_back(request)
+        draft.preempted.append(request)
+
+    def _evict_left_over(self, draft: _Draft) -> None:
+        """Without residents, only what was preempted and waits keeps its slab."""
+        for key in self._residents.unqueued(self._queue.rank):
+            self._residents.take(key)
+            draft.evicted.append(key)

@@ -1,0 +1,168 @@
+"""Sessions whose slab is kept after their turn: a hit there needs no load (the HBM-resident tail).
+
+Knows which tokens a resident's rows are of, and who must go first when room is needed. While a
+resident is moved to a larger slab it stays, is of no use to others, and is no victim.
+
+Invariants (`check`): 1. a session has one resident at most; 2. num_rows is the sum of their
+capacities; 3. only a resident is moved, by one request.
+
+*Source:* look-ahead eviction: CachedAttention §3.3.2.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from inference_svc.core.scheduling.request import Request
+from inference_svc.core.scheduling.waiting_queue import Rank
+from shared.session_key import SessionKey
+
+
+@dataclass(frozen=True, eq=False)
+class Resident:
+    """A slab that nobody computes on.
+
+    Attributes:
+        token_ids: of its first rows.
+        capacity_tokens: rows it has.
+        last_used_ns: when its turn ended or was preempted.
+    """
+
+    key: SessionKey
+    token_ids: Sequence[int]
+    capacity_tokens: int
+    last_used_ns: int
+
+
+class Residents:
+    """See the module docstring.
+
+    Attributes:
+        num_rows: of all residents.
+    """
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        self._residents: dict[SessionKey, Resident] = {}
+        self._movers: dict[SessionKey, int] = {}  # by the request that has the new slab
+        self._last_match: tuple[Request | None, Resident | None, int] = (None, None, 0)
+
+    def __len__(self) -> int:
+        return len(self._residents)
+
+    def __contains__(self, key: SessionKey) -> bool:
+        return key in self._residents
+
+    @property
+    def evictable_rows(self) -> int:
+        """Rows that would be free if every resident were evicted that can be."""
+        moving = (self._residents[key].capacity_tokens for key in self._movers)
+        return self.num_rows - sum(moving)
+
+    def get(self, key: SessionKey) -> Resident | None:
+        """A session's resident."""
+        return self._residents.get(key)
+
+    def put(self, resident: Resident) -> None:
+        """Add one; the session has none."""
+        assert resident.key not in self._residents, f"{resident.key} has a resident"
+        self._residents[resident.key] = resident
+        self.num_rows += resident.capacity_tokens
+
+    def take(self, key: SessionKey) -> Resident:
+        """Remove one that is not being moved."""
+        assert key not in self._movers, f"the resident of {key} is being moved"
+        resident = self._residents.pop(key)
+        self.num_rows -= resident.capacity_tokens
+        return resident
+
+    def match(self, request: Request) -> int:
+        """How many of a request's first tokens its session's resident has rows of.
+
+        One less than all at most: the last token is always computed. Cheap when asked again for
+        the same request, as it is at every step while that cannot be admitted.
+        """
+        resident = self._residents.get(request.key)
+        if resident is None:
+            return 0
+        last_request, last_resident, num_tokens = self._last_match
+        if request is not last_request or resident is not last_resident:
+            num_tokens = _num_common(resident.token_ids, request.token_ids[:-1])
+            self._last_match = (request, resident, num_tokens)
+        return num_tokens
+
+    def victims(
+        self,
+        num_rows: int,
+        rank: Callable[[SessionKey], Rank | None],
+        spared: SessionKey | None = None,
+    ) -> list[SessionKey]:
+        """Whom to evict for so many rows: enough, if there are enough.
+
+        First those of whom no request waits, the least recently used first; then from the tail of
+        the queue to its head. `rank` says where a session stands there; `spared` is no victim.
+        """
+        idle: list[tuple[int, int, Resident]] = []
+        queued: list[tuple[Rank, Resident]] = []
+        for resident in self._residents.values():
+            if resident.key == spared or resident.key in self._movers:
+                continue
+            place = rank(resident.key)
+            if place is None:
+                idle.append((resident.last_used_ns, len(idle), resident))
+            else:
+                queued.append((place, resident))
+        candidates = [resident for *_, resident in sorted(idle)]
+        candidates += [resident for _, resident in sorted(queued, reverse=True)]
+        chosen = []
+        for resident in candidates:
+            if num_rows <= 0:
+                break
+            chosen.append(resident.key)
+            num_rows -= resident.capacity_tokens
+        return chosen
+
+    def unqueued(self, rank: Callable[[SessionKey], Rank | None]) -> list[SessionKey]:
+        """Those of whom no request waits and that are not being moved."""
+        return [key for key in self._residents if key not in self._movers and rank(key) is None]
+
+    # ----------------------------------------------------------------------------------- moves
+
+    def is_moving(self, key: SessionKey) -> bool:
+        """Whether a session's resident is being moved."""
+        return key in self._movers
+
+    def is_moved_by(self, request: Request) -> bool:
+        """Whether a request's session has a resident that is being moved to its slab."""
+        return self._movers.get(request.key) == request.number
+
+    def begin_move(self, request: Request) -> None:
+        """The rows of the session's resident are to go to a request's slab."""
+        assert request.key in self._residents, f"{request.key} has no resident"
+        assert request.key not in self._movers, f"the resident of {request.key} is being moved"
+        self._movers[request.key] = request.number
+
+    def end_move(self, request: Request) -> None:
+        """They are there, or nobody wants them any more: the resident is no more."""
+        assert self.is_moved_by(request), f"request {request.number} moves no resident"
+        del self._movers[request.key]
+        self.take(request.key)
+
+    def cancel_move(self, request: Request) -> None:
+        """The request gives its slab up; its session's resident stays, if it was being moved."""
+        if self.is_moved_by(request):
+            del self._movers[request.key]
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken."""
+        assert all(key == resident.key for key, resident in self._residents.items())
+        assert self.num_rows == sum(r.capacity_tokens for r in self._residents.values())
+        assert set(self._movers) <= set(self._residents)
+        assert all(len(r.token_ids) <= r.capacity_tokens for r in self._residents.values())
+
+
+def _num_common(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """Length of the longest common prefix."""
+    shorter = min(len(ours), len(theirs))
+    if tuple(ours[:shorter]) == tuple(theirs[:shorter]):  # the common case, at memcmp's speed
+        return shorter
+    return next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)

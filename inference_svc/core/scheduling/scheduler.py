@@ -1,0 +1,301 @@
+"""Which requests are loaded, run, stepped and preempted: iteration-level batching over KV rows.
+
+Owns the order of requests and the account of rows; knows nothing of slabs, text or kvd. The engine
+calls, and no method blocks:
+
+    submit ─► schedule ─► plan: admitted ─► announced ─► progressed … ─► schedule ─► plan: chunks
+                                                                           ▲           │
+                                                         finish ◄── apply ─┴───────────┘
+    and owes, for each announcement, release_write (if requests have write buffers), and, for each
+    request that is over, release_slab. The life of rows: `row_budget.py`.
+
+Invariants (`check`):
+    1. rows: see row_budget.py and residents.py;
+    2. at most max_running requests run, max_loading load or wait loaded; of a session, one does
+       either; at most max_waiting wait, apart from those that were preempted or restarted;
+    3. a step contains every answer under way that has room, and prompt tokens up to the bound;
+    4. nothing starves: the head of the queue holds back those behind it, a request that is
+       preempted has its old place, and whoever holds rows gives them up in the end: residents are
+       evicted, requests end or outgrow their rows. Only higher priorities go first.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+
+from inference_svc.core.errors import QueueFullError
+from inference_svc.core.rates.rates import Rates
+from inference_svc.core.scheduling.active_requests import ActiveRequests
+from inference_svc.core.scheduling.deadlines import Deadlines
+from inference_svc.core.scheduling.planner import Planner
+from inference_svc.core.scheduling.request import Request, RequestState
+from inference_svc.core.scheduling.residents import Residents
+from inference_svc.core.scheduling.row_budget import RowBudget
+from inference_svc.core.scheduling.start_estimates import StartEstimates
+from inference_svc.core.scheduling.start_gate import StartGate
+from inference_svc.core.scheduling.step_plan import SchedulerLimits, StepPlan, StepResult
+from inference_svc.core.scheduling.waiting_queue import WaitingQueue
+from shared.session_key import SessionKey
+
+__all__ = ["Scheduler", "SchedulerLimits"]
+
+
+class Scheduler:
+    """See the module docstring.
+
+    Args:
+        rates: what steps and loads take, kept by those who measure.
+        num_layers: of the model.
+        tenant_weights: shares of tenants that wait at the same time; 1 for one not named.
+    """
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        rates: Rates,
+        num_layers: int,
+        tenant_weights: Mapping[str, float] | None = None,
+    ) -> None:
+        self._limits = limits
+        self._queue = WaitingQueue(tenant_weights or {})
+        self._active = ActiveRequests()
+        self._residents = Residents()
+        self._rows = RowBudget(limits.kv_rows, self._residents)
+        self._gate = StartGate(num_layers, rates)
+        self._planner = Planner(
+            limits, self._queue, self._active, self._rows, self._residents, self._gate
+        )
+        self._deadlines = Deadlines()
+        self._estimates = StartEstimates(rates)
+
+    # ---------------------------------------------------------------------------- for people
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests not admitted, or not any more."""
+        return len(self._queue)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are being computed."""
+        return len(self._active.in_state(RequestState.RUNNING))
+
+    @property
+    def num_resident(self) -> int:
+        """Sessions whose slab is kept."""
+        return len(self._residents)
+
+    @property
+    def resident_rows(self) -> int:
+        """Rows of these slabs."""
+        return self._residents.num_rows
+
+    @property
+    def reserved_rows(self) -> int:
+        """Rows of requests: slabs and write buffers."""
+        return self._rows.reserved_rows
+
+    @property
+    def queue_version(self) -> int:
+        """Another number whenever what waits is different."""
+        return self._queue.version
+
+    def waiting(self) -> list[Request]:
+        """Requests that wait, in the order they will be admitted."""
+        return list(self._queue)
+
+    def starts_in_s(self, most: int | None = None) -> list[tuple[Request, float]]:
+        """The first that wait, in order, each with seconds until it starts; 0 if unknown."""
+        return self._estimates.starts_in_s(self._active, islice(self._queue, most))
+
+    def retry_after_s(self) -> float:
+        """When a place in the queue is likely free."""
+        return self._estimates.retry_after_s()
+
+    # ------------------------------------------------------------------------------ requests
+
+    def submit(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            QueueFullError: the waiting queue is at its bound.
+        """
+        buffers = 2 if self._limits.saves else 1
+        assert buffers * request.full_capacity_tokens <= self._limits.kv_rows, (
+            "the caller checks the window"
+        )
+        if len(self._queue) >= self._limits.max_waiting:
+            raise QueueFullError(
+                f"the queue is full ({len(self._queue)} turns wait)",
+                "submit again later or raise scheduler.max_turns",
+                queue_length=len(self._queue),
+                retry_after_s=self.retry_after_s(),
+            )
+        self._queue.add(request)
+        self._deadlines.add(request)
+
+    def announced(
+        self,
+        request: Request,
+        num_tokens: int,
+        write_first_token: int,
+        now_ns: int,
+        *,
+        layers_ready: int,
+        tier: str | None = None,
+        enough_layers: int | None = None,
+    ) -> None:
+        """Note what an admitted request's slab will hold; it may start as soon as that pays.
+
+        Args:
+            request: LOADING until now.
+            num_tokens: rows there will be; at least one token is left to compute.
+            write_first_token: first row of its write buffer, which ends at its capacity.
+            now_ns: the time.
+            layers_ready: layers whose rows are there; fewer than all: the load is under way, and
+                `progressed` is owed.
+            tier: where the load comes from, if earlier loads from there may be a guide.
+            enough_layers: layers with which it may start whatever the rates say; None: all.
+        """
+        assert 0 <= num_tokens < len(request.token_ids), "the last token is always computed"
+        request.move(RequestState.READY)
+        request.computed_tokens = num_tokens
+        if not request.num_preemptions:
+            request.loaded_tokens = num_tokens
+        request.ready_ns = request.ready_ns or now_ns
+        self._rows.open_write(request, request.capacity_tokens - write_first_token)
+        self._gate.announced(request, now_ns, layers_ready, tier=tier, enough_layers=enough_layers)
+
+    def progressed(self, request: Request, layers_ready: int, now_ns: int) -> None:
+        """Note how many layers of a load are there, from the first; owed for the last one, too."""
+        self._gate.progressed(request, layers_ready, now_ns)
+
+    def restart(self, request: Request, now_ns: int) -> None:
+        """Send an admitted request back to its place, because its load failed or cannot be had.
+
+        Nothing is kept: its slab has been released. release_write is owed if it was announced.
+        """
+        request.move(RequestState.WAITING)
+        request.computed_tokens = 0
+        if not request.num_preemptions:
+            request.loaded_tokens = 0
+        self._rows.release_slab(request)
+        self._deactivate(request)
+        self._queue.put_back(request)
+        self._estimates.waits(now_ns)
+
+    def apply(self, result: StepResult, now_ns: int) -> None:
+        """Advance what was computed and append what was sampled; who has ended is passed over."""
+        for chunk in result.computed:
+            request = chunk.request
+            if request.state is not RequestState.RUNNING:
+                continue
+            self._gate.confirm(request)
+            request.computed_tokens += chunk.num_tokens
+            assert request.computed_tokens <= request.capacity_tokens, "a slab has overflowed"
+            if chunk.sample:
+                request.token_ids.append(result.sampled[request.number])
+                request.first_token_ns = request.first_token_ns or now_ns
+
+    def finish(self, request: Request, now_ns: int) -> None:
+        """End a running request; its rows stay reserved until they are kept or released."""
+        self._end(request, RequestState.FINISHED, now_ns)
+
+    def stop(self, request: Request, state: RequestState, now_ns: int) -> None:
+        """Cancel or fail a request wherever it is; its rows stay reserved until released."""
+        self._end(request, state, now_ns)
+
+    # ---------------------------------------------------------------------------------- rows
+
+    def keep_resident(self, request: Request, token_ids: Sequence[int], now_ns: int) -> bool:
+        """Let the slab of a request that is over stay as its session's resident, if it may.
+
+        Of its rows, those of `token_ids` count, which are the first of its tokens, all computed.
+        If it may not stay (False), release_slab is owed as ever.
+        """
+        assert request.is_over, "the slab of a request under way is its own"
+        assert len(token_ids) <= request.computed_tokens, "only what was computed is kept"
+        key = request.key
+        if not (self._limits.keeps_residents and token_ids and self._rows.slab_rows(request)):
+            return False
+        if key in self._residents or self._active.has_session(key):
+            return False
+        self._rows.become_resident(request, token_ids, now_ns)
+        return True
+
+    def evict_surplus(self, most: int) -> list[SessionKey]:
+        """Take out residents beyond a number; their slabs are to be released."""
+        evicted = []
+        while len(self._residents) > most and (
+            found := self._residents.victims(1, self._queue.rank)
+        ):
+            self._residents.take(found[0])
+            evicted.append(found[0])
+        return evicted
+
+    def release_slab(self, request: Request) -> None:
+        """Free the slab of a request that is over; nothing if it has none (any more).
+
+        And the rows of its write buffer, if it was over before it was announced.
+        """
+        assert request.is_over, "only an ended request gives its slab up"
+        self._rows.release_slab(request)
+
+    def release_write(self, request: Request) -> None:
+        """Free the oldest write buffer of a request; nothing if it has none (any more)."""
+        is_own = request.state in (RequestState.READY, RequestState.RUNNING)
+        assert not is_own or self._rows.num_writes(request) > 1, "it is being written"
+        self._rows.release_write(request)
+
+    def resident_moved(self, request: Request) -> None:
+        """Free the slab from which rows were moved for a request."""
+        self._residents.end_move(request)
+
+    def drop_resident(self, key: SessionKey) -> bool:
+        """Free a session's resident; False if there is none, or it is being moved."""
+        if key not in self._residents or self._residents.is_moving(key):
+            return False
+        self._residents.take(key)
+        return True
+
+    # ---------------------------------------------------------------------------------- plan
+
+    def schedule(self, now_ns: int) -> StepPlan:
+        """Decide what is done next, and note it as done; called when no step is under way."""
+        expired = self._deadlines.pop_due(now_ns)
+        for request in expired:
+            self._end(request, RequestState.FAILED, now_ns)
+        plan = self._planner.plan(now_ns)
+        if len(self._queue):
+            self._estimates.waits(now_ns)
+        wake_ns = [ns for ns in (plan.wake_ns, self._deadlines.next_ns()) if ns is not None]
+        return replace(plan, expired=tuple(expired), wake_ns=min(wake_ns, default=None))
+
+    def _end(self, request: Request, state: RequestState, now_ns: int) -> None:
+        was_waiting = request.state is RequestState.WAITING
+        request.move(state)
+        request.finished_ns = now_ns
+        if was_waiting:
+            self._queue.remove(request)
+        else:
+            self._deactivate(request)
+            self._estimates.ended(now_ns, somebody_waits=len(self._queue) > 0)
+
+    def _deactivate(self, request: Request) -> None:
+        self._active.remove(request)
+        self._gate.forget(request)
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken."""
+        limits, num_active = self._limits, len(self._active)
+        self._rows.check()
+        self._queue.check()
+        assert self.num_running <= limits.max_running
+        assert num_active - self.num_running <= limits.max_loading
+        most_admitted = limits.max_running + limits.max_loading
+        assert len(self._queue) + num_active <= limits.max_waiting + most_admitted
+        assert all(request.state is RequestState.WAITING for request in self._queue)
+        self._active.check()
+        for request in self._active:
+            assert request.computed_tokens <= request.capacity_tokens
+            assert request.capacity_tokens <= self._rows.slab_rows(request)

@@ -1,0 +1,127 @@
+"""When a request may join the batch although its history is still being loaded.
+
+Early enough that loading hides behind computing, late enough that no layer waits: a forward that
+waits holds up everybody in the batch. How long that is follows from measured rates
+(`read_buffer.py`); while they are unknown, one loaded layer is taken as a sign of life.
+
+Nobody is held for ever: a forward's own wait for a layer has a deadline and this gate has not, so
+a load that stands still is let through, to fail there.
+
+Invariant: what is not certain, because its load may still fail, is never kept as a resident.
+"""
+
+from dataclasses import dataclass
+
+from inference_svc.core.rates.rates import Rates, pairs
+from inference_svc.core.scheduling.read_buffer import start_in_s
+from inference_svc.core.scheduling.request import Request
+from shared.units import NS_PER_S
+
+IDLE_SLACK_S = 0.02  # if nobody else is held up, waiting here or in the forward is the same
+HOLD_LIMIT_NS = NS_PER_S  # without news of a load: far longer than a layer takes
+
+
+@dataclass
+class _Load:
+    """Of one request.
+
+    Attributes:
+        enough_layers: with so many, it starts whatever the rates say.
+        first_layers: ready when it was announced.
+        layers_ready: from the first.
+        announced_ns, news_ns: when it was announced; when the last layer arrived.
+        guessed_layer_s: seconds a layer, from earlier loads; None: unknown.
+        is_certain: whether the rows are known to be good.
+    """
+
+    enough_layers: int
+    first_layers: int
+    layers_ready: int
+    announced_ns: int
+    news_ns: int
+    guessed_layer_s: float | None
+    is_certain: bool
+
+    @property
+    def layer_s(self) -> float | None:
+        """Seconds a layer takes, measured as soon as that is possible."""
+        num_loaded = self.layers_ready - self.first_layers
+        if num_loaded:
+            return (self.news_ns - self.announced_ns) / NS_PER_S / num_loaded
+        return self.guessed_layer_s
+
+
+class StartGate:
+    """See the module docstring.
+
+    Args:
+        num_layers: of the model.
+        rates: what steps and loads took until now.
+    """
+
+    def __init__(self, num_layers: int, rates: Rates) -> None:
+        self._num_layers = num_layers
+        self._rates = rates
+        self._loads: dict[int, _Load] = {}  # by request number
+
+    def announced(
+        self,
+        request: Request,
+        now_ns: int,
+        layers_ready: int,
+        *,
+        tier: str | None = None,
+        enough_layers: int | None = None,
+    ) -> None:
+        """Begin to watch a request's load."""
+        guess_s = self._rates.loads.seconds(tier, request.computed_tokens) if tier else None
+        self._loads[request.number] = _Load(
+            enough_layers=self._num_layers if enough_layers is None else enough_layers,
+            first_layers=layers_ready,
+            layers_ready=layers_ready,
+            announced_ns=now_ns,
+            news_ns=now_ns,
+            guessed_layer_s=None if guess_s is None else guess_s / self._num_layers,
+            is_certain=layers_ready == self._num_layers,
+        )
+
+    def progressed(self, request: Request, layers_ready: int, now_ns: int) -> None:
+        """Note how many layers are ready; nothing if the request is not watched any more."""
+        load = self._loads.get(request.number)
+        if load is not None and layers_ready > load.layers_ready:
+            load.layers_ready, load.news_ns = layers_ready, now_ns
+
+    def is_certain(self, request: Request) -> bool:
+        """Whether all rows of a watched request are known to be good."""
+        return self._loads[request.number].is_certain
+
+    def confirm(self, request: Request) -> None:
+        """Note that a step over the rows has been believed."""
+        load = self._loads[request.number]
+        load.layers_ready, load.is_certain = self._num_layers, True
+
+    def forget(self, request: Request) -> None:
+        """Watch a request no more."""
+        self._loads.pop(request.number, None)
+
+    def opens_ns(self, request: Request, chunk_tokens: int, now_ns: int, *, is_idle: bool) -> int:
+        """When the request may start, as far as is known now; not later than `now_ns`: now.
+
+        Its first chunk would be of `chunk_tokens`; `is_idle`: nobody else is in the batch.
+        """
+        load = self._loads[request.number]
+        if load.layers_ready >= load.enough_layers:
+            return now_ns
+        latest_ns = load.news_ns + HOLD_LIMIT_NS
+        start = request.computed_tokens
+        compute_s = self._rates.steps.seconds(chunk_tokens, pairs(start, start + chunk_tokens))
+        layer_s = load.layer_s
+        if compute_s is None or layer_s is None:
+            return now_ns if load.layers_ready else latest_ns
+        compute_layer_s = compute_s / self._num_layers
+        slack_s = IDLE_SLACK_S if is_idle else compute_layer_s
+        wait_s = start_in_s(self._num_layers, load.layers_ready, layer_s, compute_layer_s) - slack_s
+        # Time counts for the layer under way only; the next ones will be news.
+        if wait_s > layer_s:
+            return latest_ns
+        return min(latest_ns, load.news_ns + int(wait_s * NS_PER_S))

@@ -1,0 +1,95 @@
+"""What the scheduler decides and what it is told: frozen values between it and the engine."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from inference_svc.core.scheduling.request import Request
+from shared.session_key import SessionKey
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """Bounds of the scheduler, in requests, rows or tokens.
+
+    Attributes:
+        max_running: requests in a step.
+        max_loading: requests that load, or are loaded and wait for the batch.
+        max_waiting: requests in the queue, above which a new one is refused.
+        kv_rows: slabs, write buffers and residents together; a row is K and V of a token.
+        step_tokens: prompt tokens computed in one step, over all requests.
+        mixed_step_tokens: the same, while an answer is under way beside them.
+        answer_tokens: room for an answer that a request is first admitted with.
+        saves: whether requests have write buffers.
+        keeps_residents: whether sessions keep their slab when their turn is over.
+    """
+
+    max_running: int
+    max_loading: int
+    max_waiting: int
+    kv_rows: int
+    step_tokens: int
+    mixed_step_tokens: int
+    answer_tokens: int
+    saves: bool
+    keeps_residents: bool
+
+
+@dataclass(frozen=True)
+class PlannedChunk:
+    """Feed the next `num_tokens` uncomputed tokens of a request.
+
+    Attributes:
+        sample: whether they reach its last token, so that the next one can be sampled.
+    """
+
+    request: Request
+    num_tokens: int
+    sample: bool
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Give a request its memory, fill in what is stored, and call `announced`.
+
+    Attributes:
+        resident_tokens: its first tokens, of which its session's resident has the rows.
+        in_place: that resident's slab is the request's now. Otherwise its rows are to be moved to
+            a new slab, and `resident_moved` is owed.
+    """
+
+    request: Request
+    resident_tokens: int = 0
+    in_place: bool = False
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What to do now, to be carried out in this order: preempted, evicted, admitted, chunks.
+
+    Attributes:
+        preempted: their slabs are their sessions' residents now, with `computed_tokens` rows;
+            they wait again. Their write buffers may be saved, and `release_write` is owed.
+        evicted: sessions whose resident slab is to be released before memory is given to others.
+        expired: failed because their deadline passed; release is owed.
+        wake_ns: when to ask again even if nothing happens; None: not needed.
+    """
+
+    chunks: tuple[PlannedChunk, ...] = ()
+    admitted: tuple[Admission, ...] = ()
+    preempted: tuple[Request, ...] = ()
+    evicted: tuple[SessionKey, ...] = ()
+    expired: tuple[Request, ...] = ()
+    wake_ns: int | None = None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What became of a plan's chunks.
+
+    Attributes:
+        computed: those that succeeded.
+        sampled: the tokens sampled from them, by request number.
+    """
+
+    computed: Sequence[PlannedChunk]
+    sampled: Mapping[int, int]

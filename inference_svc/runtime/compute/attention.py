@@ -1,0 +1,73 @@
+"""Attention back-ends: the interface between a forward and whatever attends over its slabs.
+
+A back-end is asked twice: once per step with all parts (`prepare`), where it may plan, cut views
+and allocate, and then once per attention call of the model (`attend`). It reads slabs and writes
+nothing. The portable one is `torch_attention.py`; a library for one device is another class of this
+shape, entered in `attention_backends.py`.
+
+A part's result must not depend on the parts beside it: else a session's answer would change with
+the load of the server.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from inference_svc.runtime.kv.kv_slab import KVSlab
+
+
+class AttentionOptions(NamedTuple):
+    """What an attention call asks for besides its tensors.
+
+    Attributes:
+        scale: of query-key products; None: 1 / sqrt(dim).
+        softcap: bound of the scores by tanh; None: none.
+        sinks: [heads] one extra score per head that takes weight but has no value; None: none.
+        window: number of latest keys a query sees, itself included; None: all.
+    """
+
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    window: int | None = None
+
+
+class Part(NamedTuple):
+    """One sequence's tokens in a step.
+
+    Attributes:
+        slab: its rows; `num_tokens` of it do not move while the step runs.
+        num_tokens: new ones: row `slab.num_tokens` is the first, written before it is attended to.
+    """
+
+    slab: KVSlab
+    num_tokens: int
+
+    @property
+    def length(self) -> int:
+        """Rows that the last new token sees, itself included."""
+        return self.slab.num_tokens + self.num_tokens
+
+
+class StepAttention(Protocol):
+    """Attention of one step."""
+
+    def attend(self, query: Tensor, layer_index: int, options: AttentionOptions) -> Tensor:
+        """Let each part's tokens see the rows of its slab up to themselves.
+
+        Args:
+            query: [1, heads, tokens, dim], the parts one after another.
+            layer_index: whose rows; those of the new tokens are written by now.
+            options: of this call.
+
+        Returns:
+            [1, tokens, heads, value_dim]
+        """
+
+
+class AttentionBackend(Protocol):
+    """Attends over slabs; used by one thread."""
+
+    def prepare(self, parts: Sequence[Part]) -> StepAttention:
+        """Plan the attention calls of a step over these parts."""

@@ -1,0 +1,163 @@
+"""Computes a planned step on the compute thread: one forward pass, then the next tokens.
+
+If the pass raises, its requests are computed one by one, so that only the one at fault fails. What
+was computed over history that is still being loaded counts only once that load is confirmed.
+"""
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from inference_svc.core.counters import Counters
+from inference_svc.core.errors import EngineFailedError
+from inference_svc.core.rates.rates import Rates, pairs
+from inference_svc.runtime.compute.model_runner import Chunk, ModelRunner
+from inference_svc.runtime.compute.sampling import Sampled
+from inference_svc.runtime.engine.engine_job import EngineJob
+from inference_svc.runtime.kv.layer_gate import LayerGate, StepNotDoneError
+from inference_svc.runtime.worker_thread import WorkerThread
+from shared.errors import ReportedError
+from shared.log import get_logger
+from shared.progress_words import LoadFailedError
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """One job's part of a step."""
+
+    job: EngineJob
+    chunk: Chunk
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What became of one job's part: a token if one was wanted, or an error.
+
+    A LoadFailedError means that its history is not there, and is nobody's fault.
+    """
+
+    token: Sampled | None = None
+    error: Exception | None = None
+
+
+class Stepper:
+    """Runs steps, one at a time.
+
+    Attributes:
+        busy_s: time spent computing.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        compute_thread: WorkerThread,
+        counters: Counters,
+        rates: Rates,
+    ) -> None:
+        self.busy_s = 0.0
+        self._runner = runner
+        self._compute_thread = compute_thread
+        self._counters = counters
+        self._rates = rates
+
+    async def step(
+        self, inputs: Sequence[StepInput], clock: LayerGate | None = None
+    ) -> list[StepOutput]:
+        """Compute; slabs of parts without error have advanced, the others are as they were.
+
+        `clock` opens with each layer whose rows are in the write buffers, and fails with the pass.
+        """
+        self._counters.add("steps")
+        try:
+            computed = await self._compute_thread.run(self._compute, inputs, clock)
+        except BaseException as error:
+            if clock is not None:
+                clock.fail(StepNotDoneError("the step failed"))
+            if not isinstance(error, Exception):
+                raise
+            self._counters.add("steps_failed")
+            if len(inputs) == 1:
+                return [StepOutput(error=_as_reported(error))]
+            if isinstance(error, LoadFailedError):  # nobody's fault, and logged where it happened
+                log.info("step_without_history", num_requests=len(inputs), error=str(error))
+            else:
+                log.exception("step_failed", num_requests=len(inputs))
+        else:
+            self._rates.steps.note(*_work_of(inputs, computed.starts), computed.seconds)
+            self.busy_s += computed.seconds
+            return computed.outputs
+        return [output for single in inputs for output in await self.step([single])]
+
+    def _compute(self, inputs: Sequence[StepInput], clock: LayerGate | None) -> "_Computed":
+        """Runs on the compute thread. Once the pass is done, nothing raises any more."""
+        with ExitStack() as held:
+            for part in inputs:
+                held.enter_context(part.chunk.slab.hold())
+                if part.chunk.write_buffer is not None:
+                    held.enter_context(part.chunk.write_buffer.hold())
+            starts = [part.chunk.slab.num_tokens for part in inputs]
+            # A step that is repeated must find everything as it was: rows are appended once.
+            assert starts == [part.job.request.computed_tokens for part in inputs]  # noqa: S101
+            gates = [gate for part in inputs if (gate := part.chunk.slab.gate) is not None]
+            waited_s = sum(gate.waited_s for gate in gates)
+            began_s = time.monotonic()
+            logits = self._runner.step([part.chunk for part in inputs], clock)
+            stalled_s = sum(gate.waited_s for gate in gates) - waited_s
+            computed_s = time.monotonic() - began_s - stalled_s
+            if clock is not None:
+                clock.confirm()
+            rows = iter(logits)  # [chunks that want, vocab]
+            outputs = [
+                _answer(part, next(rows) if part.chunk.want_logits else None) for part in inputs
+            ]
+            return _Computed(outputs, starts, computed_s)
+
+
+@dataclass(frozen=True)
+class _Computed:
+    """A step that succeeded.
+
+    Attributes:
+        starts: tokens that each part's slab had before.
+        seconds: spent computing, not waiting for layers.
+    """
+
+    outputs: list[StepOutput]
+    starts: Sequence[int]
+    seconds: float
+
+
+def _work_of(inputs: Sequence[StepInput], starts: Sequence[int]) -> tuple[int, int]:
+    """Tokens of a step, and sum of the tokens that each of them attends to."""
+    sizes = [len(part.chunk.token_ids) for part in inputs]
+    num_pairs = sum(pairs(start, start + size) for start, size in zip(starts, sizes, strict=True))
+    return sum(sizes), num_pairs
+
+
+def _answer(part: StepInput, logits_row: Tensor | None) -> StepOutput:
+    """Sample, if a token is wanted and the history it came from can be believed."""
+    job = part.job
+    try:
+        gate = part.chunk.slab.gate
+        if gate is not None:
+            gate.wait_confirmed()
+        if logits_row is None:
+            return StepOutput()
+        return StepOutput(token=job.sampler.sample(logits_row, job.request.token_ids))
+    except Exception as error:  # noqa: BLE001  # one request's trouble must not fail the others
+        return StepOutput(error=_as_reported(error))
+
+
+def _as_reported(error: Exception) -> Exception:
+    if isinstance(error, ReportedError):
+        return error
+    log.error("turn_not_computed", exc_info=error)
+    return EngineFailedError(
+        f"the model failed to compute this turn ({type(error).__name__})",
+        "submit it again; the session is as it was",
+    )

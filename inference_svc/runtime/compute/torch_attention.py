@@ -1,0 +1,75 @@
+"""TorchAttention: attention over slabs with what torch has; runs on every device.
+
+One call per sequence, on the very rows of its slab: gathering rows of several sequences for one
+call costs more than the calls do. Written for few Python and torch calls: at decode they cost as
+much as the arithmetic. Hence views of all layers are cut at once, and a step in which every part is
+one token has a path of its own, with the arithmetic of the other.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from inference_svc.runtime.compute.attention import AttentionOptions, Part
+from inference_svc.runtime.compute.softmax_attention import Masks, attend, attend_one, attends_one
+
+VisibleRows = list[tuple[Sequence[Tensor], Sequence[Tensor]]]  # keys, values of each part, by layer
+
+
+class TorchAttention:
+    """See the module docstring."""
+
+    def prepare(self, parts: Sequence[Part]) -> "TorchStepAttention":
+        """Plan a step; cheap."""
+        return TorchStepAttention(parts)
+
+
+class TorchStepAttention:
+    """Attention of one step."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self._sizes = [part.num_tokens for part in parts]
+        self._is_decode = max(self._sizes) == 1
+        self._visible: dict[int | None, VisibleRows] = {}
+        self._masks: Masks = {}
+
+    def attend(self, query: Tensor, layer_index: int, options: AttentionOptions) -> Tensor:
+        """Attend each part to its own slab; see the protocol."""
+        if self._is_decode:
+            rows = self._visible_rows(options.window)
+            if attends_one(query, rows[0][1][layer_index], options):
+                return self._attend_decode(query, layer_index, options, rows)
+        attended = [
+            attend(piece, keys[layer_index], values[layer_index], options, self._masks)
+            for piece, (keys, values) in zip(
+                query.split_with_sizes(self._sizes, 2), self._visible_rows(None), strict=True
+            )
+        ]
+        return torch.cat(attended, dim=2).transpose(1, 2)
+
+    def _attend_decode(
+        self, query: Tensor, layer_index: int, options: AttentionOptions, rows: VisibleRows
+    ) -> Tensor:
+        """Attend when every part is one token."""
+        _, num_heads, num_parts, dim = query.shape
+        kv_heads = rows[0][0][layer_index].shape[1]
+        grouped = query[0].transpose(0, 1).reshape(num_parts, kv_heads, -1, dim)
+        attended = [
+            attend_one(row, keys[layer_index], values[layer_index], options)
+            for row, (keys, values) in zip(grouped.split_with_sizes(self._sizes), rows, strict=True)
+        ]
+        return torch.cat(attended).view(1, num_parts, num_heads, -1)
+
+    def _visible_rows(self, window: int | None) -> VisibleRows:
+        """Return what each part's last token sees; cut once for all layers of this window."""
+        if window not in self._visible:
+            cuts = []
+            for part in self._parts:
+                num_rows = part.length if window is None else min(window, part.length)
+                first = part.length - num_rows
+                slab = part.slab
+                cuts.append((slab.keys.cut(first, num_rows), slab.values.cut(first, num_rows)))
+            self._visible[window] = cuts
+        return self._visible[window]

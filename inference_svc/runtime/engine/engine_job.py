@@ -1,0 +1,115 @@
+"""A turn inside the engine: its request, its memory, and where its tokens go."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from inference_svc.core.rates.load_or_recompute import LoadPolicy
+from inference_svc.core.scheduling.request import Request
+from inference_svc.runtime.compute.sampling import Sampled, Sampler
+from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
+from inference_svc.runtime.kv.layer_gate import LayerGate
+from inference_svc.runtime.store.save_stream import SaveStream
+from shared.block_key import TOKEN_BYTES
+from shared.session_key import SessionKey
+
+
+@dataclass(eq=False)
+class LoadOutcome:
+    """What a turn found of its history; filled in as it is known.
+
+    Attributes:
+        tokens: rows of the slab that need not be computed.
+        tier_tokens: of them, by the tier where they were: "hbm", "dram", "ssd".
+        load_s: from asking to the last row's arrival.
+        stall_s: of that, how long the model waited for a layer.
+        reason: slug, why it is not more; "" if all that was asked for is there.
+    """
+
+    tokens: int = 0
+    tier_tokens: Mapping[str, int] = field(default_factory=dict)
+    load_s: float = 0.0
+    stall_s: float = 0.0
+    reason: str = ""
+
+
+class TurnSink(Protocol):
+    """Receives what the engine makes of a request; called on the event loop."""
+
+    def started(self, request: Request, outcome: LoadOutcome) -> None:
+        """History is found as far as it was kept; called once, `outcome` grows afterwards."""
+
+    def sampled(self, token: Sampled) -> bool:
+        """Take the next token; return whether the answer ends with it."""
+
+
+@dataclass(eq=False)
+class EngineJob:
+    """See the module docstring.
+
+    Attributes:
+        is_final: the session ends with this turn.
+        done: set when the answer is complete; its exception is why there is none.
+        load_policy: None: the engine's.
+        slab: from the start of loading until it is released or becomes a resident.
+        write_buffer: of this admission; None if nothing is saved.
+        saves: stores the write buffer.
+        in_batch: set when its first step is planned.
+        is_kept: its answer was accepted; the save releases it.
+        num_failed_loads: that failed after they were announced.
+    """
+
+    request: Request
+    is_final: bool
+    sampler: Sampler
+    sink: TurnSink
+    done: asyncio.Future[None]
+    load_policy: LoadPolicy | None = None
+    slab: KVSlab | None = None
+    write_buffer: WriteBuffer | None = None
+    saves: SaveStream | None = None
+    outcome: LoadOutcome = field(default_factory=LoadOutcome)
+    in_batch: asyncio.Event = field(default_factory=asyncio.Event)
+    is_kept: bool = False
+    is_started: bool = False
+    num_failed_loads: int = 0
+    _token_bytes: bytearray = field(default_factory=bytearray)
+
+    @property
+    def key(self) -> SessionKey:
+        """Whose turn it is."""
+        return self.request.key
+
+    @property
+    def gate(self) -> LayerGate | None:
+        """Of the load under way, if there is one."""
+        return None if self.slab is None else self.slab.gate
+
+    def token_bytes(self, num_tokens: int) -> bytes:
+        """The request's first tokens as kvd takes them: little-endian uint32."""
+        known = len(self._token_bytes) // TOKEN_BYTES
+        new = self.request.token_ids[known:]
+        self._token_bytes += as_token_bytes(new)
+        return bytes(self._token_bytes[: num_tokens * TOKEN_BYTES])
+
+    def detach(self) -> None:
+        """Forget the memory, which goes its own way; the job waits for another admission."""
+        self.slab = self.write_buffer = self.saves = None
+        self.in_batch.clear()
+
+    def end(self, error: Exception | None = None) -> None:
+        """Wake who waits for the answer, if somebody still does."""
+        if self.done.done():
+            return
+        if error is None:
+            self.done.set_result(None)
+        else:
+            self.done.set_exception(error)
+
+
+def as_token_bytes(token_ids: Sequence[int]) -> bytes:
+    """Token ids as kvd takes them: little-endian uint32."""
+    return np.asarray(token_ids, dtype="<u4").tobytes()

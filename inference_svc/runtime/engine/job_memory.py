@@ -1,0 +1,170 @@
+"""What memory a job has, and how it goes back; the scheduler's account of it.
+
+    slab          released when the job ends without an answer, or given to a resident
+    write buffer  released when its save is over, which may be long after the job's end
+    resident      released when the scheduler evicts it or its session ends
+
+Everything here runs on the event loop. Invariants: 1. every row that is given back is given back to
+the scheduler in the same call; 2. a save is opened with the write buffer it reads and outlives it
+never.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from inference_svc.core.counters import Counters
+from inference_svc.core.scheduling.scheduler import Scheduler
+from inference_svc.runtime.engine.engine_job import EngineJob
+from inference_svc.runtime.kv.kv_pool import KVPool
+from inference_svc.runtime.kv.kv_slab import WriteBuffer
+from inference_svc.runtime.kv.resident_slabs import ResidentSlabs
+from inference_svc.runtime.store.save_stream import SaveStream
+from inference_svc.runtime.store.saves import Saves
+from inference_svc.runtime.store.session_store import SessionStore
+from shared.session_key import SessionKey
+
+# Each has up to a block of rows beside the scheduler's account: for its tail.
+MOST_RESIDENTS = 128
+
+
+class JobMemory:
+    """See the module docstring.
+
+    Args:
+        changed: called when rows came back.
+
+    Attributes:
+        num_saving: saves under way.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        pool: KVPool,
+        residents: ResidentSlabs,
+        saves: Saves,
+        store: SessionStore,
+        counters: Counters,
+        tasks: asyncio.TaskGroup,
+        changed: Callable[[], None],
+    ) -> None:
+        self.num_saving = 0
+        self._scheduler = scheduler
+        self._pool = pool
+        self._residents = residents
+        self._saves = saves
+        self._store = store
+        self._counters = counters
+        self._tasks = tasks
+        self._changed = changed
+
+    # ---------------------------------------------------------------------------- write buffers
+
+    def open_save(self, job: EngineJob, buffer: WriteBuffer) -> None:
+        """Begin to save a buffer that is about to be filled."""
+        stream = job.saves = self._saves.open(job.key, buffer)
+        self.num_saving += 1
+        self._tasks.create_task(self._save(job, stream, buffer))
+
+    async def _save(self, job: EngineJob, stream: SaveStream, buffer: WriteBuffer) -> None:
+        try:
+            await self._saves.run(job.key, stream)
+            if job.is_kept and job.is_final and job.saves is stream:
+                await self._store.end_session(job.key)
+        except asyncio.CancelledError:  # the engine stops: there is nobody left to account to
+            self._pool.release(buffer)
+            raise
+        self._pool.release(buffer)
+        self._scheduler.release_write(job.request)
+        self.num_saving -= 1
+        self._changed()
+
+    # ------------------------------------------------------------------------------------ slabs
+
+    def keep(self, job: EngineJob, token_ids: Sequence[int]) -> None:
+        """The job is over: save the first of its tokens; its slab may stay as a resident."""
+        job.is_kept = True
+        self._keep_resident(job, token_ids)
+        if job.saves is not None:
+            job.saves.finish(job.token_bytes(len(token_ids)))
+        elif job.is_final:
+            self._tasks.create_task(self._store.end_session(job.key))
+        self.release_slab(job)
+
+    def preempt(self, job: EngineJob) -> None:
+        """The job waits again: its slab is a resident now, and all of it is saved."""
+        num_tokens = job.request.computed_tokens
+        self._become_resident(job, num_tokens)
+        if job.saves is not None:
+            job.saves.finish(job.token_bytes(num_tokens))
+        job.detach()
+
+    def void(self, job: EngineJob) -> None:
+        """What the job computed cannot be believed: nothing of it is kept or saved."""
+        if job.slab is not None:
+            self._pool.release(job.slab)
+        if job.saves is not None:
+            job.saves.abandon()
+        job.detach()
+
+    def give_up(self, job: EngineJob) -> None:
+        """The job has no answer: nothing more is saved, its memory goes back.
+
+        What its slab has of the session's history is as good as it was, and stays if it may.
+        """
+        num_tokens = min(job.request.computed_tokens, job.request.history_tokens)
+        self._keep_resident(job, job.request.token_ids[:num_tokens])
+        if job.saves is not None:
+            job.saves.abandon()
+        elif job.write_buffer is not None:  # it was cancelled before its save was opened
+            self._pool.release(job.write_buffer)
+        self.release_slab(job)
+
+    def release_slab(self, job: EngineJob) -> None:
+        """Give the slab back, if it is still the job's."""
+        if job.slab is not None:
+            self._pool.release(job.slab)
+            job.slab = None
+        self._scheduler.release_slab(job.request)
+        self._changed()
+
+    # -------------------------------------------------------------------------------- residents
+
+    def _keep_resident(self, job: EngineJob, token_ids: Sequence[int]) -> None:
+        """Let the slab of a job that is over stay with its rows of these tokens, if it may.
+
+        Not if some of them may never arrive, nor if the position-free rows of the last block are
+        gone with an earlier write buffer: its growth could not be stored.
+        """
+        slab, buffer = job.slab, job.write_buffer
+        is_whole = slab is not None and slab.gate is None and 0 < len(token_ids) <= slab.num_tokens
+        has_tail = buffer is None or buffer.first_token <= len(token_ids)
+        if not is_whole or not has_tail:
+            return
+        if self._scheduler.keep_resident(job.request, token_ids, time.monotonic_ns()):
+            self._become_resident(job, len(token_ids))
+            for key in self._scheduler.evict_surplus(MOST_RESIDENTS):
+                self.evict(key)
+
+    def _become_resident(self, job: EngineJob, num_tokens: int) -> None:
+        assert job.slab is not None, "a job that has computed has a slab"  # noqa: S101
+        self._residents.put(job.key, job.slab, num_tokens, job.write_buffer)
+        job.slab = None
+
+    def evict(self, key: SessionKey) -> None:
+        """The scheduler evicted a resident."""
+        self._counters.add("residents_evicted")
+        self._residents.release(key)
+
+    def end_move(self, job: EngineJob) -> None:
+        """A resident's rows are in the job's slab, or nobody wants them: the old ones can go."""
+        self._scheduler.resident_moved(job.request)
+        self._residents.release(job.key)
+        self._changed()
+
+    def release_resident(self, key: SessionKey) -> None:
+        """Give up a session's resident, if it has one that is not in use."""
+        if self._scheduler.drop_resident(key):
+            self._residents.release(key)
+            self._changed()

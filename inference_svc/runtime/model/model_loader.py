@@ -1,0 +1,170 @@
+"""Loads a model directory through Transformers, from the local disk only.
+
+Knows no architecture; `calibration` decides whether the model can be served.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from inference_svc.core.errors import UnknownModelError, UnsupportedModelError
+from inference_svc.runtime.model.fingerprint import model_fingerprint, weight_files
+from shared.kv_layout import ITEM_BYTES
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+# Names that configs use for the number of positions.
+CONTEXT_WINDOW_KEYS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to be calibrated.
+
+    Attributes:
+        model: the Transformers model; typed loosely, its interface differs between versions.
+        tokenizer: None if the directory has none; turns are then token ids only.
+        name: of the directory.
+        architecture: class name.
+        fingerprint: see `fingerprint`.
+        context_window: tokens; 0 if the config does not say.
+        vocab_size: of the logits.
+        eos_ids: tokens that end an answer.
+    """
+
+    model: Any
+    tokenizer: Any | None
+    name: str
+    architecture: str
+    fingerprint: str
+    context_window: int
+    vocab_size: int
+    eos_ids: frozenset[int]
+    device: torch.device
+    dtype: torch.dtype
+
+
+def load_model(path: Path, dtype: str = "auto", device: str = "cpu") -> LoadedModel:
+    """Load the model in `path`.
+
+    Args:
+        path: a directory with config.json and weights, as `save_pretrained` writes it.
+        dtype: "auto" (what the config says), "float32", "bfloat16" or "float16".
+        device: as torch names it.
+
+    Raises:
+        UnknownModelError: if there is no model in `path`.
+        UnsupportedModelError: if there is one that cannot be loaded or is no decoder-only model.
+    """
+    _check_directory(path)
+    model = _from_pretrained(path, dtype)
+    return describe_model(
+        model.to(_device(device)),
+        tokenizer=_load_tokenizer(path),
+        name=path.resolve().name,
+        fingerprint=model_fingerprint(path),
+    )
+
+
+def describe_model(
+    model: Any, *, tokenizer: Any | None, name: str, fingerprint: str
+) -> LoadedModel:
+    """Wrap a Transformers model that is already in memory.
+
+    Raises:
+        UnsupportedModelError: if its dtype is not one that KV can be stored in.
+    """
+    model.eval().requires_grad_(requires_grad=False)
+    config = model.config.get_text_config()
+    if str(model.dtype).removeprefix("torch.") not in ITEM_BYTES:
+        raise UnsupportedModelError(
+            f"model {name} has dtype {model.dtype}", f"serve it with dtype {', '.join(ITEM_BYTES)}"
+        )
+    windows = (getattr(config, key, None) for key in CONTEXT_WINDOW_KEYS)
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        name=name,
+        architecture=type(model).__name__,
+        fingerprint=fingerprint,
+        context_window=next((window for window in windows if isinstance(window, int)), 0),
+        vocab_size=config.vocab_size,
+        eos_ids=_eos_ids(model),
+        device=model.device,
+        dtype=model.dtype,
+    )
+
+
+def _check_directory(path: Path) -> None:
+    remedy = "give a directory with config.json and *.safetensors, as save_pretrained writes it"
+    if not path.is_dir():
+        raise UnknownModelError(f"model directory {path} does not exist", remedy)
+    if not (path / "config.json").is_file():
+        raise UnknownModelError(f"{path} has no config.json", remedy)
+    if not weight_files(path):
+        raise UnknownModelError(f"{path} has no weights", remedy)
+
+
+def _from_pretrained(path: Path, dtype: str) -> Any:
+    """Build the model."""
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # a service's stderr is a log
+    with _one_line(
+        f"{path} cannot be loaded", "serve a decoder-only model with safetensors weights"
+    ):
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{path} holds an encoder-decoder model", "serve a decoder-only model"
+        )
+    with _one_line(
+        f"{path} cannot be loaded", "serve a decoder-only model with safetensors weights"
+    ):
+        return AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, local_files_only=True
+        )
+
+
+@contextmanager
+def _one_line(problem: str, remedy: str) -> Iterator[None]:
+    """Turn whatever transformers makes of a file that may hold anything into one line."""
+    try:
+        yield
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        raise UnsupportedModelError(f"{problem} ({cause})", remedy) from error
+
+
+def _device(device: str) -> torch.device:
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:
+        raise UnsupportedModelError(
+            f"device {device!r} cannot be used here", "use cpu, or cuda with a GPU"
+        ) from error
+    return found
+
+
+def _load_tokenizer(path: Path) -> Any | None:
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    with _one_line(f"the tokenizer in {path} cannot be loaded", "repair or remove its files"):
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+
+
+def _eos_ids(model: Any) -> frozenset[int]:
+    """Collect end tokens; a config may hold a number, a list or nothing."""
+    ids: set[int] = set()
+    for config in (
+        getattr(model, "generation_config", None),
+        model.config,
+        model.config.get_text_config(),
+    ):
+        value = getattr(config, "eos_token_id", None)
+        ids.update([value] if isinstance(value, int) else value or [])
+    return frozenset(ids)

@@ -1,0 +1,259 @@
+"""Loads from kvd into a slab.
+
+Invariants: 1. a gate is confirmed only when kvd has confirmed the lease *after* all rows were
+copied; 2. every lease that was granted is completed, however the copy ends; 3. any failure is a
+miss: the turn is recomputed.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+
+from inference_svc.core.rates.load_or_recompute import LoadChooser, LoadPolicy
+from inference_svc.core.rates.rates import Rates
+from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
+from inference_svc.runtime.kv.layer_gate import LayerGate
+from inference_svc.runtime.kv.layer_load import LayerLoader, check_spans
+from inference_svc.runtime.kv.layer_store import no_wait
+from inference_svc.runtime.model.calibration import Calibration
+from inference_svc.runtime.store.kvd_talk import KvdTalk
+from inference_svc.runtime.store.session_store import BegunLoad, LoadRequest
+from inference_svc.runtime.worker_thread import WorkerThread
+from shared.errors import ReportedError
+from shared.grants import LoadGrant, Lookup
+from shared.kvd_client import KvdClient
+from shared.log import get_logger
+from shared.progress_words import LoadFailedError, LoadProgress
+
+DRAM, SSD = "dram", "ssd"
+RECOMPUTE_CHEAPER = "recompute_cheaper"
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class CopyThreads:
+    """Who copies.
+
+    Attributes:
+        load: what is in DRAM.
+        read: what kvd is still reading: threads of their own, so that a slow disk holds up nobody.
+        store: what is saved.
+    """
+
+    load: WorkerThread
+    read: WorkerThread
+    store: WorkerThread
+
+
+class KvdLoads:
+    """See the module docstring.
+
+    Args:
+        deadline_s: how long one load may wait for kvd.
+    """
+
+    def __init__(
+        self,
+        client: KvdClient,
+        calibration: Calibration,
+        talk: KvdTalk,
+        threads: CopyThreads,
+        rates: Rates,
+        deadline_s: float,
+    ) -> None:
+        self._client = client
+        self._calibration = calibration
+        self._talk = talk
+        self._threads = threads
+        self._rates = rates
+        self._chooser = LoadChooser(rates)
+        self._deadline_s = deadline_s
+        self._layers = range(len(calibration.layers))
+
+    async def begin(self, request: LoadRequest) -> BegunLoad:
+        """See SessionStore.begin_load. All grants but the last are copied already."""
+        if request.policy is LoadPolicy.NEVER:
+            return BegunLoad(reason="load_policy_never")
+        if not self._chooser.wants(request.policy, DRAM, 0, request.num_tokens):
+            self._talk.counters.add("loads_refused")
+            return BegunLoad(reason=RECOMPUTE_CHEAPER)
+        begun = BegunLoad(began_s=time.monotonic())
+        try:
+            await self._begin(request, begun)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the turn can be recomputed
+            await self._give_back(begun.grant)
+            request.slab.reset()
+            begun = BegunLoad(reason=self._talk.note_problem("load", error))
+        else:
+            self._talk.note_success()
+        if begun.grant is None:  # nothing is left to copy, not even a tail's position-free rows
+            begun.end_token = request.slab.num_tokens = begun.tail_from
+        self._talk.counters.add("load_hits" if begun.end_token else "load_misses")
+        return begun
+
+    async def finish(
+        self,
+        begun: BegunLoad,
+        slab: KVSlab,
+        tail: WriteBuffer | None,
+        gate: LayerGate,
+        layers: range,
+    ) -> None:
+        """See SessionStore.finish_load."""
+        grant = begun.grant
+        assert grant is not None, "a load with nothing left to copy is not finished"  # noqa: S101
+        try:
+            await self._copy(grant, slab, tail, gate, layers, self._deadline(begun))
+            if layers.stop < self._layers.stop:
+                return
+            await self._client.complete_load(grant)
+        except asyncio.CancelledError:
+            gate.fail(_late("the service stops"))
+            await self._give_back(grant)
+            raise
+        except Exception as error:  # noqa: BLE001  # as in begin
+            gate.fail(error if isinstance(error, LoadFailedError) else _late(str(error)))
+            await self._give_back(grant)
+            self._talk.counters.add("load_failed_late")
+            self._talk.note_problem("load", error)
+        else:
+            if layers.start == 0:  # else it was held back on the way
+                self._note_rate(begun)
+            gate.confirm()
+
+    async def give_up(self, begun: BegunLoad) -> None:
+        """Let go of a load that nobody waits for any more."""
+        await self._give_back(begun.grant)
+
+    async def _begin(self, request: LoadRequest, begun: BegunLoad) -> None:
+        """Ask until the last grant; copy those before it.
+
+        kvd is asked for what it is still reading, too. Once such a load has failed, the rest is
+        asked for again without that: kvd then grants only what it could read.
+        """
+        may_wait, wanted = request.may_wait, request.num_tokens
+        while begun.end_token < wanted:
+            left_s = self._deadline(begun) - time.monotonic()
+            if left_s <= 0:
+                begun.reason = "deadline"
+                return
+            dram_only = not self._wants_ssd(request, begun.end_token)
+            grant = await self._client.prepare_load(
+                request.key,
+                request.token_ids,
+                begun.end_token,
+                left_s,
+                accept_pending=may_wait,
+                dram_only=dram_only,
+            )
+            if grant.lookup is Lookup.MISS:
+                begun.reason = self._miss_reason(begun, grant)
+                return
+            begun.grant = grant
+            end_token = check_spans(request.slab, grant.spans, self._talk.layout)
+            is_rest_refused = dram_only and not self._wants_ssd(request, end_token)
+            is_last = not grant.more or is_rest_refused
+            if not is_last and not await self._copy_now(request, begun, grant):
+                may_wait = False
+                continue
+            self._note_spans(begun, grant)
+            if is_last:
+                begun.reason = "" if end_token == wanted else "partial"
+                if grant.more:
+                    self._talk.counters.add("loads_refused")
+                    begun.reason = RECOMPUTE_CHEAPER
+                return
+            request.slab.num_tokens = end_token
+
+    def _wants_ssd(self, request: LoadRequest, from_token: int) -> bool:
+        """Whether the rest is worth reading from SSD, if that is where it is."""
+        return self._chooser.wants(request.policy, SSD, from_token, request.num_tokens)
+
+    def _miss_reason(self, begun: BegunLoad, grant: LoadGrant) -> str:
+        if grant.miss_reason == "on_ssd":
+            self._talk.counters.add("loads_refused")
+            return RECOMPUTE_CHEAPER
+        return "partial" if begun.end_token else grant.miss_reason
+
+    def _note_spans(self, begun: BegunLoad, grant: LoadGrant) -> None:
+        """Extend what is known of the load by a grant."""
+        for span in grant.spans:
+            begun.tier_tokens[span.tier] += span.num_tokens
+        last = grant.spans[-1]
+        begun.end_token = grant.end_token
+        is_partial = last.num_tokens < self._talk.layout.block_tokens
+        begun.tail_from = last.token_offset if is_partial else grant.end_token
+
+    async def _copy_now(self, request: LoadRequest, begun: BegunLoad, grant: LoadGrant) -> bool:
+        """Copy a grant that is followed by another; False if kvd could not read all of it."""
+        gate = LayerGate(self._layers.stop)
+        try:
+            await self._copy(grant, request.slab, None, gate, self._layers, self._deadline(begun))
+        except LoadFailedError as error:
+            if grant.progress is None:
+                raise
+            log.info("load_failed_under_way", error=str(error))
+            self._talk.counters.add("loads_retried")
+            begun.grant = None
+            await self._give_back(grant)  # the lease may have ended with the load
+            return False
+        begun.grant = None
+        await self._client.complete_load(grant)
+        return True
+
+    async def _copy(
+        self,
+        grant: LoadGrant,
+        slab: KVSlab,
+        tail: WriteBuffer | None,
+        gate: LayerGate,
+        layers: range,
+        deadline_s: float,
+    ) -> None:
+        rows = self._talk.rows_of(grant.arena)
+
+        def copy(wait_layer: Callable[[int], None]) -> None:
+            with ExitStack() as held:
+                held.enter_context(slab.hold())
+                if tail is not None:
+                    held.enter_context(tail.hold())
+                loader = LayerLoader(slab, rows, grant.spans, self._calibration, tail)
+                for layer_index in layers:
+                    wait_layer(layer_index)
+                    loader.load(layer_index)
+                    gate.open(layer_index + 1)
+
+        if grant.progress is None:
+            await self._threads.load.run(copy, no_wait)
+        else:
+            await self._threads.read.run(copy, _waits(grant.progress, deadline_s))
+
+    def _deadline(self, begun: BegunLoad) -> float:
+        return begun.began_s + self._deadline_s
+
+    def _note_rate(self, begun: BegunLoad) -> None:
+        """Learn from a load: all of it counts for the slowest tier it came from."""
+        tier = SSD if begun.tier_tokens[SSD] else DRAM
+        self._rates.loads.note(tier, begun.end_token, time.monotonic() - begun.began_s)
+
+    async def _give_back(self, grant: LoadGrant | None) -> None:
+        """Complete a lease that nothing is believed of."""
+        if grant is not None:
+            with suppress(ReportedError):
+                await self._client.complete_load(grant)
+
+
+def _waits(progress: LoadProgress, deadline_s: float) -> Callable[[int], None]:
+    """Wait for a layer until the deadline, in the thread that will copy it."""
+
+    def wait_layer(layer_index: int) -> None:
+        progress.wait_layer(layer_index, max(0.0, deadline_s - time.monotonic()))
+
+    return wait_layer
+
+
+def _late(why: str) -> LoadFailedError:
+    return LoadFailedError(f"a load failed under way: {why}", "the turn is computed instead")

@@ -1,0 +1,101 @@
+"""Saves from a write buffer to kvd.
+
+Invariants: 1. every lease that was granted is completed, however the copy ends; 2. a failure costs
+a later turn a recomputation, nothing else.
+"""
+
+import time
+from contextlib import suppress
+
+from inference_svc.runtime.kv.kv_slab import WriteBuffer
+from inference_svc.runtime.kv.layer_gate import LayerGate, StepNotDoneError
+from inference_svc.runtime.kv.layer_store import no_wait, store_blocks
+from inference_svc.runtime.model.calibration import Calibration
+from inference_svc.runtime.store.kvd_talk import KvdTalk
+from inference_svc.runtime.worker_thread import WorkerThread
+from shared.errors import ReportedError
+from shared.grants import StoreGrant
+from shared.kvd_client import KvdClient
+from shared.session_key import SessionKey
+
+
+class KvdSaves:
+    """See the module docstring.
+
+    Args:
+        deadline_s: how long one save may wait for kvd.
+    """
+
+    def __init__(
+        self,
+        client: KvdClient,
+        calibration: Calibration,
+        talk: KvdTalk,
+        store_thread: WorkerThread,
+        deadline_s: float,
+    ) -> None:
+        self._client = client
+        self._calibration = calibration
+        self._talk = talk
+        self._store_thread = store_thread
+        self._deadline_s = deadline_s
+
+    async def save(
+        self,
+        key: SessionKey,
+        token_ids: bytes,
+        from_token: int,
+        buffer: WriteBuffer,
+        clock: LayerGate | None,
+    ) -> str | None:
+        """See SessionStore.save."""
+        try:
+            refused_reason = await self._save_all(key, token_ids, from_token, buffer, clock)
+        except StepNotDoneError:  # its rows are computed anew, and saved with the next piece
+            return None
+        except Exception as error:  # noqa: BLE001  # whatever it is, the turn is answered
+            self._talk.note_problem("save", error)
+            return None
+        self._talk.note_success()
+        return refused_reason
+
+    async def _save_all(
+        self,
+        key: SessionKey,
+        token_ids: bytes,
+        from_token: int,
+        buffer: WriteBuffer,
+        clock: LayerGate | None,
+    ) -> str:
+        """Store as much as there is room for; return why it is not all."""
+        deadline_s = time.monotonic() + self._deadline_s
+        while True:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            grant = await self._client.prepare_store(key, token_ids, from_token, left_s)
+            await self._save_grant(buffer, grant, clock)
+            if grant.refused_reason or not grant.more or grant.end_token <= from_token:
+                return grant.refused_reason
+            from_token = grant.end_token
+
+    async def _save_grant(
+        self, buffer: WriteBuffer, grant: StoreGrant, clock: LayerGate | None
+    ) -> None:
+        try:
+            await self._store_thread.run(self._copy, buffer, grant, clock)
+        except BaseException:
+            with suppress(ReportedError):  # which must not take the place of a cancellation
+                await self._client.complete_store(grant, success=False)
+            raise
+        await self._client.complete_store(grant, success=True)
+        self._talk.counters.add("stored_tokens", sum(block.num_tokens for block in grant.blocks))
+
+    def _copy(self, buffer: WriteBuffer, grant: StoreGrant, clock: LayerGate | None) -> None:
+        """Runs on the store thread; with a clock, behind the step that computes the rows."""
+        if not grant.blocks:
+            return
+        rows = self._talk.rows_of(grant.arena)
+        wait_layer = no_wait if clock is None else clock.wait
+        with buffer.hold():
+            store_blocks(buffer, rows, grant.blocks, self._calibration, wait_layer)
+            if clock is not None:  # a step that fails after its last layer is computed anew
+                clock.wait_confirmed()

@@ -1,0 +1,99 @@
+"""The store of sessions behind kvd."""
+
+from collections.abc import Sequence
+
+from inference_svc.core.counters import Counters
+from inference_svc.core.rates.rates import Rates
+from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
+from inference_svc.runtime.kv.layer_gate import LayerGate
+from inference_svc.runtime.model.calibration import Calibration
+from inference_svc.runtime.store.kvd_loads import CopyThreads, KvdLoads
+from inference_svc.runtime.store.kvd_saves import KvdSaves
+from inference_svc.runtime.store.kvd_talk import KvdTalk
+from inference_svc.runtime.store.session_store import BegunLoad, LoadRequest, StoreState
+from shared.block_key import TOKEN_BYTES
+from shared.errors import ReportedError
+from shared.grants import QueuedJob
+from shared.kvd_client import KvdClient
+from shared.session_key import SessionKey
+
+
+class KvdSessionStore:
+    """See SessionStore.
+
+    Args:
+        saves: whether anything is stored.
+        deadline_s: how long one load, or one save, may wait for kvd.
+    """
+
+    def __init__(
+        self,
+        client: KvdClient,
+        calibration: Calibration,
+        threads: CopyThreads,
+        counters: Counters,
+        rates: Rates,
+        *,
+        saves: bool,
+        deadline_s: float,
+    ) -> None:
+        self.saves = saves
+        self._client = client
+        self._talk = talk = KvdTalk(calibration.layout, counters)
+        self._loads = KvdLoads(client, calibration, talk, threads, rates, deadline_s)
+        self._saves = KvdSaves(client, calibration, talk, threads.store, deadline_s)
+
+    @property
+    def state(self) -> StoreState:
+        """Whether kvd is there."""
+        return "attached" if self._client.attached else "detached"
+
+    async def begin_load(self, request: LoadRequest) -> BegunLoad:
+        """See SessionStore."""
+        return await self._loads.begin(request)
+
+    async def finish_load(
+        self,
+        begun: BegunLoad,
+        slab: KVSlab,
+        tail: WriteBuffer | None,
+        gate: LayerGate,
+        layers: range,
+    ) -> None:
+        """See SessionStore."""
+        await self._loads.finish(begun, slab, tail, gate, layers)
+
+    async def give_up(self, begun: BegunLoad) -> None:
+        """See SessionStore."""
+        await self._loads.give_up(begun)
+
+    async def save(
+        self,
+        key: SessionKey,
+        token_ids: bytes,
+        from_token: int,
+        buffer: WriteBuffer,
+        clock: LayerGate | None = None,
+    ) -> str | None:
+        """See SessionStore."""
+        return await self._saves.save(key, token_ids, from_token, buffer, clock)
+
+    async def end_session(self, key: SessionKey) -> None:
+        """See SessionStore. A hint: if it is lost, the session goes by its age."""
+        try:
+            await self._client.end_session(key)
+        except ReportedError as error:
+            self._talk.note_problem("end_session", error)
+
+    async def forget(self, key: SessionKey, token_ids: bytes) -> None:
+        """See SessionStore. Without kvd the KV stays there until its TTL ends it."""
+        if not token_ids:
+            return
+        try:
+            await self._client.discard(key, token_ids, [(0, len(token_ids) // TOKEN_BYTES)])
+        except ReportedError as error:
+            self._talk.note_problem("forget", error)
+
+    def push_queue(self, jobs: Sequence[QueuedJob]) -> None:
+        """See SessionStore."""
+        self._client.push_queue(jobs)

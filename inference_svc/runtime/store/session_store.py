@@ -1,0 +1,164 @@
+"""What the engine asks of a store of sessions, and the store that keeps nothing.
+
+A load has two halves: `begin_load` finds out how many tokens there are, `finish_load` copies them
+layer by layer behind a gate, while a step may follow on its heels. Nothing here raises because of
+the store: the turn is recomputed, or not saved, and that is counted.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from inference_svc.core.rates.load_or_recompute import LoadPolicy
+from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
+from inference_svc.runtime.kv.layer_gate import LayerGate
+from shared.block_key import TOKEN_BYTES
+from shared.grants import LoadGrant, QueuedJob
+from shared.session_key import SessionKey
+
+StoreState = Literal["attached", "detached", "off"]
+
+
+@dataclass(eq=False)
+class LoadRequest:
+    """What is to be loaded, and where it goes.
+
+    Attributes:
+        token_ids: little-endian uint32: all that may be loaded, from the first token on.
+        slab: empty; belongs to the load until it is over.
+        may_wait: take what kvd is still reading, too.
+    """
+
+    key: SessionKey
+    token_ids: bytes
+    slab: KVSlab
+    policy: LoadPolicy
+    may_wait: bool = True
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens are asked for."""
+        return len(self.token_ids) // TOKEN_BYTES
+
+
+@dataclass(eq=False)
+class BegunLoad:
+    """A load whose extent is known.
+
+    Attributes:
+        end_token: the slab is going to hold tokens [0, end_token).
+        tail_from: where the last block begins if it is partial, else end_token: the first token
+            whose position-free row the next store needs.
+        tier_tokens: of these tokens, by the tier where kvd had them.
+        reason: slug, why it is not more; "" if all that was asked for is there.
+        grant: the last one, not copied yet; None: nothing is left to copy.
+        began_s: monotonic time.
+    """
+
+    end_token: int = 0
+    tail_from: int = 0
+    tier_tokens: Counter[str] = field(default_factory=Counter)
+    reason: str = ""
+    grant: LoadGrant | None = None
+    began_s: float = 0.0
+
+
+class SessionStore(Protocol):
+    """What the engine needs of a store."""
+
+    @property
+    def state(self) -> StoreState:
+        """For people."""
+
+    @property
+    def saves(self) -> bool:
+        """Whether position-free rows are wanted at all."""
+
+    async def begin_load(self, request: LoadRequest) -> BegunLoad:
+        """Find out how much of a session is stored."""
+
+    async def finish_load(
+        self,
+        begun: BegunLoad,
+        slab: KVSlab,
+        tail: WriteBuffer | None,
+        gate: LayerGate,
+        layers: range,
+    ) -> None:
+        """Copy these layers; after the last one confirm the gate, or fail it."""
+
+    async def give_up(self, begun: BegunLoad) -> None:
+        """Let go of a load that nobody waits for any more."""
+
+    async def save(
+        self,
+        key: SessionKey,
+        token_ids: bytes,
+        from_token: int,
+        buffer: WriteBuffer,
+        clock: LayerGate | None = None,
+    ) -> str | None:
+        """Store the buffer's rows of token_ids[from_token:].
+
+        With a clock they are still being computed: a layer's rows are read once it lets them pass,
+        and nothing is published before it is confirmed. Returns why not all of them are stored, ""
+        if they are, None if it failed.
+        """
+
+    async def end_session(self, key: SessionKey) -> None:
+        """Say that the session will not come back."""
+
+    async def forget(self, key: SessionKey, token_ids: bytes) -> None:
+        """Drop the KV of a deleted session that was these tokens."""
+
+    def push_queue(self, jobs: Sequence[QueuedJob]) -> None:
+        """Say which sessions wait, in order."""
+
+
+class NoSessionStore:
+    """The store of `--mode recompute`: nothing is kept."""
+
+    state: StoreState = "off"
+    saves = False
+
+    async def begin_load(self, request: LoadRequest) -> BegunLoad:
+        """Nothing is stored."""
+        del request
+        return BegunLoad(reason="mode_recompute")
+
+    async def finish_load(
+        self,
+        begun: BegunLoad,
+        slab: KVSlab,
+        tail: WriteBuffer | None,
+        gate: LayerGate,
+        layers: range,
+    ) -> None:
+        """Never called: there is no load."""
+        del begun, slab, tail, gate, layers
+        raise AssertionError("nothing was begun")
+
+    async def give_up(self, begun: BegunLoad) -> None:
+        """There is nothing to let go of."""
+
+    async def save(
+        self,
+        key: SessionKey,
+        token_ids: bytes,
+        from_token: int,
+        buffer: WriteBuffer,
+        clock: LayerGate | None = None,
+    ) -> str | None:
+        """Never called: there are no write buffers."""
+        del key, token_ids, from_token, buffer, clock
+        raise AssertionError("nothing is saved")
+
+    async def end_session(self, key: SessionKey) -> None:
+        """Nobody to tell."""
+
+    async def forget(self, key: SessionKey, token_ids: bytes) -> None:
+        """Nothing to drop."""
+
+    def push_queue(self, jobs: Sequence[QueuedJob]) -> None:
+        """Nobody to tell."""

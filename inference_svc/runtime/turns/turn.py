@@ -1,0 +1,118 @@
+"""One turn under way: a log of events that any number of clients follow from its beginning.
+
+The log is bounded by the length of the answer. A turn whose last follower leaves is cancelled,
+unless it is being recorded already. Its deadline is the latest of its followers'.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from inference_svc.core.submission import Submission
+from inference_svc.core.turn_events import Finished, TurnEvent
+from shared.errors import ReportedError
+from shared.units import NS_PER_S
+
+if TYPE_CHECKING:
+    from inference_svc.core.scheduling.request import Request
+
+
+class Turn:
+    """See the module docstring.
+
+    Attributes:
+        may_run: set when the turns before it in its session are over.
+        is_recorded: being written to the transcript: it can no longer be cancelled.
+        is_cancelled: asked to stop: nobody should join it.
+        task: the task that runs it; None for the replay of a recorded turn.
+        deadline_ns: monotonic clock, None for no hurry; it only ever moves away.
+        request: its request in the engine, once it is there.
+    """
+
+    def __init__(self, submission: Submission) -> None:
+        self.submission = submission
+        self.may_run = asyncio.Event()
+        self.is_recorded = False
+        self.is_cancelled = False
+        self.task: asyncio.Task[ReportedError | None] | None = None
+        self.deadline_ns = submission.deadline_ns
+        self.request: Request | None = None
+        self._events: list[TurnEvent] = []
+        self._error: ReportedError | None = None
+        self._is_over = False
+        self._num_followers = 0
+        self._news = asyncio.Event()
+
+    def publish(self, *events: TurnEvent) -> None:
+        """Append events."""
+        self._events += events
+        self._wake_followers()
+
+    def close(self, error: ReportedError | None = None) -> None:
+        """End the log; followers get the error after the last event, unless that is Finished."""
+        if not (self._events and isinstance(self._events[-1], Finished)):
+            self._error = error
+        self._is_over = True
+        self._wake_followers()
+
+    def join(self) -> None:
+        """Count a follower; it owes `leave`."""
+        self._num_followers += 1
+
+    def leave(self) -> None:
+        """Count a follower out."""
+        self._num_followers -= 1
+        if self._num_followers == 0:
+            self.cancel()
+
+    def cancel(self) -> bool:
+        """Ask the turn to stop; return whether it will."""
+        if self._is_over or self.is_recorded or self.task is None:
+            return False
+        self.is_cancelled = True
+        return self.task.cancel()
+
+    def allow_until(self, deadline_ns: int | None) -> None:
+        """Take the deadline of one more submission of this turn, if it is later."""
+        if self.deadline_ns is None or (deadline_ns is not None and deadline_ns < self.deadline_ns):
+            return
+        self.deadline_ns = deadline_ns
+        if self.request is not None:
+            self.request.deadline_ns = deadline_ns
+
+    async def wait_for_session(self) -> bool:
+        """Wait until the turn may run; return False if its deadline passes before."""
+        while not self.may_run.is_set():
+            deadline_ns = self.deadline_ns
+            left_s = None
+            if deadline_ns is not None:
+                left_s = (deadline_ns - time.monotonic_ns()) / NS_PER_S
+                if left_s <= 0:
+                    return False
+            with suppress(TimeoutError):  # the deadline may have moved meanwhile
+                async with asyncio.timeout(left_s):
+                    await self.may_run.wait()
+        return True
+
+    async def follow(self) -> AsyncIterator[TurnEvent]:
+        """All events from the first to the last.
+
+        Raises:
+            ReportedError: the turn failed.
+        """
+        num_read = 0
+        while True:
+            while num_read < len(self._events):
+                num_read += 1
+                yield self._events[num_read - 1]
+            if self._error is not None:
+                raise self._error
+            if self._is_over:
+                return
+            await self._news.wait()
+
+    def _wake_followers(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()

@@ -1,0 +1,115 @@
+"""Residents: what they are good for, and who must go first."""
+
+import pytest
+
+from inference_svc.core.scheduling.request import Request
+from inference_svc.core.scheduling.residents import Resident, Residents
+from shared.session_key import SessionKey
+
+
+def key(name):
+    return SessionKey("default", "0f", name)
+
+
+def resident(name, token_ids=(1, 2, 3), capacity_tokens=10, last_used_ns=0):
+    return Resident(key(name), token_ids, capacity_tokens, last_used_ns)
+
+
+def request(name, token_ids):
+    return Request(1, key(name), list(token_ids), 4, arrived_ns=0)
+
+
+@pytest.mark.parametrize(
+    ("held", "prompt", "num_tokens"),
+    [
+        ([1, 2, 3], [1, 2, 3, 4, 5], 3),
+        ([1, 2, 3], [1, 2, 3], 2),  # the last token is always computed
+        ([1, 2, 3, 4, 5], [1, 2, 3], 2),
+        ([1, 2, 3], [1, 9, 3, 4], 1),
+        ([9, 2, 3], [1, 2, 3, 4], 0),
+        ([], [1, 2], 0),
+        ([1], [1], 0),
+    ],
+)
+def test_a_resident_serves_the_common_prefix(held, prompt, num_tokens):
+    """Rows count as far as their tokens are those of the prompt, but for its last one."""
+    residents = Residents()
+    residents.put(resident("a", held))
+    wanted = request("a", prompt)
+    assert residents.match(wanted) == num_tokens
+    assert residents.match(wanted) == num_tokens
+    assert residents.match(request("b", prompt)) == 0
+
+
+def test_a_match_is_not_remembered_beyond_its_resident():
+    """Another resident of the session is compared anew."""
+    residents = Residents()
+    residents.put(resident("a", [1, 2, 3]))
+    wanted = request("a", [1, 2, 3, 4])
+    assert residents.match(wanted) == 3
+    residents.take(key("a"))
+    assert residents.match(wanted) == 0
+    residents.put(resident("a", [1, 2]))
+    assert residents.match(wanted) == 2
+
+
+def test_victims_are_the_idle_ones_then_the_tail_of_the_queue():
+    """Look-ahead: who returns soonest stays longest; among the idle, the last used."""
+    residents, places = Residents(), {key("q1"): (0, 1.0, 1), key("q2"): (0, 2.0, 2)}
+    for name, used_ns in (("q1", 1), ("new", 9), ("old", 3), ("q2", 2)):
+        residents.put(resident(name, last_used_ns=used_ns))
+    chosen = residents.victims(1000, places.get, key("nobody"))
+    assert [victim.session_id for victim in chosen] == ["old", "new", "q2", "q1"]
+
+
+def test_no_more_victims_than_it_takes():
+    """Enough rows are enough."""
+    residents = Residents()
+    for used_ns, name in enumerate("abcd"):
+        residents.put(resident(name, last_used_ns=used_ns))
+    assert residents.victims(0, {}.get, key("z")) == []
+    assert residents.victims(1, {}.get, key("z")) == [key("a")]
+    assert residents.victims(11, {}.get, key("a")) == [key("b"), key("c")]
+
+
+def test_what_is_being_moved_is_no_victim():
+    """Its rows are being read; they count, but cannot be had."""
+    residents = Residents()
+    residents.put(resident("a"))
+    residents.put(resident("b"))
+    mover = request("a", [1, 2, 3, 4])
+    residents.begin_move(mover)
+    assert residents.is_moving(key("a"))
+    assert residents.evictable_rows == 10
+    assert residents.num_rows == 20
+    assert residents.victims(1000, {}.get, key("z")) == [key("b")]
+    assert residents.unqueued({}.get) == [key("b")]
+    with pytest.raises(AssertionError, match="being moved"):
+        residents.take(key("a"))
+    residents.check()
+
+
+def test_a_move_ends_with_the_resident_or_is_given_up_without():
+    """After the move its rows are free; a request that gives up leaves them where they were."""
+    residents = Residents()
+    residents.put(resident("a"))
+    mover, other = request("a", [1, 2, 3, 4]), request("b", [1])
+    residents.begin_move(mover)
+    residents.cancel_move(other)
+    assert residents.is_moved_by(mover)
+    residents.cancel_move(mover)
+    assert key("a") in residents
+    residents.begin_move(mover)
+    residents.end_move(mover)
+    assert len(residents) == 0
+    assert residents.num_rows == 0
+    with pytest.raises(AssertionError, match="moves no resident"):
+        residents.end_move(mover)
+
+
+def test_a_session_has_one_resident():
+    """A second one is a broken invariant."""
+    residents = Residents()
+    residents.put(resident("a"))
+    with pytest.raises(AssertionError, match="has a resident"):
+        residents.put(resident("a"))

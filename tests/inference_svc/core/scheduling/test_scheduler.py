@@ -1,0 +1,744 @@
+"""The scheduler: order, rows, batches, preemption. Its invariants: tests/property."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+
+from inference_svc.core.errors import QueueFullError
+from inference_svc.core.rates.rates import Rates
+from inference_svc.core.scheduling.request import Request, RequestState
+from inference_svc.core.scheduling.scheduler import Scheduler
+from inference_svc.core.scheduling.start_gate import HOLD_LIMIT_NS
+from inference_svc.core.scheduling.step_plan import SchedulerLimits, StepResult
+from shared.session_key import SessionKey
+
+LIMITS = SchedulerLimits(
+    max_running=2,
+    max_loading=2,
+    max_waiting=4,
+    kv_rows=100,
+    step_tokens=16,
+    mixed_step_tokens=8,
+    answer_tokens=100,
+    saves=False,
+    keeps_residents=True,
+)
+NUM_LAYERS = 4
+
+
+def make(**limits):
+    return Scheduler(replace(LIMITS, **limits), Rates(), NUM_LAYERS)
+
+
+def request(number, prompt_tokens=10, max_tokens=4, *, session=None, **attributes):
+    key = SessionKey("tenant", "0f", str(number if session is None else session))
+    return Request(number, key, list(range(prompt_tokens)), max_tokens, 0, **attributes)
+
+
+def submit(scheduler, *args, **attributes):
+    new = request(*args, **attributes)
+    scheduler.submit(new)
+    return new
+
+
+def announce(scheduler, plan, found=0):
+    """Everything that is admitted finds this many tokens, or what is resident, at once."""
+    for admission in plan.admitted:
+        num_tokens = admission.resident_tokens or found
+        scheduler.announced(admission.request, num_tokens, 0, 2, layers_ready=NUM_LAYERS)
+        if admission.resident_tokens and not admission.in_place:
+            scheduler.resident_moved(admission.request)
+
+
+def step(scheduler, now_ns=3, token_id=7):
+    """Plan, load at once, plan again, and compute; returns both plans."""
+    loading = scheduler.schedule(now_ns)
+    announce(scheduler, loading)
+    plan = scheduler.schedule(now_ns)
+    sampled = {chunk.request.number: token_id for chunk in plan.chunks if chunk.sample}
+    scheduler.apply(StepResult(plan.chunks, sampled), now_ns)
+    announce(scheduler, plan)
+    scheduler.check()
+    return loading, plan
+
+
+def admitted(plan):
+    return [admission.request.number for admission in plan.admitted]
+
+
+def sizes(plan):
+    return [(chunk.request.number, chunk.num_tokens) for chunk in plan.chunks]
+
+
+def run(scheduler, number, **attributes):
+    """Submit a request and compute until its first token."""
+    new = submit(scheduler, number, **attributes)
+    while not new.output_ids:
+        step(scheduler)
+    return new
+
+
+def run_to_the_end(scheduler, number, **attributes):
+    """A turn whose slab stays as a resident."""
+    one = run(scheduler, number, **attributes)
+    while len(one.output_ids) < one.max_tokens:
+        step(scheduler)
+    scheduler.finish(one, 9)
+    scheduler.release_write(one)
+    assert scheduler.keep_resident(one, one.token_ids[: one.computed_tokens], 9)
+    return one
+
+
+# ------------------------------------------------------------------------------------- batches
+
+
+def test_a_prompt_is_computed_in_chunks_and_sampled_at_its_end():
+    """A prompt longer than a step takes several, and only the last one samples."""
+    scheduler = make()
+    prompt = submit(scheduler, 1, prompt_tokens=40)
+    assert [[c.num_tokens for c in step(scheduler)[1].chunks] for _ in range(4)] == [
+        [16],
+        [16],
+        [8],
+        [1],
+    ]
+    assert prompt.output_ids == [7, 7]
+
+
+def test_loaded_history_is_not_computed():
+    """Only what was not found is fed."""
+    scheduler = make()
+    one = submit(scheduler, 1, prompt_tokens=10)
+    announce(scheduler, scheduler.schedule(1), found=9)
+    assert sizes(step(scheduler)[1]) == [(1, 1)]
+    assert one.loaded_tokens == 9
+
+
+def test_decodes_are_in_every_step_beside_smaller_prompt_chunks():
+    """A long prompt that arrives does not hold up an answer that is under way."""
+    scheduler = make()
+    run(scheduler, 1)
+    submit(scheduler, 2, prompt_tokens=50)
+    assert sizes(step(scheduler)[1]) == [(1, 1), (2, 8)]
+
+
+def test_a_step_without_answers_takes_larger_prompt_chunks():
+    """Nobody is held up by it."""
+    scheduler = make()
+    submit(scheduler, 1, prompt_tokens=10)
+    submit(scheduler, 2, prompt_tokens=20)
+    assert sizes(step(scheduler)[1]) == [(1, 10), (2, 6)]
+
+
+def test_what_was_cancelled_during_a_step_is_passed_over():
+    """Its tokens are nobody's."""
+    scheduler = make()
+    one = submit(scheduler, 1)
+    announce(scheduler, scheduler.schedule(1))
+    plan = scheduler.schedule(2)
+    scheduler.stop(one, RequestState.CANCELLED, 3)
+    scheduler.apply(StepResult(plan.chunks, {1: 7}), 4)
+    assert one.output_ids == []
+
+
+def test_an_answer_longer_than_its_limit_is_a_broken_invariant():
+    """The engine ends answers; there is no row for more."""
+    scheduler = make()
+    run(scheduler, 1, max_tokens=1)
+    with pytest.raises(AssertionError, match="too long"):
+        scheduler.schedule(5)
+
+
+# ------------------------------------------------------------------------------ order and rows
+
+
+def test_first_come_first_served_even_if_a_later_one_would_fit():
+    """A request that does not fit holds back those behind it."""
+    scheduler = make()
+    for number, size in ((1, 60), (2, 60), (3, 5)):
+        submit(scheduler, number, prompt_tokens=size)
+    assert admitted(scheduler.schedule(1)) == [1]
+    assert scheduler.num_waiting == 2
+    assert [waiting.number for waiting in scheduler.waiting()] == [2, 3]
+    assert [waiting.number for waiting, _ in scheduler.starts_in_s()] == [2, 3]
+
+
+def test_rows_return_only_with_their_release():
+    """A finished request keeps its rows until its slab is given up."""
+    scheduler = make()
+    first = run(scheduler, 1, prompt_tokens=60)
+    submit(scheduler, 2, prompt_tokens=60)
+    scheduler.finish(first, 4)
+    version = scheduler.queue_version
+    assert admitted(scheduler.schedule(5)) == []
+    assert scheduler.queue_version == version
+    scheduler.release_slab(first)
+    assert admitted(scheduler.schedule(6)) == [2]
+    assert scheduler.queue_version != version
+
+
+@pytest.mark.parametrize("slab_first", [True, False])
+def test_a_save_that_goes_on_after_the_end_keeps_its_rows(slab_first):
+    """Slab and write buffer come back separately, in either order."""
+    scheduler = make(saves=True)
+    one = run(scheduler, 1, prompt_tokens=10, max_tokens=4)
+    assert scheduler.reserved_rows == 26
+    scheduler.finish(one, 4)
+    releases = [scheduler.release_slab, scheduler.release_write]
+    for release in releases if slab_first else releases[::-1]:
+        release(one)
+        scheduler.check()
+    assert scheduler.reserved_rows == 0
+
+
+def test_a_write_buffer_shrinks_to_what_is_new():
+    """In the worst case everything has to be saved; once the load is known, only the rest."""
+    scheduler = make(saves=True)
+    one = submit(scheduler, 1, prompt_tokens=10, max_tokens=4)
+    scheduler.schedule(1)
+    assert scheduler.reserved_rows == 26
+    scheduler.announced(one, 9, 8, 2, layers_ready=NUM_LAYERS)
+    assert scheduler.reserved_rows == 13 + 5
+
+
+def test_a_write_buffer_that_is_being_filled_is_not_released():
+    """Only those of earlier admissions are, while the request lives."""
+    scheduler = make(saves=True)
+    one = run(scheduler, 1)
+    with pytest.raises(AssertionError, match="being written"):
+        scheduler.release_write(one)
+    with pytest.raises(AssertionError, match="only an ended request"):
+        scheduler.release_slab(one)
+
+
+@pytest.mark.parametrize("state", [RequestState.LOADING, RequestState.READY, RequestState.RUNNING])
+def test_a_cancelled_request_keeps_its_rows_until_they_are_released(state):
+    """A copy may still be under way."""
+    scheduler = make(saves=True)
+    one = submit(scheduler, 1)
+    plan = scheduler.schedule(1)
+    if state is not RequestState.LOADING:
+        announce(scheduler, plan)
+    if state is RequestState.RUNNING:
+        scheduler.schedule(2)
+    assert one.state is state
+    scheduler.stop(one, RequestState.CANCELLED, 3)
+    assert scheduler.reserved_rows == 26
+    scheduler.release_slab(one)
+    if state is not RequestState.LOADING:  # nothing can be written before it is announced
+        assert scheduler.reserved_rows == 13
+        scheduler.release_write(one)
+    assert scheduler.reserved_rows == 0
+    scheduler.check()
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_back():
+    """The waiting queue is bounded."""
+    scheduler = make()
+    for number in range(4):
+        submit(scheduler, number)
+    with pytest.raises(QueueFullError, match="4 turns wait") as refused:
+        submit(scheduler, 5)
+    assert refused.value.details == {"queue_length": "4"}
+    assert refused.value.retry_after_s == 1.0
+
+
+def test_a_request_that_can_never_fit_is_the_callers_mistake():
+    """Slab and write buffer of one request must fit."""
+    submit(make(), 1, prompt_tokens=100, max_tokens=1)
+    with pytest.raises(AssertionError, match="window"):
+        submit(make(saves=True), 1, prompt_tokens=51, max_tokens=1)
+
+
+def test_a_request_waits_for_the_session_s_earlier_one():
+    """One request of a session at a time has a slab."""
+    scheduler = make()
+    first = run(scheduler, 1, session="s")
+    submit(scheduler, 2, session="s")
+    assert admitted(scheduler.schedule(4)) == []
+    scheduler.stop(first, RequestState.CANCELLED, 5)
+    assert admitted(scheduler.schedule(6)) == [2]
+
+
+def test_estimates_follow_how_often_places_become_free():
+    """Two ends, two seconds apart, while others wait."""
+    scheduler = make(max_running=1, max_loading=1)
+    for number in range(4):
+        submit(scheduler, number, max_tokens=20)
+    for second in range(2, 6, 2):
+        _, plan = step(scheduler)
+        scheduler.finish(plan.chunks[0].request, second * 10**9)
+        scheduler.release_slab(plan.chunks[0].request)
+    assert scheduler.retry_after_s() == pytest.approx(2.0, abs=0.1)
+    assert [round(seconds) for _, seconds in scheduler.starts_in_s()] == [2]
+
+
+# ----------------------------------------------------------------------------------- deadlines
+
+
+@pytest.mark.parametrize("num_plans", [0, 1, 2, 3])
+def test_a_deadline_ends_a_request_wherever_it_is(num_plans):
+    """Waiting, loading, ready or running; its rows are released as after a failure."""
+    scheduler = make()
+    one = submit(scheduler, 1, deadline_ns=50)
+    if num_plans:
+        plan = scheduler.schedule(10)
+        assert plan.wake_ns == 50
+    if num_plans > 1:
+        announce(scheduler, plan)
+    if num_plans > 2:
+        scheduler.schedule(20)
+    plan = scheduler.schedule(50)
+    assert plan.expired == (one,)
+    assert one.state is RequestState.FAILED
+    assert plan.wake_ns is None
+    scheduler.release_slab(one)
+    assert (scheduler.num_waiting, scheduler.reserved_rows) == (0, 0)
+
+
+# ----------------------------------------------------------------------------------- residents
+
+
+def next_turn(scheduler, number, before, new_tokens=5, max_tokens=4):
+    """The turn after `before` in its session."""
+    turn = request(number, session=before.key.session_id, max_tokens=max_tokens)
+    turn.token_ids = [*before.token_ids, *range(900, 900 + new_tokens)]
+    turn = Request(
+        number, before.key, turn.token_ids, max_tokens, 0, history_tokens=len(before.token_ids)
+    )
+    scheduler.submit(turn)
+    return turn
+
+
+def test_a_session_s_next_turn_uses_its_resident_in_place():
+    """A slab with room for the turn becomes its own; no row is reserved anew."""
+    scheduler = make()
+    before = run_to_the_end(scheduler, 1, prompt_tokens=20, max_tokens=20)
+    assert (scheduler.num_resident, scheduler.resident_rows) == (1, 39)
+    assert scheduler.reserved_rows == 0
+    before.token_ids = before.token_ids[:25]  # its answer is shorter in the transcript
+    turn = next_turn(scheduler, 2, before)
+    (admission,) = scheduler.schedule(20).admitted
+    assert (admission.resident_tokens, admission.in_place) == (25, True)
+    assert (scheduler.reserved_rows, scheduler.resident_rows) == (39, 0)
+    assert turn.capacity_tokens == turn.full_capacity_tokens == 33
+    scheduler.check()
+
+
+def test_a_resident_that_is_too_small_is_moved():
+    """Old and new slab are counted until the rows are in the new one."""
+    scheduler = make()
+    before = run_to_the_end(scheduler, 1, prompt_tokens=20)
+    turn = next_turn(scheduler, 2, before)
+    (admission,) = scheduler.schedule(20).admitted
+    assert (admission.resident_tokens, admission.in_place) == (23, False)
+    assert (scheduler.reserved_rows, scheduler.resident_rows) == (32, 23)
+    assert not scheduler.drop_resident(before.key)
+    scheduler.resident_moved(turn)
+    assert (scheduler.reserved_rows, scheduler.resident_rows) == (32, 0)
+    scheduler.check()
+
+
+def test_a_resident_that_does_not_fit_beside_its_successor_is_evicted():
+    """The turn is loaded from the store instead."""
+    scheduler = make()
+    before = run_to_the_end(scheduler, 1, prompt_tokens=50)
+    next_turn(scheduler, 2, before)
+    plan = scheduler.schedule(20)
+    assert plan.evicted == (before.key,)
+    assert [admission.resident_tokens for admission in plan.admitted] == [0]
+    scheduler.check()
+
+
+@pytest.mark.parametrize("changed_at", [0, 3])
+def test_a_resident_of_little_of_the_history_is_of_no_use(changed_at):
+    """After a truncation the store has more; the old slab goes."""
+    scheduler = make()
+    before = run_to_the_end(scheduler, 1, prompt_tokens=20)
+    before.token_ids[changed_at] = 77
+    next_turn(scheduler, 2, before)
+    plan = scheduler.schedule(20)
+    assert plan.evicted == (before.key,)
+    assert [admission.resident_tokens for admission in plan.admitted] == [0]
+
+
+def test_residents_make_room_as_much_as_is_needed_and_only_if_it_helps():
+    """The least recently used goes; none goes for a request that cannot be admitted anyway."""
+    scheduler = make()
+    old = run_to_the_end(scheduler, 1, prompt_tokens=20)
+    run_to_the_end(scheduler, 2, prompt_tokens=20)
+    submit(scheduler, 3, prompt_tokens=60)
+    assert scheduler.schedule(20).evicted == (old.key,)
+    submit(scheduler, 4, prompt_tokens=60)
+    plan = scheduler.schedule(21)
+    assert (plan.evicted, plan.admitted) == ((), ())
+    scheduler.check()
+
+
+def test_a_move_under_way_protects_its_source():
+    """Its rows cannot be had until they are in the new slab."""
+    scheduler = make()
+    before = run_to_the_end(scheduler, 1, prompt_tokens=20)
+    turn = next_turn(scheduler, 2, before)
+    scheduler.schedule(20)
+    submit(scheduler, 3, prompt_tokens=50)
+    assert scheduler.schedule(21).admitted == ()
+    scheduler.resident_moved(turn)
+    assert admitted(scheduler.schedule(22)) == [3]
+
+
+def test_a_cancelled_move_leaves_the_resident_where_it_was():
+    """The next turn waits until the copy is through, and finds it."""
+    scheduler = make()
+    before = run_to_the_end(scheduler, 1, prompt_tokens=20)
+    turn = next_turn(scheduler, 2, before)
+    scheduler.schedule(20)
+    scheduler.stop(turn, RequestState.CANCELLED, 21)
+    next_turn(scheduler, 3, before)
+    assert scheduler.schedule(22).admitted == ()
+    scheduler.release_slab(turn)
+    (admission,) = scheduler.schedule(23).admitted
+    assert admission.resident_tokens == 23
+    scheduler.check()
+
+
+def test_a_resident_is_dropped_with_its_session():
+    """Once."""
+    scheduler = make()
+    before = run_to_the_end(scheduler, 1)
+    assert scheduler.drop_resident(before.key)
+    assert not scheduler.drop_resident(before.key)
+    assert scheduler.resident_rows == 0
+
+
+@pytest.mark.parametrize("why_not", ["config", "nothing to keep", "newer turn", "has one"])
+def test_a_slab_does_not_always_stay(why_not):
+    """Then its rows are released as ever."""
+    scheduler = make(keeps_residents=why_not != "config")
+    one = run(scheduler, 1, session="s")
+    scheduler.finish(one, 5)
+    token_ids = [] if why_not == "nothing to keep" else one.token_ids[:10]
+    if why_not in {"newer turn", "has one"}:
+        newer = run(scheduler, 2, session="s")
+    if why_not == "has one":
+        scheduler.finish(newer, 6)
+        assert scheduler.keep_resident(newer, newer.token_ids[:10], 7)
+    rows = scheduler.reserved_rows
+    assert not scheduler.keep_resident(one, token_ids, 8)
+    assert scheduler.reserved_rows == rows
+    scheduler.release_slab(one)
+    scheduler.check()
+
+
+def test_only_what_was_computed_is_kept():
+    """Keeping the last token's row, which was never fed, would be wrong."""
+    scheduler = make()
+    one = run(scheduler, 1)
+    with pytest.raises(AssertionError, match="under way"):
+        scheduler.keep_resident(one, one.token_ids[:1], 5)
+    scheduler.finish(one, 5)
+    with pytest.raises(AssertionError, match="computed"):
+        scheduler.keep_resident(one, one.token_ids, 5)
+
+
+def test_a_cancelled_request_may_leave_a_resident():
+    """What its slab has of the session's history is as good as before."""
+    scheduler = make()
+    one = run(scheduler, 1, session="s")
+    scheduler.stop(one, RequestState.CANCELLED, 5)
+    assert scheduler.keep_resident(one, one.token_ids[:5], 6)
+    scheduler.release_slab(one)
+    assert scheduler.num_resident == 1
+    scheduler.check()
+
+
+def test_surplus_residents_are_evicted_least_recently_used_first():
+    """Each costs a little beside the account of rows."""
+    scheduler = make()
+    for number, now_ns in ((1, 30), (2, 10), (3, 20)):
+        one = run(scheduler, number, session=str(number))
+        scheduler.finish(one, now_ns)
+        assert scheduler.keep_resident(one, one.token_ids[:5], now_ns)
+    assert [key.session_id for key in scheduler.evict_surplus(1)] == ["2", "3"]
+    assert not scheduler.evict_surplus(1)
+    scheduler.check()
+
+
+# ---------------------------------------------------------------------------------- preemption
+
+
+def test_an_answer_that_outgrows_its_rows_moves_to_twice_as_many():
+    """It is preempted and admitted again, with what it has, in one plan if there is room."""
+    scheduler = make(answer_tokens=4)
+    one = run(scheduler, 1, prompt_tokens=10, max_tokens=50)
+    assert one.capacity_tokens == 13
+    while one.num_preemptions == 0:
+        plan, _ = step(scheduler)
+    assert plan.preempted == (one,)
+    (admission,) = plan.admitted
+    assert (admission.resident_tokens, admission.in_place) == (13, False)
+    assert one.capacity_tokens == 17
+    assert (scheduler.reserved_rows, scheduler.resident_rows) == (17, 0)
+    assert (one.computed_tokens, len(one.token_ids)) == (14, 15)
+    assert one.loaded_tokens == 0, "what was found is what was found first"
+
+
+def test_an_answer_outgrows_its_rows_a_few_times_only():
+    """Doubling makes it a logarithm of its length."""
+    scheduler = make(kv_rows=4100, answer_tokens=1)
+    one = run(scheduler, 1, prompt_tokens=10, max_tokens=2000)
+    while len(one.output_ids) < 2000:
+        step(scheduler)
+    assert one.num_preemptions <= 11
+
+
+def test_an_outgrown_answer_stays_while_its_rows_are_being_moved():
+    """Its slab is being copied to; nothing is computed until that is over."""
+    scheduler = make(answer_tokens=1)
+    before = run_to_the_end(scheduler, 1, prompt_tokens=10)
+    turn = next_turn(scheduler, 2, before, new_tokens=1)
+    (admission,) = scheduler.schedule(20).admitted
+    scheduler.announced(turn, admission.resident_tokens, 0, 21, layers_ready=0)
+    scheduler.progressed(turn, NUM_LAYERS, 22)
+    chunks = scheduler.schedule(23).chunks
+    scheduler.apply(StepResult(chunks, {2: 7}), 24)
+    assert turn.is_outgrown
+    plan = scheduler.schedule(25)
+    assert (plan.chunks, plan.preempted) == ((), ())
+    scheduler.resident_moved(turn)
+    assert scheduler.schedule(26).preempted == (turn,)
+    scheduler.check()
+
+
+def test_a_higher_priority_preempts_for_rows_the_lowest_and_newest_first():
+    """As many as needed; what they have computed is evicted only as far as needed, too."""
+    scheduler = make(max_running=4, max_loading=4)
+    running = [
+        run(scheduler, i, prompt_tokens=14, max_tokens=12, priority=i == 0) for i in range(4)
+    ]
+    submit(scheduler, 9, prompt_tokens=40, priority=2)
+    plan = scheduler.schedule(10)
+    assert plan.preempted == (running[3], running[2])
+    assert set(plan.evicted) == {running[3].key, running[2].key}
+    assert admitted(plan) == [9]
+    assert [waiting.number for waiting in scheduler.waiting()] == [2, 3]
+    scheduler.check()
+
+
+def test_a_place_that_a_preemption_leaves_is_taken_at_once():
+    """Who is ready starts in the same plan; nobody would ask for another one otherwise."""
+    scheduler = make(max_running=1)
+    low = run(scheduler, 1, prompt_tokens=40)
+    ready = submit(scheduler, 2, prompt_tokens=10)
+    scheduler.schedule(4)
+    scheduler.announced(ready, 5, 0, 5, layers_ready=0)
+    scheduler.progressed(ready, NUM_LAYERS, 6)
+    submit(scheduler, 3, prompt_tokens=80, priority=1)
+    plan = scheduler.schedule(7)
+    assert plan.preempted == (low,)
+    assert [chunk.request for chunk in plan.chunks] == [ready]
+
+
+def test_nobody_is_preempted_if_that_makes_not_enough_room():
+    """The lower ones go on; the higher one waits for its equals."""
+    scheduler = make(max_running=4)
+    run(scheduler, 0, prompt_tokens=50, max_tokens=10, priority=2)
+    run(scheduler, 1, prompt_tokens=20, max_tokens=10)
+    submit(scheduler, 9, prompt_tokens=60, priority=2)
+    plan = scheduler.schedule(10)
+    assert (plan.preempted, plan.admitted) == ((), ())
+
+
+def test_equals_are_not_preempted():
+    """Only a higher priority is a reason."""
+    scheduler = make()
+    run(scheduler, 0, prompt_tokens=60)
+    submit(scheduler, 9, prompt_tokens=60)
+    assert scheduler.schedule(10).preempted == ()
+
+
+def test_a_higher_priority_takes_a_place_in_a_full_batch_once_it_is_loaded():
+    """The victim computes until then, keeps its rows, and is next in line."""
+    scheduler = make(max_running=1)
+    low = run(scheduler, 1)
+    high = submit(scheduler, 2, priority=1)
+    loading = scheduler.schedule(10)
+    assert (admitted(loading), loading.preempted) == ([2], ())
+    assert [chunk.request for chunk in loading.chunks] == [low]
+    announce(scheduler, loading)
+    plan = scheduler.schedule(11)
+    assert plan.preempted == (low,)
+    assert [chunk.request for chunk in plan.chunks] == [high]
+    (again,) = plan.admitted
+    assert (again.request, again.in_place, again.resident_tokens) == (low, True, 10)
+    scheduler.check()
+
+
+def test_a_higher_priority_takes_a_place_among_those_that_are_ready():
+    """If all places for loading are taken by lower ones that wait for the batch."""
+    scheduler = make(max_running=1, max_loading=1, kv_rows=1000)
+    run(scheduler, 1, max_tokens=50)
+    ready = submit(scheduler, 2)
+    step(scheduler)
+    assert ready.state is RequestState.READY
+    submit(scheduler, 3, priority=1)
+    plan = scheduler.schedule(10)
+    assert plan.preempted == (ready,)
+    assert admitted(plan) == [3]
+    submit(scheduler, 4, priority=2)
+    assert scheduler.schedule(11).preempted == (), "what is loading is left alone"
+    scheduler.check()
+
+
+def test_what_may_turn_out_to_be_void_is_not_preempted():
+    """It would become a resident; it has to go through a step first."""
+    scheduler = make()
+    low = submit(scheduler, 1, prompt_tokens=60)
+    scheduler.schedule(1)
+    scheduler.announced(low, 50, 0, 2, layers_ready=0)
+    scheduler.progressed(low, NUM_LAYERS, 3)
+    submit(scheduler, 2, prompt_tokens=60, priority=1)
+    plan = scheduler.schedule(4)
+    assert plan.preempted == ()
+    scheduler.apply(StepResult(plan.chunks, {1: 7}), 5)
+    assert scheduler.schedule(6).preempted == (low,)
+
+
+def test_without_residents_a_preempted_request_still_keeps_its_slab_while_it_waits():
+    """That is working memory; when the request is gone, so is the slab."""
+    scheduler = make(keeps_residents=False, max_running=1, max_loading=1)
+    low = run(scheduler, 1)
+    high = submit(scheduler, 2, priority=1)
+    announce(scheduler, scheduler.schedule(10))
+    submit(scheduler, 3, priority=1)
+    plan = scheduler.schedule(11)
+    assert plan.preempted == (low,)
+    assert (plan.evicted, scheduler.num_resident) == ((), 1)
+    scheduler.stop(low, RequestState.CANCELLED, 12)
+    assert scheduler.schedule(13).evicted == (low.key,)
+    assert scheduler.num_resident == 0
+    assert high.state is RequestState.RUNNING
+
+
+def test_a_preempted_request_computes_again_what_was_evicted():
+    """Its sampled tokens are fed like a prompt, and its answer goes on where it was."""
+    scheduler = make()
+    low = run(scheduler, 1, prompt_tokens=60)
+    high = run(scheduler, 2, prompt_tokens=60, priority=1)
+    assert low.state is RequestState.WAITING
+    scheduler.finish(high, 10)
+    scheduler.release_slab(high)
+    while len(low.output_ids) < 3:
+        step(scheduler)
+    assert low.num_preemptions == 1
+    assert low.output_ids == [7, 7, 7]
+    assert (low.started_ns, low.loaded_tokens) == (3, 0)
+
+
+# ------------------------------------------------------------------------------ loads and gates
+
+
+def test_a_request_that_is_held_back_holds_back_nobody():
+    """Others that are ready start; the plan says when to look again."""
+    scheduler = make()
+    slow, quick = submit(scheduler, 1), submit(scheduler, 2)
+    scheduler.schedule(1)
+    scheduler.announced(slow, 5, 0, 2, layers_ready=0)
+    scheduler.announced(quick, 5, 0, 2, layers_ready=NUM_LAYERS)
+    plan = scheduler.schedule(3)
+    assert [chunk.request for chunk in plan.chunks] == [quick]
+    assert plan.wake_ns == 2 + HOLD_LIMIT_NS
+    scheduler.progressed(slow, 1, 4)
+    assert slow.state is RequestState.READY
+    scheduler.schedule(5)
+    assert slow.state is RequestState.RUNNING
+
+
+def test_a_load_may_be_said_to_be_ahead_enough():
+    """The engine knows when a load waits for its request to be in the batch."""
+    scheduler = make()
+    one = submit(scheduler, 1)
+    scheduler.schedule(1)
+    scheduler.announced(one, 5, 0, 2, layers_ready=0, tier="ssd", enough_layers=0)
+    assert sizes(scheduler.schedule(3)) == [(1, 5)]
+
+
+def test_a_failed_load_sends_its_request_back_to_its_place():
+    """Nothing of it is kept, nothing counts as loaded, and it is admitted anew at once."""
+    scheduler = make(saves=True)
+    one = submit(scheduler, 1)
+    later = submit(scheduler, 2)
+    scheduler.schedule(1)
+    scheduler.announced(one, 5, 0, 2, layers_ready=1)
+    scheduler.schedule(3)
+    scheduler.restart(one, 4)
+    assert (one.loaded_tokens, one.computed_tokens, one.num_preemptions) == (0, 0, 0)
+    assert scheduler.resident_rows == 0
+    plan = scheduler.schedule(5)
+    assert admitted(plan) == [1]
+    assert scheduler.reserved_rows == 26 + 13 + 26, "its first write buffer may be in use"
+    scheduler.release_write(one)
+    assert scheduler.reserved_rows == 26 + 26
+    assert later.state is RequestState.LOADING
+    scheduler.check()
+
+
+def test_what_a_preempted_request_found_first_stays_on_record():
+    """A load that fails after a preemption does not change what the turn began with."""
+    scheduler = make(max_running=1)
+    low = submit(scheduler, 1)
+    announce(scheduler, scheduler.schedule(1), found=5)
+    step(scheduler)
+    submit(scheduler, 2, priority=1)
+    step(scheduler)
+    assert low.num_preemptions == 1
+    scheduler.restart(low, 20)
+    assert low.loaded_tokens == 5
+
+
+# ----------------------------------------------------------------------------------------- cost
+
+
+def calls_of(function):
+    """How many Python functions a call enters."""
+    num_calls = 0
+
+    def count(_frame, event, _argument):
+        nonlocal num_calls
+        num_calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return num_calls
+
+
+def cost_of_a_round(num_waiting):
+    """One round of everything that happens per step, with so many waiting."""
+    scheduler = make(max_waiting=20_000, kv_rows=10_000)
+    for number in range(num_waiting):
+        submit(scheduler, number, max_tokens=90, priority=number % 3, deadline_ns=10**12)
+    for _ in range(20):
+        step(scheduler)
+
+    def go_round():
+        plan = scheduler.schedule(10)
+        sampled = {chunk.request.number: 7 for chunk in plan.chunks}
+        scheduler.apply(StepResult(plan.chunks, sampled), 10)
+        over = plan.chunks[0].request
+        scheduler.finish(over, 10)
+        scheduler.keep_resident(over, over.token_ids[:10], 10)
+        submit(scheduler, 30_000)
+        announce(scheduler, scheduler.schedule(10))
+        scheduler.stop(scheduler._queue.head, RequestState.CANCELLED, 10)
+
+    return calls_of(go_round)
+
+
+def test_ten_thousand_waiting_requests_cost_no_more_than_a_hundred():
+    """What is done per step does not grow with the queue (but for bisecting it)."""
+    few, many = cost_of_a_round(100), cost_of_a_round(10_000)
+    assert many <= few + 20

@@ -1,0 +1,128 @@
+"""When a request whose history is on its way may start."""
+
+import pytest
+
+from inference_svc.core.rates.rates import Rates, pairs
+from inference_svc.core.scheduling.request import Request
+from inference_svc.core.scheduling.start_gate import HOLD_LIMIT_NS, StartGate
+from shared.session_key import SessionKey
+
+NUM_LAYERS = 10
+MS = 1_000_000
+CHUNK = 100
+HISTORY = 1000
+
+
+def request():
+    one = Request(1, SessionKey("t", "0f", "s"), [0] * (HISTORY + CHUNK), 4, arrived_ns=0)
+    one.computed_tokens = HISTORY
+    return one
+
+
+def known_rates(chunk_s, load_s=None):
+    """Rates by which the chunk takes `chunk_s`, and the history `load_s` from DRAM."""
+    rates = Rates()
+    for _ in range(8):
+        rates.steps.note(CHUNK, pairs(HISTORY, HISTORY + CHUNK), chunk_s)
+        if load_s is not None:
+            rates.loads.note("dram", HISTORY, load_s)
+    return rates
+
+
+def announced(rates, *, layers_ready=0, tier=None, enough_layers=None, now_ns=0):
+    gate, one = StartGate(NUM_LAYERS, rates), request()
+    gate.announced(one, now_ns, layers_ready, tier=tier, enough_layers=enough_layers)
+    return gate, one
+
+
+def opens_ns(gate, one, now_ns, *, is_idle=False):
+    return gate.opens_ns(one, CHUNK, now_ns, is_idle=is_idle)
+
+
+def test_a_history_that_is_there_starts_at_once():
+    """Nothing is waited for, whatever the rates."""
+    gate, one = announced(Rates(), layers_ready=NUM_LAYERS)
+    assert opens_ns(gate, one, 5) == 5
+    assert gate.is_certain(one)
+
+
+def test_with_unknown_rates_one_layer_is_enough():
+    """The first layer shows that the load goes on; then measuring begins."""
+    gate, one = announced(Rates())
+    assert opens_ns(gate, one, 5) > 5
+    gate.progressed(one, 1, 10)
+    assert opens_ns(gate, one, 10) == 10
+
+
+def test_loading_faster_than_computing_starts_with_the_first_layer_under_way():
+    """10 ms a layer to compute, 1 ms to load: the forward is never ahead."""
+    gate, one = announced(known_rates(0.1, 0.01), tier="dram")
+    assert opens_ns(gate, one, 0) <= 0
+
+
+def test_loading_slower_than_computing_waits_for_a_head_start():
+    """1 ms a layer to compute, 10 ms to load: it starts when the rest hides behind computing."""
+    gate, one = announced(known_rates(0.01))
+    started_at = []
+    for layer in range(1, NUM_LAYERS + 1):
+        now_ns = layer * 10 * MS
+        gate.progressed(one, layer, now_ns)
+        if opens_ns(gate, one, now_ns) == now_ns:
+            started_at.append(layer)
+    # With 9 layers, the last is there 10 ms later and needed 9 ms later: it may be 1 ms late.
+    assert started_at == [9, 10]
+
+
+def test_the_layer_under_way_counts_as_time_passes():
+    """When it is nearly there, that is when to wake, without further news."""
+    gate, one = announced(known_rates(0.01))
+    gate.progressed(one, 5, 50 * MS)
+    assert opens_ns(gate, one, 50 * MS) == 50 * MS + HOLD_LIMIT_NS, "the next layer will be news"
+    gate.progressed(one, 8, 80 * MS)
+    opens = opens_ns(gate, one, 80 * MS)
+    assert opens == pytest.approx(90 * MS, abs=MS)  # 20 ms of loading, 9 ms to hide, 1 ms of slack
+    assert opens_ns(gate, one, opens) == opens
+
+
+def test_alone_it_may_wait_in_the_forward():
+    """If nobody else is held up, 20 ms more or less are all the same."""
+    gate, one = announced(known_rates(0.01))
+    gate.progressed(one, 8, 80 * MS)
+    assert opens_ns(gate, one, 80 * MS, is_idle=True) <= 80 * MS
+
+
+def test_layers_that_are_enough_open_the_gate():
+    """A load that pauses until its request is in the batch has no more to wait for."""
+    gate, one = announced(known_rates(0.001), enough_layers=0)
+    assert opens_ns(gate, one, 0) <= 0
+    gate, one = announced(known_rates(0.001), enough_layers=2)
+    gate.progressed(one, 1, 10 * MS)
+    assert opens_ns(gate, one, 10 * MS) > 10 * MS
+    gate.progressed(one, 2, 20 * MS)
+    assert opens_ns(gate, one, 20 * MS) == 20 * MS
+
+
+@pytest.mark.parametrize("rates", [Rates(), known_rates(0.001, 1000.0)])
+def test_a_load_that_stands_still_is_let_through(rates):
+    """The forward's own wait has a deadline, so that the load fails there."""
+    gate, one = announced(rates, tier="dram", now_ns=7)
+    assert opens_ns(gate, one, 8) == 7 + HOLD_LIMIT_NS
+
+
+def test_news_that_are_none_do_not_count():
+    """Progress is measured when a layer arrives; of a forgotten request it is passed over."""
+    gate, one = announced(Rates(), layers_ready=2)
+    gate.progressed(one, 2, 5)
+    assert gate._loads[one.number].news_ns == 0
+    gate.forget(one)
+    gate.forget(one)
+    gate.progressed(one, 3, 6)
+
+
+def test_rows_are_certain_once_a_step_over_them_was_believed():
+    """All layers there is not yet all rows good: the lease may turn out to be void."""
+    gate, one = announced(Rates())
+    gate.progressed(one, NUM_LAYERS, 5)
+    assert not gate.is_certain(one)
+    gate.confirm(one)
+    assert gate.is_certain(one)

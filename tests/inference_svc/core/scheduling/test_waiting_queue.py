@@ -1,0 +1,194 @@
+"""The order of admission: priorities, shares of tenants, places kept."""
+
+from collections import Counter
+
+import pytest
+
+from inference_svc.core.scheduling.request import Request
+from inference_svc.core.scheduling.waiting_queue import WaitingQueue
+from shared.session_key import SessionKey
+
+
+def request(number, tenant="a", *, priority=0, new_tokens=10, max_tokens=10, history_tokens=0):
+    return Request(
+        number,
+        SessionKey(tenant, "0f", str(number)),
+        list(range(history_tokens + new_tokens)),
+        max_tokens,
+        arrived_ns=0,
+        history_tokens=history_tokens,
+        priority=priority,
+    )
+
+
+def numbers(queue):
+    queue.check()
+    return [waiting.number for waiting in queue]
+
+
+def admit_head(queue):
+    head = queue.head
+    queue.admit(head)
+    head.admitted_ns = 1
+    return head
+
+
+def test_equals_are_served_in_the_order_they_came():
+    """One tenant, one priority: first come, first served."""
+    queue = WaitingQueue({})
+    for number in range(5):
+        queue.add(request(number))
+    assert numbers(queue) == [0, 1, 2, 3, 4]
+
+
+def test_higher_priorities_go_first():
+    """Whatever their tenant has had before."""
+    queue = WaitingQueue({})
+    for number, priority in enumerate([0, -1, 5, 0, 5]):
+        queue.add(request(number, priority=priority))
+    assert numbers(queue) == [2, 4, 0, 3, 1]
+
+
+def test_a_tenant_that_floods_the_queue_waits_behind_its_own_requests():
+    """A newcomer of another tenant is served after one of the flood, not after all."""
+    queue = WaitingQueue({})
+    for number in range(50):
+        queue.add(request(number, "flood"))
+    admit_head(queue)
+    queue.add(request(50, "calm"))
+    assert numbers(queue)[:3] == [50, 1, 2]
+
+
+def test_tenants_share_by_their_weights():
+    """With weight 3 against 1, a tenant is admitted three times as often."""
+    queue = WaitingQueue({"heavy": 3.0})
+    for number in range(80):
+        queue.add(request(number, "heavy" if number % 2 else "light"))
+    served = Counter(admit_head(queue).key.tenant for _ in range(40))
+    assert served == {"heavy": 30, "light": 10}
+
+
+def test_work_is_counted_in_tokens_without_the_history():
+    """A tenant with short turns is admitted more often; what is only loaded costs nothing."""
+    queue = WaitingQueue({})
+    for number in range(80):
+        if number % 2:
+            queue.add(request(number, "short", new_tokens=1, max_tokens=9, history_tokens=500))
+        else:
+            queue.add(request(number, "long", new_tokens=20, max_tokens=20))
+    served = Counter(admit_head(queue).key.tenant for _ in range(40))
+    assert served == {"short": 32, "long": 8}
+
+
+def test_an_idle_tenant_saves_up_nothing():
+    """Who comes late starts at the present, not where it left off."""
+    queue = WaitingQueue({})
+    for number in range(20):
+        queue.add(request(number, "a"))
+    for _ in range(10):
+        admit_head(queue)
+    for number in range(20, 40):
+        queue.add(request(number, "b"))
+    assert {waiting.key.tenant for waiting in list(queue)[:4]} == {"a", "b"}
+
+
+def test_who_gave_up_does_not_pay():
+    """A tenant whose requests were cancelled before they were admitted is as well off as before."""
+    queue = WaitingQueue({})
+    cancelled = [request(number, "a") for number in range(10)]
+    queue.add(request(10, "b"))
+    for one in cancelled:
+        queue.add(one)
+    for one in cancelled:
+        queue.remove(one)
+    queue.add(request(11, "b"))
+    queue.add(request(12, "a"))
+    assert numbers(queue) == [10, 12, 11]
+
+
+def test_who_was_admitted_before_pays_although_it_gives_up():
+    """Cancelling after a preemption is no way to be served for nothing."""
+    queue = WaitingQueue({})
+    for number in range(3):
+        queue.add(request(number, "a"))
+    back = admit_head(queue)
+    queue.put_back(back)
+    queue.remove(back)
+    queue.add(request(3, "a"))
+    assert numbers(queue) == [1, 2, 3]
+    assert [waiting.start_tag for waiting in queue] == [20, 40, 60]
+
+
+def test_a_preempted_request_has_its_old_place():
+    """It is before its equals that came after it."""
+    queue = WaitingQueue({})
+    for number in range(4):
+        queue.add(request(number))
+    first = admit_head(queue)
+    admit_head(queue)
+    queue.put_back(first)
+    assert numbers(queue) == [0, 2, 3]
+
+
+def test_when_nobody_waits_nobody_owes_anything():
+    """Shares matter among those that wait at the same time."""
+    queue = WaitingQueue({})
+    for number in range(5):
+        queue.add(request(number, "a"))
+    while queue.head is not None:
+        admit_head(queue)
+    queue.add(request(5, "a"))
+    queue.add(request(6, "b"))
+    assert numbers(queue) == [5, 6]
+    assert queue._finish_tags.keys() == {"a", "b"}
+
+
+def test_cancelling_when_the_tenant_owes_nothing_is_harmless():
+    """A request that outlives the backlog it was charged in is not refunded."""
+    queue = WaitingQueue({})
+    first, second = request(0, "a"), request(1, "a")
+    queue.add(first)
+    queue.admit(first)
+    queue.add(second)
+    queue._finish_tags.clear()
+    queue.remove(second)
+    assert numbers(queue) == []
+
+
+def test_ranks_are_those_of_sessions_that_wait():
+    """A session's rank is that of its first request; it has none when none waits."""
+    queue = WaitingQueue({})
+    first, other, later = request(0), request(1), request(2, priority=1)
+    later.key = first.key
+    for one in (first, other, later):
+        queue.add(one)
+    assert queue.rank(first.key) < queue.rank(other.key)
+    queue.remove(later)
+    assert queue.rank(first.key) < queue.rank(other.key)
+    queue.remove(first)
+    assert queue.rank(first.key) is None
+    assert numbers(queue) == [1]
+
+
+def test_the_version_tells_when_to_look_again():
+    """Whatever comes or goes changes it."""
+    queue = WaitingQueue({})
+    one = request(0)
+    versions = {queue.version}
+    queue.add(one)
+    versions.add(queue.version)
+    queue.admit(one)
+    versions.add(queue.version)
+    queue.put_back(one)
+    versions.add(queue.version)
+    queue.remove(one)
+    versions.add(queue.version)
+    assert len(versions) == 5
+
+
+def test_what_does_not_wait_cannot_be_removed():
+    """A broken invariant of the caller's is not passed over."""
+    queue = WaitingQueue({})
+    queue.add(request(0))
+    with pytest.raises((AssertionError, KeyError, IndexError)):
+        queue.remove(request(1))

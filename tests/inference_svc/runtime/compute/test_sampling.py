@@ -1,0 +1,93 @@
+"""Sampling chooses what its parameters say, and the same again for the same seed and step."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+from inference_svc.core.errors import EngineFailedError
+from inference_svc.core.sampling_params import SamplingParams
+from inference_svc.runtime.compute.sampling import Sampler
+
+LOGITS = torch.tensor([0.0, 3.0, 1.0, 3.0, 2.0, -1.0])
+
+
+def drawn(num_draws=400, logits=LOGITS, **values):
+    params = {"temperature": 1.0, "seed": 5, **values}
+    sampler = Sampler(SamplingParams(**params))
+    return Counter(sampler.sample(logits, []).token_id for _ in range(num_draws))
+
+
+def test_greedy_takes_the_lowest_of_equals():
+    """Temperature 0 is argmax, ties go to the lowest id, whatever the seed."""
+    assert {Sampler(SamplingParams(seed=s)).sample(LOGITS, []).token_id for s in range(9)} == {1}
+
+
+def test_draws_repeat_with_the_seed():
+    """The draw of step i depends on seed and i alone; another seed draws otherwise."""
+    runs = []
+    for seed in (1, 1, 2):
+        sampler = Sampler(SamplingParams(temperature=1.0, seed=seed))
+        runs.append([sampler.sample(LOGITS, []).token_id for _ in range(30)])
+    assert runs[0] == runs[1] != runs[2]
+    skipping = Sampler(SamplingParams(temperature=1.0, seed=1))
+    for _ in range(10):
+        skipping.sample(torch.zeros(6), [])
+    assert skipping.sample(LOGITS, []).token_id == runs[0][10]
+
+
+def test_frequencies_follow_the_probabilities():
+    """Draws at temperature 1 have the softmax's frequencies."""
+    counts = drawn(4000)
+    expected = torch.softmax(LOGITS.double(), 0)
+    for token_id, probability in enumerate(expected.tolist()):
+        spread = math.sqrt(probability * (1 - probability) / 4000)
+        assert abs(counts[token_id] / 4000 - probability) < 5 * spread
+
+
+@pytest.mark.parametrize(
+    ("values", "left"),
+    [
+        ({"top_k": 1}, {1}),
+        ({"top_k": 3}, {1, 3, 4}),
+        ({"top_k": 100}, {0, 1, 2, 3, 4, 5}),
+        ({"top_p": 0.3}, {1}),
+        ({"top_p": 0.6}, {1, 3}),
+        ({"min_p": 0.3}, {1, 3, 4}),
+        ({"top_k": 4, "top_p": 0.9, "min_p": 0.5}, {1, 3}),
+        ({"temperature": 1e-6}, {1, 3}),
+        ({"temperature": 100.0}, {0, 1, 2, 3, 4, 5}),
+    ],
+)
+def test_filters_leave_the_right_tokens(values, left):
+    """Top-k, top-p and min-p keep exactly the tokens they promise."""
+    assert set(drawn(**values)) == left
+
+
+def test_penalty_pushes_seen_tokens_down():
+    """Seen tokens lose, with positive or negative logits; each counts once."""
+    params = SamplingParams(repetition_penalty=2.0)
+    assert Sampler(params).sample(LOGITS, [1, 1, 1]).token_id == 3
+    assert Sampler(params).sample(LOGITS, [1, 3]).token_id == 4
+    assert Sampler(params).sample(torch.tensor([-1.0, -1.5]), [0]).token_id == 1
+
+
+def test_logprobs_are_of_the_model():
+    """Log-probabilities are the plain softmax's, whatever penalty and temperature do."""
+    params = SamplingParams(temperature=0.5, repetition_penalty=3.0, logprobs=3)
+    sampled = Sampler(params).sample(LOGITS, [1])
+    expected = torch.log_softmax(LOGITS.double(), 0)
+    assert sampled.logprob == pytest.approx(float(expected[sampled.token_id]))
+    assert [token_id for token_id, _ in sampled.top] == [1, 3, 4]
+    assert [value for _, value in sampled.top] == pytest.approx(expected[[1, 3, 4]].tolist())
+    assert Sampler(SamplingParams()).sample(LOGITS, []).logprob is None
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_not_finite_fail_the_turn(bad):
+    """An overflowed model is reported instead of sampled from."""
+    logits = LOGITS.clone()
+    logits[4] = bad
+    with pytest.raises(EngineFailedError, match="not finite"):
+        Sampler(SamplingParams()).sample(logits, [])

@@ -1,0 +1,495 @@
+"""The engine loop over the tiny model: when a step, a load, a client or memory fails."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+
+from inference_svc.core.counters import Counters
+from inference_svc.core.errors import DeadlineExceededError, EngineFailedError
+from inference_svc.core.rates.load_or_recompute import LoadPolicy
+from inference_svc.core.rates.rates import Rates
+from inference_svc.core.sampling_params import SamplingParams
+from inference_svc.core.scheduling.request import Request
+from inference_svc.core.scheduling.scheduler import Scheduler, SchedulerLimits
+from inference_svc.runtime.compute.model_runner import ModelRunner
+from inference_svc.runtime.compute.sampling import Sampler
+from inference_svc.runtime.compute.stepping import Stepper
+from inference_svc.runtime.engine.engine_job import EngineJob, as_token_bytes
+from inference_svc.runtime.engine.engine_loop import EngineLoop
+from inference_svc.runtime.engine.loads import Loads, PreloadPolicy
+from inference_svc.runtime.kv.kv_pool import KVPool
+from inference_svc.runtime.kv.layer_gate import StepNotDoneError
+from inference_svc.runtime.kv.resident_slabs import ResidentSlabs
+from inference_svc.runtime.model.calibration import calibrate
+from inference_svc.runtime.model.model_loader import load_model
+from inference_svc.runtime.store.saves import Saves
+from inference_svc.runtime.store.session_store import BegunLoad
+from inference_svc.runtime.worker_thread import WorkerThread
+from shared.grants import LoadGrant, Lookup
+from shared.progress_words import LoadFailedError
+from shared.session_key import SessionKey
+
+POISON = 13  # a runner with a fault raises when it is fed this token
+BLOCK_TOKENS = 16
+LIMITS = {
+    "max_running": 4,
+    "max_loading": 4,
+    "max_waiting": 16,
+    "kv_rows": 4000,
+    "step_tokens": 64,
+    "mixed_step_tokens": 32,
+    "answer_tokens": 8,
+    "saves": True,
+    "keeps_residents": True,
+}
+
+
+class FaultyRunner(ModelRunner):
+    """Fails as a model would that cannot compute one request."""
+
+    def step(self, chunks, clock=None):
+        if any(POISON in chunk.token_ids for chunk in chunks):
+            raise RuntimeError("out of memory")
+        return super().step(chunks, clock)
+
+
+class MemoryStore:
+    """Keeps the position-free rows of saved sessions; a save ends when it may, loads fail if told.
+
+    Attributes:
+        order: of what was asked.
+        num_failing_loads: so many loads break off after they were announced.
+    """
+
+    saves = True
+    state = "attached"
+
+    def __init__(self):
+        self.order = []
+        self.may_end = asyncio.Event()
+        self.may_end.set()
+        self.num_failing_loads = 0
+        self.rows = {}  # key -> token ids, keys and values of all layers
+        self.ended = []
+
+    async def begin_load(self, request):
+        self.order.append("load")
+        stored = self.rows.get(request.key, (b"", [], []))[0]
+        num_tokens = 0
+        if request.token_ids.startswith(stored):
+            num_tokens = min(len(stored) // 4, request.num_tokens)
+        if not num_tokens or request.policy is LoadPolicy.NEVER:
+            return BegunLoad(reason="miss")
+        begun = BegunLoad(num_tokens, num_tokens // BLOCK_TOKENS * BLOCK_TOKENS)
+        begun.tier_tokens["dram"] = num_tokens
+        begun.grant = LoadGrant(Lookup.HIT, 1, (), num_tokens, False, "", None)
+        self.begun_key = request.key
+        return begun
+
+    async def finish_load(self, begun, slab, tail, gate, layers):
+        if self.num_failing_loads:
+            self.num_failing_loads -= 1
+            gate.fail(LoadFailedError("it broke off", "compute"))
+            return
+        _, keys, values = self.rows[self.begun_key]
+        for layer in layers:
+            rotary = self.calibration.layers[layer].rotary
+            free = keys[layer][: begun.end_token]
+            slab.keys[layer][0, :, : begun.end_token] = rotary.rotate(free, 0).transpose(0, 1)
+            slab.values[layer][0, :, : begun.end_token] = values[layer][
+                : begun.end_token
+            ].transpose(0, 1)
+            count = begun.end_token - begun.tail_from
+            for kept, rows in ((tail.keys, keys), (tail.values, values)):
+                kept[layer][:count] = rows[layer][begun.tail_from : begun.end_token]
+            gate.open(layer + 1)
+        if layers.stop == gate.num_layers:
+            gate.confirm()
+
+    async def give_up(self, begun):
+        pass
+
+    async def save(self, key, token_ids, from_token, buffer, clock=None):
+        await self.may_end.wait()
+        self.order.append("save")
+        if clock is not None:
+            try:
+                await asyncio.to_thread(clock.wait_confirmed)
+            except StepNotDoneError:
+                return None
+        _, keys, values = self.rows.get(key, (b"", [], []))
+        num_tokens = len(token_ids) // 4
+        new = buffer.cut(from_token, num_tokens - from_token)
+        self.rows[key] = (
+            token_ids,
+            *(
+                [_joined(old, rows, from_token) for old, rows in _pairs(olds, news)]
+                for olds, news in zip((keys, values), new, strict=True)
+            ),
+        )
+        return ""
+
+    async def end_session(self, key):
+        self.ended.append(key)
+
+    async def forget(self, key, token_ids):
+        self.rows.pop(key, None)
+
+    def push_queue(self, jobs):
+        pass
+
+
+def _pairs(olds, news):
+    return zip(olds or [None] * len(news), news, strict=True)
+
+
+def _joined(old, new, from_token):
+
+    if old is None or not from_token:
+        assert not from_token, "a gap"
+        return new.clone()
+    assert old.shape[0] >= from_token, "a gap"
+    return torch.cat((old[:from_token], new))
+
+
+class Sink:
+    """Collects tokens up to a number of them."""
+
+    def __init__(self, max_tokens):
+        self.max_tokens = max_tokens
+        self.token_ids = []
+        self.has_token = asyncio.Event()
+        self.num_started = 0
+
+    def started(self, request, outcome):
+        self.num_started += 1
+
+    def sampled(self, token):
+        self.token_ids.append(token.token_id)
+        self.has_token.set()
+        return len(self.token_ids) == self.max_tokens
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    loaded = load_model(tiny_model, "float32", "cpu")
+    return loaded, calibrate(loaded)
+
+
+class Engine:
+    """An engine over a store in memory, and a maker of jobs."""
+
+    def __init__(self, model, store, limits, preload):
+        loaded, calibration = model
+        store.calibration = calibration
+        self.store = store
+        self.counters, rates = Counters(), Rates()
+        self.threads = WorkerThread("compute"), WorkerThread("load")
+        limits = SchedulerLimits(**{**LIMITS, **limits})
+        num_layers = len(calibration.layers)
+        self.scheduler = Scheduler(limits, rates, num_layers)
+        self.pool = KVPool(
+            [layer.shape for layer in calibration.layers],
+            limits.kv_rows,
+            device=loaded.device,
+            dtype=loaded.dtype,
+        )
+        residents = ResidentSlabs(self.pool, BLOCK_TOKENS)
+        saves = Saves(store, self.counters, block_tokens=BLOCK_TOKENS, group_tokens=32)
+        loads = Loads(
+            *(self.pool, store, residents, self.threads[1], self.counters),
+            num_layers=num_layers,
+            policy=LoadPolicy.ALWAYS,
+            preload=preload or PreloadPolicy(is_layerwise=True, buffer_layers=num_layers),
+        )
+        stepper = Stepper(FaultyRunner(*model), self.threads[0], self.counters, rates)
+        self.loop = EngineLoop(
+            *(self.scheduler, stepper, loads, saves, residents, self.pool, store, self.counters),
+            num_layers=num_layers,
+        )
+        self._number = 0
+
+    def job(self, token_ids, max_tokens=8, session="s", **fields):
+        self._number += 1
+        key = SessionKey("default", "m", session)
+        return EngineJob(
+            Request(self._number, key, list(token_ids), max_tokens, 0, **fields),
+            is_final=False,
+            sampler=Sampler(SamplingParams()),
+            sink=Sink(max_tokens),
+            done=asyncio.get_running_loop().create_future(),
+        )
+
+    async def run(self, token_ids, max_tokens=8, session="s", **fields):
+        """One turn, kept; returns its tokens."""
+        job = self.job(token_ids, max_tokens, session, **fields)
+        await self.loop.generate(job)
+        self.loop.keep(job, job.request.token_ids[:-1])
+        return job
+
+    async def all_given_back(self):
+        """Nothing is under way, and nothing is held but by residents."""
+        await self.loop.wait_idle()
+        self.scheduler.check()
+        assert not self.scheduler.reserved_rows
+        for key in list(self.loop._memory._residents._residents):
+            self.loop.release_resident(key)
+        assert self.pool.num_free == self.pool.num_rows
+        assert not self.scheduler.num_waiting
+
+
+@asynccontextmanager
+async def running_engine(model, preload=None, **limits):
+    engine = Engine(model, MemoryStore(), limits, preload)
+    life = engine.life = asyncio.create_task(engine.loop.run())
+    try:
+        yield engine
+    finally:
+        life.cancel()
+        await asyncio.gather(life, return_exceptions=True)
+        for thread in engine.threads:
+            thread.close()
+
+
+async def alone(model, token_ids, max_tokens=8):
+    """What a turn answers with nothing else around."""
+    async with running_engine(model) as engine:
+        return (await engine.run(token_ids, max_tokens)).sink.token_ids
+
+
+async def test_one_faulty_request_does_not_fail_the_others(model):
+    """A step that raises is repeated one by one; only the request at fault gets the error."""
+    async with running_engine(model) as engine:
+        bad = engine.job([20, POISON, 21], session="bad")
+        good = asyncio.create_task(engine.run(range(20, 30)))
+        with pytest.raises(EngineFailedError, match="RuntimeError"):
+            await engine.loop.generate(bad)
+        assert (await good).sink.token_ids == await alone(model, range(20, 30))
+        await engine.all_given_back()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_cancelled_job_gives_its_memory_back(model, times):
+    """Wherever it was, and however often it is dropped, others run on and the engine is idle."""
+    async with running_engine(model) as engine:
+        jobs = [engine.job(range(20, 60), 300, session=str(number)) for number in range(12)]
+        tasks = [asyncio.create_task(engine.loop.generate(each)) for each in jobs]
+        await jobs[3].sink.has_token.wait()
+        for each, task in zip(jobs, tasks, strict=True):
+            task.cancel()
+            for _ in range(times - 1):
+                engine.loop.drop(each)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await engine.all_given_back()
+
+
+@pytest.mark.parametrize("residents", [True, False])
+async def test_a_turn_goes_on_where_the_one_before_it_ended(model, residents):
+    """From the resident slab or from the store: the answer is that of computing everything."""
+    async with running_engine(model, keeps_residents=residents) as engine:
+        prompt = list(range(20, 60))
+        for tier_tokens in (0, 47, 97):
+            turn = await engine.run(prompt, 8)
+            found = {"hbm" if residents else "dram": tier_tokens} if tier_tokens else {}
+            assert turn.outcome.tier_tokens == found
+            assert turn.sink.token_ids == await alone(model, prompt)
+            prompt = [*turn.request.token_ids, *range(30, 72)]
+        await engine.all_given_back()
+
+
+async def test_a_load_waits_for_the_save_of_its_sessions_previous_turn(model):
+    """Otherwise it would miss what that turn computed."""
+    async with running_engine(model, keeps_residents=False) as engine:
+        engine.store.may_end.clear()
+        first = await engine.run([20, 21])
+        following = asyncio.create_task(engine.run([*first.request.token_ids, 22]))
+        await engine.run([20], session="other")
+        assert not following.done()
+        engine.store.may_end.set()
+        assert (await following).outcome.tokens == 9
+        await engine.all_given_back()
+    assert engine.store.order[:2] == ["load", "load"]
+
+
+async def test_rows_that_are_still_being_saved_are_not_reused(model):
+    """The slab goes on to others at once, the write buffer only after the save."""
+    async with running_engine(model, kv_rows=200, keeps_residents=False) as engine:
+        engine.store.may_end.clear()
+        first = await engine.run(range(20, 60))
+        for number in range(4):
+            await engine.run(range(30, 50), session=f"other {number}")
+        engine.store.may_end.set()
+        await engine.loop.wait_idle()
+        following = [*first.request.token_ids, 22]
+        assert (await engine.run(following)).sink.token_ids == await alone(model, following)
+        await engine.all_given_back()
+
+
+@pytest.mark.parametrize("num_failures", [1, 2, 3])
+async def test_a_load_that_breaks_off_under_a_step_is_computed_instead(model, num_failures):
+    """What was computed over it is void; after some tries the history is not asked for."""
+    async with running_engine(model, keeps_residents=False) as engine:
+        first = await engine.run(range(20, 60))
+        await engine.loop.wait_idle()
+        engine.store.num_failing_loads = num_failures
+        following = [*first.request.token_ids, *range(80, 120)]
+        turn = await engine.run(following)
+        assert turn.sink.token_ids == await alone(model, following)
+        assert turn.sink.num_started == 1
+        assert turn.outcome.tokens == (47 if num_failures == 1 else 0)
+        await engine.all_given_back()
+        again = [*turn.request.token_ids, 99]
+        assert (await engine.run(again)).sink.token_ids == await alone(model, again)
+
+
+async def test_answers_that_outgrow_their_room_move_and_go_on(model):
+    """Rows for an answer are given as it grows; others may have the room meanwhile."""
+    async with running_engine(model, kv_rows=700) as engine:
+        turns = await asyncio.gather(
+            *(engine.run(range(20 + n, 60 + n), 90, session=str(n)) for n in range(5))
+        )
+        for number, turn in enumerate(turns):
+            expected = await alone(model, range(20 + number, 60 + number), 90)
+            assert turn.sink.token_ids == expected
+            assert turn.request.num_preemptions > 0
+        await engine.all_given_back()
+
+
+async def test_a_higher_priority_goes_first_and_costs_nobody_a_token(model):
+    """Who is preempted waits, finds its rows again and answers the same."""
+    async with running_engine(model, max_running=1, answer_tokens=200) as engine:
+        low = engine.job(range(20, 60), 100, session="low")
+        answer = asyncio.create_task(engine.loop.generate(low))
+        await low.sink.has_token.wait()
+        high = await engine.run(range(30, 70), 4, session="high", priority=1)
+        assert len(low.sink.token_ids) < 100
+        await answer
+        engine.loop.drop(low)
+        assert low.request.num_preemptions == 1
+        assert low.sink.token_ids == await alone(model, range(20, 60), 100)
+        assert high.sink.token_ids == await alone(model, range(30, 70), 4)
+        await engine.all_given_back()
+
+
+async def test_a_deadline_ends_a_turn_in_the_queue(model):
+    """And leaves nothing behind."""
+    async with running_engine(model, max_running=1) as engine:
+        running = engine.job(range(20, 60), 300, session="running")
+        answer = asyncio.create_task(engine.loop.generate(running))
+        await running.sink.has_token.wait()
+        late = engine.job(range(20, 60), session="late", deadline_ns=1)
+        with pytest.raises(DeadlineExceededError):
+            await engine.loop.generate(late)
+        answer.cancel()
+        await asyncio.gather(answer, return_exceptions=True)
+        await engine.all_given_back()
+
+
+async def test_a_budget_for_one_serves_many_in_order(model):
+    """Requests that do not fit together run one after another."""
+    async with running_engine(model, kv_rows=60, max_running=4) as engine:
+        ends = []
+
+        async def serve(number):
+            await engine.run(range(20, 40), session=str(number))
+            ends.append(number)
+
+        await asyncio.gather(*(serve(number) for number in range(5)))
+        await engine.all_given_back()
+    assert ends == sorted(ends)
+
+
+@pytest.mark.parametrize(
+    "preload",
+    [
+        PreloadPolicy(is_layerwise=False, buffer_layers=0),
+        *(PreloadPolicy(is_layerwise=True, buffer_layers=n) for n in (0, 1, 2)),
+    ],
+)
+async def test_every_way_to_preload_gives_the_same_answer(model, preload):
+    """The ablations differ in time only."""
+    async with running_engine(model, preload, keeps_residents=False) as engine:
+        first = await engine.run(range(20, 60))
+        await engine.loop.wait_idle()
+        following = [*first.request.token_ids, *range(80, 90)]
+        turn = await engine.run(following)
+        assert turn.outcome.tokens == 47
+        assert turn.sink.token_ids == await alone(model, following)
+        await engine.all_given_back()
+
+
+async def test_an_answer_that_is_cut_behind_its_last_preemption(model):
+    """A stop string may end an answer before the rows of its newest write buffer begin."""
+    async with running_engine(model, answer_tokens=8) as engine:
+        job = engine.job(range(20, 60), 12)
+        await engine.loop.generate(job)
+        assert job.request.num_preemptions == 1
+        kept = job.request.token_ids[: job.write_buffer.first_token - 1]
+        engine.loop.keep(job, kept)
+        await engine.loop.wait_idle()
+        following = [*kept, 99, 98]
+        assert (await engine.run(following)).sink.token_ids == await alone(model, following)
+        await engine.all_given_back()
+
+
+async def test_a_cancelled_turn_leaves_its_sessions_resident(model):
+    """Its history is as good as it was."""
+    async with running_engine(model) as engine:
+        first = await engine.run(range(20, 60))
+        following = [*first.request.token_ids, *range(30, 40)]
+        cancelled = engine.job(following, 300, history_tokens=47)
+        answer = asyncio.create_task(engine.loop.generate(cancelled))
+        await cancelled.sink.has_token.wait()
+        answer.cancel()
+        await asyncio.gather(answer, return_exceptions=True)
+        await engine.loop.wait_idle()
+        again = await engine.run([*first.request.token_ids, *range(50, 60)])
+        assert again.outcome.tier_tokens == {"hbm": 47}
+        assert again.sink.token_ids == await alone(model, again.request.token_ids[:58])
+        await engine.all_given_back()
+
+
+async def test_the_loop_ends_cleanly_under_a_running_turn(model):
+    """Cancelling it is no error, whatever is under way, and takes no longer than a step."""
+    async with running_engine(model, step_tokens=16) as engine:
+        job = engine.job(range(20, 220), 300)
+        answer = asyncio.create_task(engine.loop.generate(job))
+        await job.sink.has_token.wait()
+        engine.life.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await engine.life
+        answer.cancel()
+
+
+async def test_a_step_that_fails_under_a_save_stores_nothing_of_it(model):
+    """The rows are computed anew, one request by one, and stored then."""
+    async with running_engine(model, keeps_residents=False) as engine:
+        bad = engine.job([*range(20, 50), POISON], session="bad")
+        good = asyncio.create_task(engine.run(range(20, 90)))
+        with pytest.raises(EngineFailedError):
+            await engine.loop.generate(bad)
+        turn = await good
+        await engine.loop.wait_idle()
+        assert engine.counters.snapshot()["save_errors"] == 0
+        following = [*turn.request.token_ids, 99]
+        again = await engine.run(following)
+        assert again.outcome.tokens == 77
+        assert again.sink.token_ids == await alone(model, following)
+        await engine.all_given_back()
+
+
+async def test_a_deleted_session_is_gone_from_memory_too(model):
+    """Its resident is released and its store told, after its last save."""
+    async with running_engine(model) as engine:
+        turn = await engine.run(range(20, 60))
+        await engine.loop.forget(turn.key, turn.request.token_ids)
+        assert not engine.scheduler.num_resident
+        assert not engine.store.rows
+        await engine.all_given_back()
+
+
+def test_token_bytes_are_little_endian():
+    """As kvd takes them."""
+    assert as_token_bytes([1, 256]) == bytes([1, 0, 0, 0, 0, 1, 0, 0])

@@ -1,0 +1,290 @@
+"""The pool: pieces that never overlap, memory that is not reused while anybody reads it."""
+
+import random
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from inference_svc.core.scheduling.row_space import RowSpace
+from inference_svc.runtime.kv.kv_pool import KVPool
+from inference_svc.runtime.kv.kv_slab import LayerShape
+from inference_svc.runtime.kv.page_population import HUGE_PAGE_BYTES, allocate_region, populate
+from inference_svc.runtime.kv.row_hold import RowHold
+
+CPU = torch.device("cpu")
+SHAPES = [LayerShape((2, 4), (2, 4)), LayerShape((1, 8), (1, 6)), LayerShape((2, 4), (1, 6))]
+FULL_LINES = [LayerShape((2, 8), (2, 8))] * 2  # their rows are a multiple of 64 bytes
+SOON = 60.0  # seconds that nothing here takes unless it is broken
+
+
+def make_pool(num_rows, shapes=SHAPES, dtype=torch.float32):
+    return KVPool(shapes, num_rows, device=CPU, dtype=dtype)
+
+
+def tensors(rows):
+    return [*rows.keys.layers, *rows.values.layers]
+
+
+def fill(rows, number):
+    for tensor in tensors(rows):
+        tensor.fill_(number)
+
+
+def holds(rows, number):
+    return all(bool((tensor == number).all()) for tensor in tensors(rows))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shapes", [SHAPES, FULL_LINES], ids=["padded rows", "full rows"])
+def test_pieces_fill_the_region_and_do_not_overlap(shapes, dtype):
+    """Slabs and buffers that together take every row each keep what was written to them."""
+    pool = make_pool(60, shapes, dtype=dtype)
+    lent = [pool.new_slab(20), pool.new_write_buffer(5, 13), pool.new_slab(1)]
+    lent.append(pool.new_write_buffer(0, pool.num_free))
+    for number, rows in enumerate(lent):
+        fill(rows, number)
+    assert all(holds(rows, number) for number, rows in enumerate(lent))
+    assert (pool.num_free, pool.num_outside) == (0, 0)
+    region_begin = pool._region.data_ptr()
+    region_end = region_begin + 60 * pool.row_bytes
+    for tensor in (tensor for rows in lent for tensor in tensors(rows)):
+        end = tensor.data_ptr() + tensor.numel() * tensor.itemsize
+        assert region_begin <= tensor.data_ptr() < end <= region_end
+
+
+@pytest.mark.parametrize("shapes", [SHAPES, FULL_LINES], ids=["several shapes", "one shape"])
+def test_layers_of_a_piece_do_not_overlap(shapes):
+    """Keys and values of every layer have memory of their own, in slabs and in buffers."""
+    pool = make_pool(60, shapes)
+    for rows in (pool.new_slab(7), pool.new_write_buffer(0, 9)):
+        for number, tensor in enumerate(tensors(rows)):
+            tensor.fill_(number)
+        assert all(bool((tensor == number).all()) for number, tensor in enumerate(tensors(rows)))
+
+
+def test_slabs_begin_at_cache_lines():
+    """Whatever a row's size, a slab of any row begins at a multiple of 64 bytes."""
+    pool = make_pool(10, [LayerShape((1, 5), (1, 2))])
+    assert pool.row_bytes == 64
+    begins = [pool.new_slab(1).keys[0].data_ptr() for _ in range(10)]
+    assert {begin % 64 for begin in begins} == {pool._region.data_ptr() % 64}
+    assert sorted(begins) == list(range(min(begins), min(begins) + 640, 64))
+
+
+def test_without_contiguous_room_rows_come_from_elsewhere():
+    """A slab that does not fit gets memory of its own, is counted, and gives nothing back."""
+    pool = make_pool(30)
+    first, second = pool.new_slab(12), pool.new_slab(6)
+    pool.release(first)
+    assert pool.num_free == 24
+    outside = pool.new_slab(20)  # 12 rows before and 12 after the second
+    assert (pool.num_outside, pool.num_free) == (1, 24)
+    fill(second, 1)
+    fill(outside, 2)
+    assert holds(second, 1)
+    assert holds(outside, 2)
+    pool.release(outside)
+    assert pool.num_free == 24
+    pool.check()
+
+
+def test_released_rows_are_lent_again():
+    """What was given back joins its neighbours and is used for the next slab."""
+    pool = make_pool(30)
+    lent = [pool.new_slab(10) for _ in range(3)]
+    for rows in lent:
+        pool.release(rows)
+    pool.new_slab(30)
+    assert (pool.num_free, pool.num_outside) == (0, 0)
+
+
+def test_rows_are_not_lent_while_a_copy_holds_them():
+    """Release during a copy only marks rows: the last holder that leaves gives them back."""
+    pool = make_pool(10)
+    slab = pool.new_slab(10)
+    with slab.hold():
+        with slab.hold():
+            pool.release(slab)
+            assert pool.num_free == 0
+        assert pool.num_free == 0
+        other = pool.new_slab(10)
+        assert pool.num_outside == 1
+        assert other.keys[0].data_ptr() != slab.keys[0].data_ptr()
+    assert pool.num_free == 10
+
+
+def test_a_hold_may_be_left_in_another_thread():
+    """A save takes hold where it is ordered, and lets go where it is done."""
+    pool = make_pool(10)
+    buffer = pool.new_write_buffer(0, 10)
+    hold = buffer.hold()
+    hold.__enter__()
+    pool.release(buffer)
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(hold.__exit__, None, None, None).result(SOON)
+    assert pool.num_free == 10
+
+
+def test_a_copy_that_fails_lets_go():
+    """An error inside a hold gives the rows back too."""
+    pool = make_pool(10)
+    slab = pool.new_slab(10)
+    hold = slab.hold()
+    hold.__enter__()
+    pool.release(slab)
+    error = OSError("torn")
+    assert not hold.__exit__(OSError, error, None)
+    assert pool.num_free == 10
+
+
+def test_misuse_is_an_assertion():
+    """Releasing twice, holding what was released, and lending no rows are mistakes."""
+    pool = make_pool(10)
+    slab = pool.new_slab(4)
+    pool.release(slab)
+    with pytest.raises(AssertionError, match="twice"):
+        pool.release(slab)
+    with pytest.raises(AssertionError, match="taken hold of"), slab.hold():
+        pass
+    with pytest.raises(AssertionError, match="0 rows"):
+        pool.new_slab(0)
+    assert pool.num_free == 10
+    held = pool.new_slab(4)
+    with held.hold():
+        pool.release(held)
+        with pytest.raises(AssertionError, match="taken hold of"), held.hold():
+            pass
+        with pytest.raises(AssertionError, match="twice"):
+            pool.release(held)
+    assert pool.num_free == 10
+
+
+@pytest.fixture
+def restless():
+    """Let threads take turns as often as can be, so that what may interleave does."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def exercise(pool, lend, num_rounds, num_threads):
+    """Owners write a number, hand the rows to copies that verify it, and release meanwhile.
+
+    Returns how many copies saw another number than was written.
+    """
+    num_wrong = [0] * num_threads
+
+    def copy(rows, hold, number, begin, index):
+        begin.wait(SOON)
+        for _ in range(3):
+            num_wrong[index] += not holds(rows, number)
+        hold.__exit__(None, None, None)
+
+    def own(index, copiers):
+        chance = random.Random(index)  # noqa: S311 - not for secrets
+        under_way = []
+        for round_number in range(num_rounds):
+            number = float(index * num_rounds + round_number)
+            rows = lend(pool, chance)
+            fill(rows, number)
+            released = threading.Event()
+            for _ in range(chance.randrange(3)):
+                hold = rows.hold()
+                hold.__enter__()
+                under_way.append(copiers.submit(copy, rows, hold, number, released, index))
+            num_wrong[index] += not holds(rows, number)
+            pool.release(rows)
+            released.set()
+        for copied in under_way:
+            copied.result(SOON)
+
+    with ThreadPoolExecutor(3) as copiers, ThreadPoolExecutor(num_threads) as owners:
+        for owning in [owners.submit(own, index, copiers) for index in range(num_threads)]:
+            owning.result(SOON)
+    return sum(num_wrong)
+
+
+def lend_some(pool, chance):
+    size = chance.randrange(1, 30)
+    if chance.random() < 0.5:
+        return pool.new_slab(size)
+    return pool.new_write_buffer(chance.randrange(100), size)
+
+
+def test_no_copy_ever_reads_rows_of_another_owner(restless):
+    """Under threads that lend, copy and release at random, every copy sees its owner's rows."""
+    pool = make_pool(64)
+    assert exercise(pool, lend_some, num_rounds=150, num_threads=3) == 0
+    pool.check()
+    assert pool.num_free == 64
+
+
+def test_the_exercise_notices_rows_reused_too_early(restless):
+    """With holds that do not count, the same exercise finds copies that read foreign rows."""
+
+    class Careless(RowHold):
+        def hold(self):
+            return nullcontext()
+
+    def lend(pool, chance):
+        rows = lend_some(pool, chance)
+        rows.memory = Careless(rows.memory._give_back)
+        return rows
+
+    pool = make_pool(32)
+    assert exercise(pool, lend, num_rounds=150, num_threads=3) > 0
+
+
+def test_the_account_changes_under_the_lock_only():
+    """Lending and giving back, which threads do at once, take turns at the account of rows."""
+
+    class Watched(RowSpace):
+        def allocate(self, num_rows, *, from_top=False):
+            assert pool._lock.locked()
+            return super().allocate(num_rows, from_top=from_top)
+
+        def free(self, offset):
+            assert pool._lock.locked()
+            super().free(offset)
+
+    pool = make_pool(10)
+    pool._space = Watched(10)
+    slab, buffer = pool.new_slab(4), pool.new_write_buffer(0, 4)
+    pool.release(slab)
+    with buffer.hold():
+        pool.release(buffer)
+    assert pool.num_free == 10
+
+
+def test_prefault_keeps_what_is_written():
+    """Faulting pages in changes no byte, and says how much is there."""
+    num_rows = 3 * HUGE_PAGE_BYTES // make_pool(1).row_bytes
+    pool = make_pool(num_rows)
+    slab = pool.new_slab(num_rows)
+    fill(slab, 7.0)
+    num_bytes = pool.prefault()
+    assert num_bytes in (0, num_rows * pool.row_bytes)  # 0: a kernel that cannot
+    assert holds(slab, 7.0)
+
+
+def test_prefault_stops_when_closed():
+    """A pool that is closed faults in nothing more; lent rows stay usable."""
+    pool = make_pool(3 * HUGE_PAGE_BYTES // make_pool(1).row_bytes)
+    slab = pool.new_slab(10)
+    pool.close()
+    assert pool.prefault() == 0
+    fill(slab, 3.0)
+    assert holds(slab, 3.0)
+
+
+def test_populate_goes_in_steps():
+    """Between steps it asks whether to go on, so that closing does not take long."""
+    region = allocate_region(HUGE_PAGE_BYTES, CPU, torch.float32)
+    answers = iter([False, True])
+    assert populate(region, lambda: next(answers)) in (0, region.numel() * region.itemsize)
+    assert populate(allocate_region(16, CPU, torch.float32), lambda: False) == 0

@@ -1,0 +1,134 @@
+"""Gates: nobody passes what is not open, and a failure reaches everybody."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from inference_svc.runtime.kv.layer_gate import LayerGate
+from shared.progress_words import LoadFailedError
+
+SOON = 20.0  # seconds that nothing here takes unless it is broken
+
+
+def test_open_layers_are_passed_without_the_lock():
+    """A layer that is open is passed at once, even while somebody holds the lock."""
+    gate = LayerGate(3)
+    gate.open(2)
+    with gate._changed:  # an ordinary thread would block on it
+        gate.wait(0, 0.0)
+        gate.wait(1, 0.0)
+    assert (gate.num_open, gate.waited_s) == (2, 0.0)
+
+
+def test_a_closed_layer_times_out_and_may_open_later():
+    """Not being there in time is an error of who waits, not of the gate."""
+    gate = LayerGate(3)
+    gate.open(1)
+    with pytest.raises(LoadFailedError, match="layer 1"):
+        gate.wait(1, 0.0)
+    assert not gate.is_settled
+    gate.open(2)
+    gate.wait(1, 0.0)
+
+
+def test_the_time_spent_blocked_is_counted():
+    """Waits at closed layers and for the confirmation add up; passing an open layer adds none."""
+    gate = LayerGate(2)
+    gate.open(1)
+    for call in (lambda: gate.wait(1, 0.002), lambda: gate.wait_confirmed(0.002)):
+        with pytest.raises(LoadFailedError):
+            call()
+    assert gate.waited_s >= 0.004
+    waited_s = gate.waited_s
+    gate.wait(0)
+    assert gate.waited_s == waited_s
+
+
+def test_layers_stay_open():
+    """Opening fewer layers than before changes nothing; more than there are is a mistake."""
+    gate = LayerGate(3)
+    gate.open(2)
+    gate.open(1)
+    gate.wait(1, 0.0)
+    with pytest.raises(AssertionError, match="4 layers"):
+        gate.open(4)
+
+
+def test_a_failure_closes_every_layer():
+    """Rows read through a gate that failed may be garbage: open layers cannot be passed either."""
+    gate, error = LayerGate(2), OSError("gone")
+    gate.open(1)
+    gate.fail(error)
+    gate.open(2)
+    for call in (lambda: gate.wait(0), lambda: gate.wait(1), gate.wait_confirmed):
+        with pytest.raises(OSError, match="gone") as raised:
+            call()
+        assert raised.value is error
+    assert (gate.is_settled, gate.num_open, gate.error) == (True, 0, error)
+
+
+def test_the_first_outcome_stands():
+    """A confirmed gate cannot fail any more, a failed one cannot be confirmed."""
+    confirmed, failed = LayerGate(1), LayerGate(1)
+    confirmed.open(1)
+    confirmed.confirm()
+    confirmed.fail(OSError("late"))
+    confirmed.wait(0, 0.0)
+    confirmed.wait_confirmed(0.0)
+    failed.open(1)
+    failed.fail(OSError("first"))
+    failed.fail(OSError("second"))
+    failed.confirm()
+    with pytest.raises(OSError, match="first"):
+        failed.wait_confirmed()
+
+
+def test_confirming_takes_all_layers():
+    """Rows that are not there cannot be vouched for."""
+    gate = LayerGate(2)
+    gate.open(1)
+    with pytest.raises(AssertionError, match="1 of 2"):
+        gate.confirm()
+    with pytest.raises(LoadFailedError, match="confirmation"):
+        gate.wait_confirmed(0.0)
+
+
+def test_waiting_threads_pass_in_step_with_the_opener():
+    """A thread behind each layer sees exactly what was written before that layer opened."""
+    num_layers = 200
+    gate, written = LayerGate(num_layers), [0] * num_layers
+
+    def follow():
+        seen = []
+        for layer_index in range(num_layers):
+            gate.wait(layer_index, SOON)
+            seen.append(written[layer_index])
+        gate.wait_confirmed(SOON)
+        return seen
+
+    with ThreadPoolExecutor(4) as threads:
+        followers = [threads.submit(follow) for _ in range(4)]
+        for layer_index in range(num_layers):
+            written[layer_index] = layer_index + 1
+            gate.open(layer_index + 1)
+        gate.confirm()
+        for follower in followers:
+            assert follower.result(SOON) == [index + 1 for index in range(num_layers)]
+
+
+def test_a_failure_wakes_who_waits():
+    """Threads blocked at a layer and at the confirmation get the error before their time is up."""
+    gate = LayerGate(1)
+
+    def wait(call):
+        with pytest.raises(OSError, match="gone"):
+            call()
+
+    with ThreadPoolExecutor(2) as threads:
+        calls = (lambda: gate.wait(0, 2 * SOON), lambda: gate.wait_confirmed(2 * SOON))
+        waiting = [threads.submit(wait, call) for call in calls]
+        while len(gate._changed._waiters) < 2:
+            assert not any(done.done() for done in waiting)
+        gate.fail(OSError("gone"))
+        for done in waiting:
+            done.result(SOON)

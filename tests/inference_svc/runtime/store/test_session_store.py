@@ -1,0 +1,354 @@
+"""The session store against a peer that fails or answers nonsense: a miss, and settled."""
+
+import asyncio
+import threading
+
+import pytest
+import torch
+
+from inference_svc.core.counters import Counters
+from inference_svc.core.rates.load_or_recompute import LoadPolicy
+from inference_svc.core.rates.rates import Rates, pairs
+from inference_svc.runtime.compute.model_runner import Chunk, ModelRunner
+from inference_svc.runtime.engine.engine_job import as_token_bytes
+from inference_svc.runtime.kv.kv_pool import KVPool
+from inference_svc.runtime.kv.layer_gate import LayerGate, StepNotDoneError
+from inference_svc.runtime.model.calibration import calibrate
+from inference_svc.runtime.model.model_loader import load_model
+from inference_svc.runtime.store.kvd_loads import CopyThreads
+from inference_svc.runtime.store.kvd_session_store import KvdSessionStore
+from inference_svc.runtime.store.session_store import LoadRequest
+from inference_svc.runtime.worker_thread import WorkerThread
+from kvd.tiers.progress import Progress
+from shared.grants import KvdProtocolError, LoadGrant, LoadSpan, Lookup, StoreBlock, StoreGrant
+from shared.kvd_attachment import KvdUnavailableError
+from shared.progress_words import LoadFailedError, LoadProgress, ProgressWords
+from shared.session_key import SessionKey
+
+KEY = SessionKey("default", "m", "s")
+PROMPT = list(range(20, 60))
+
+
+class MemoryArena:
+    """Slots in ordinary memory."""
+
+    def __init__(self, slot_bytes, num_slots):
+        self.slot_bytes = slot_bytes
+        self.num_slots = num_slots
+        self.memory = memoryview(bytearray(slot_bytes * num_slots))
+
+
+class Peer:
+    """A kvd of one session in memory, granting `grant_tokens` at a time; faults by argument."""
+
+    attached = True
+
+    def __init__(self, layout, fail_at="", grant_tokens=16, pending=""):
+        self.arena = MemoryArena(layout.block_bytes, 8)
+        self.fail_at = fail_at
+        self.grant_tokens = grant_tokens
+        self.stored = b""
+        self.open_leases = set()
+        self.next_lease = 0
+        self.pending = pending  # what becomes of loads under way: "arrives", "fails", "never"
+        self.progress = Progress(4)
+        self.words = ProgressWords(self.progress.fd, 4)
+        self.num_layers = len(layout.layers)
+        self.dram_tokens = 1000  # what is beyond is on SSD
+
+    def pending_progress(self, lease_id):
+        """A load that ends as it was told, in a thread of its own; "never" has no end."""
+        index = self.progress.open(lease_id, self.words.wake)
+
+        def read():
+            for layer in range(self.num_layers):
+                self.progress.publish(lease_id, layer + (self.pending == "arrives"))
+            if self.pending == "fails":
+                self.progress.fail(lease_id)
+
+        threading.Thread(target=read).start()
+        return LoadProgress(self.words, index, lease_id)
+
+    def lease(self):
+        self.next_lease += 1
+        self.open_leases.add(self.next_lease)
+        return self.next_lease
+
+    def maybe_fail(self, where):
+        if self.fail_at == where:
+            raise KvdUnavailableError("kvd went away", "history is recomputed")
+        if self.fail_at == where + " nonsense":
+            raise KvdProtocolError("kvd answered nonsense", "check")
+
+    async def prepare_load(
+        self, key, token_ids, from_token, deadline_s, *, accept_pending, dram_only
+    ):
+        self.maybe_fail("prepare_load" if from_token == 0 else "second prepare_load")
+        if dram_only and from_token >= self.dram_tokens:
+            return self.load_grant(Lookup.MISS, 0, (), from_token, False, reason="on_ssd")
+        num_tokens = min(len(self.stored) // 4, len(token_ids) // 4)
+        end = min(from_token + self.grant_tokens, num_tokens)
+        if end <= from_token or self.stored[: end * 4] != token_ids[: end * 4]:
+            return self.load_grant(Lookup.MISS, 0, (), from_token, False)
+        slot_id = from_token // self.grant_tokens
+        if self.fail_at == "slot":
+            slot_id = 99
+        tier = "dram" if from_token < self.dram_tokens else "ssd"
+        span = LoadSpan(slot_id, 0, end - from_token, from_token, tier, 1)
+        more = end < num_tokens
+        lease_id = self.lease()
+        if accept_pending and self.pending:
+            progress = self.pending_progress(lease_id)
+            return self.load_grant(Lookup.PENDING, lease_id, (span,), end, more, progress)
+        return self.load_grant(Lookup.HIT, lease_id, (span,), end, more)
+
+    def load_grant(self, lookup, lease_id, spans, end_token, more, progress=None, reason="evicted"):
+        return LoadGrant(
+            lookup=lookup,
+            lease_id=lease_id,
+            spans=spans,
+            end_token=end_token,
+            more=more,
+            miss_reason="" if spans else reason,
+            arena=self.arena,
+            progress=progress,
+        )
+
+    async def complete_load(self, grant):
+        self.open_leases.discard(grant.lease_id)
+        self.progress.close(grant.lease_id)
+        self.maybe_fail("complete_load")
+
+    async def prepare_store(self, key, token_ids, from_token, deadline_s):
+        self.maybe_fail("prepare_store")
+        num_tokens = len(token_ids) // 4
+        end = min(from_token + self.grant_tokens, num_tokens)
+        slot_id = 99 if self.fail_at == "slot" else from_token // self.grant_tokens
+        block = StoreBlock(slot_id, from_token, end - from_token, 1)
+        self.wanted = token_ids[: end * 4]
+        return StoreGrant(
+            lease_id=self.lease(),
+            blocks=(block,),
+            end_token=end,
+            more=end < num_tokens,
+            refused_reason="",
+            arena=self.arena,
+        )
+
+    async def complete_store(self, grant, success):
+        self.open_leases.discard(grant.lease_id)
+        self.maybe_fail("complete_store")
+        if success:
+            self.stored = self.wanted
+        return len(self.stored) // 4
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    loaded = load_model(tiny_model, "float32", "cpu")
+    return loaded, calibrate(loaded)
+
+
+@pytest.fixture
+def copy_threads():
+    threads = WorkerThread("load"), WorkerThread("read"), WorkerThread("store")
+    yield threads
+    for thread in threads:
+        thread.close()
+
+
+class Scene:
+    """A store beside a peer, and memory for slabs."""
+
+    def __init__(self, model, threads, deadline_s=30.0, peer=None, **faults):
+        self.model = model
+        layout = model[1].layout
+        self.peer = peer or Peer(layout, **faults)
+        self.counters = Counters()
+        self.rates = Rates()
+        self.store = KvdSessionStore(
+            *(self.peer, model[1], CopyThreads(*threads), self.counters, self.rates),
+            saves=True,
+            deadline_s=deadline_s,
+        )
+        self.runner = ModelRunner(*model)
+        shapes = [layer.shape for layer in model[1].layers]
+        self.pool = KVPool(shapes, 2000, device=model[0].device, dtype=model[0].dtype)
+
+    def computed(self):
+        """A slab and a write buffer with the prompt."""
+        slab, buffer = self.pool.new_slab(64), self.pool.new_write_buffer(0, 64)
+        self.runner.step([Chunk(slab, PROMPT, want_logits=False, write_buffer=buffer)])
+        return slab, buffer
+
+    async def save(self):
+        return await self.store.save(KEY, as_token_bytes(PROMPT), 0, self.computed()[1])
+
+    async def load(self, policy=LoadPolicy.ALWAYS):
+        """Both halves; returns what was begun, the slab, and its gate's error."""
+        slab, wanted = self.pool.new_slab(64), as_token_bytes(PROMPT[:-1])
+        begun = await self.store.begin_load(LoadRequest(KEY, wanted, slab, policy))
+        error = None
+        if begun.grant is not None:
+            gate = LayerGate(len(self.model[1].layers))
+            tail = self.pool.new_write_buffer(begun.tail_from, 64)
+            layers = range(gate.num_layers)
+            await self.store.finish_load(begun, slab, tail, gate, layers)
+            assert gate.is_settled
+            error = gate.error
+        if error is None:
+            slab.num_tokens = begun.end_token
+        return begun, slab, error
+
+    def check_logits(self, slab):
+        """What follows the loaded rows is what follows the computed ones."""
+        computed, _ = self.computed()
+        last = [
+            self.runner.step([Chunk(each, tokens, want_logits=True)])
+            for each, tokens in ((computed, [7]), (slab, [PROMPT[-1], 7]))
+        ]
+        assert torch.allclose(*last, atol=1e-4)
+
+
+async def saved_scene(model, threads, **faults):
+    scene = Scene(model, threads, **faults)
+    await scene.save()
+    return scene
+
+
+async def test_what_was_saved_is_loaded_but_for_the_last_token(model, copy_threads):
+    """In several grants, each completed; the logits after loading are those of computing."""
+    scene = await saved_scene(model, copy_threads)
+    begun, slab, error = await scene.load()
+    assert error is None
+    assert (begun.end_token, begun.tier_tokens, begun.reason) == (39, {"dram": 39}, "")
+    assert not scene.peer.open_leases
+    assert scene.counters.snapshot()["load_hits"] == 1
+    assert scene.counters.snapshot()["stored_tokens"] == 40
+    scene.check_logits(slab)
+
+
+@pytest.mark.parametrize(
+    "fail_at",
+    ["prepare_load", "prepare_load nonsense", "second prepare_load", "slot"],
+)
+async def test_a_load_that_fails_early_is_a_miss_and_leaves_no_rows(model, copy_threads, fail_at):
+    """No lease stays open, and the next one may succeed."""
+    scene = await saved_scene(model, copy_threads)
+    scene.peer.fail_at = fail_at
+    begun, slab, _ = await scene.load()
+    assert (begun.end_token, slab.num_tokens, begun.tier_tokens) == (0, 0, {})
+    assert begun.reason in {"kvd_unavailable", "kvd_protocol", "copy_failed"}
+    assert not scene.peer.open_leases
+    assert scene.counters.snapshot()["load_errors"] == 1
+    scene.peer.fail_at = ""
+    assert (await scene.load())[0].end_token == 39
+
+
+@pytest.mark.parametrize("fail_at", ["complete_load", "complete_load nonsense"])
+async def test_a_lease_that_is_not_confirmed_fails_the_gate(model, copy_threads, fail_at):
+    """Its rows may have changed while they were copied: nothing computed over them is believed."""
+    scene = await saved_scene(model, copy_threads, grant_tokens=64)
+    scene.peer.fail_at = fail_at
+    begun, _, error = await scene.load()
+    assert begun.end_token == 39
+    assert error is not None
+    assert scene.counters.snapshot()["load_failed_late"] == 1
+    assert not scene.peer.open_leases
+
+
+@pytest.mark.parametrize("pending", ["arrives", "fails"])
+async def test_a_load_under_way(model, copy_threads, pending):
+    """Layer by layer as they arrive; grants before the last are asked for again if they fail."""
+    scene = await saved_scene(model, copy_threads, pending=pending)
+    begun, slab, error = await scene.load()
+    assert (begun.end_token, begun.tier_tokens, begun.reason) == (39, {"dram": 39}, "")
+    assert error is None
+    assert not scene.peer.open_leases
+    assert scene.counters.snapshot()["loads_retried"] == (1 if pending == "fails" else 0)
+    assert scene.counters.snapshot()["load_errors"] == 0
+    scene.check_logits(slab)
+
+
+@pytest.mark.parametrize("pending", ["fails", "never"])
+async def test_a_load_that_breaks_off_fails_the_gate(model, copy_threads, pending):
+    """Nobody waits longer than the deadline; the engine then computes."""
+    saved = await saved_scene(model, copy_threads, grant_tokens=64, pending=pending)
+    scene = Scene(model, copy_threads, deadline_s=0.2, peer=saved.peer)
+    _, _, error = await scene.load()
+    assert isinstance(error, LoadFailedError)
+    assert not scene.peer.open_leases
+
+
+async def test_what_is_read_slower_than_computed_is_not_waited_for(model, copy_threads):
+    """DRAM's part is loaded, SSD's is recomputed; with `always` it is loaded all the same."""
+    scene = await saved_scene(model, copy_threads)
+    scene.peer.dram_tokens = 16
+    for num_tokens in (16, 64, 256, 1024):
+        for _ in range(3):
+            scene.rates.loads.note("ssd", num_tokens, 10.0 * num_tokens)
+            scene.rates.loads.note("dram", num_tokens, 1e-9 * num_tokens)
+            scene.rates.steps.note(num_tokens, pairs(0, num_tokens), 1e-3 * num_tokens)
+            scene.rates.steps.note(1, 9 * num_tokens, 1e-3)
+    begun, slab, _ = await scene.load(LoadPolicy.AUTO)
+    assert (begun.end_token, begun.reason) == (16, "recompute_cheaper")
+    assert slab.num_tokens == 16
+    assert not scene.peer.open_leases
+    assert scene.counters.snapshot()["loads_refused"] == 1
+    begun, slab, _ = await scene.load(LoadPolicy.ALWAYS)
+    assert begun.tier_tokens == {"dram": 16, "ssd": 23}
+    scene.check_logits(slab)
+
+
+@pytest.mark.parametrize("fail_at", ["prepare_store", "complete_store", "slot"])
+async def test_a_save_that_fails_is_counted_and_settled(model, copy_threads, fail_at):
+    """The turn is answered already; the next one recomputes."""
+    scene = Scene(model, copy_threads, fail_at=fail_at)
+    assert await scene.save() is None
+    assert scene.counters.snapshot()["save_errors"] == 1
+    assert not scene.peer.open_leases
+    scene.peer.fail_at = ""
+    assert (await scene.load())[0].end_token == 0
+
+
+@pytest.mark.parametrize("fail_at", ["", "complete_store"])
+async def test_a_save_that_is_cancelled_ends_as_cancelled(model, copy_threads, fail_at):
+    """Even when kvd has gone, too: or the service would not end."""
+    scene = Scene(model, copy_threads, fail_at=fail_at)
+    _, buffer = scene.computed()
+    clock = LayerGate(len(model[1].layers))
+    tokens = as_token_bytes(PROMPT)
+    save = asyncio.create_task(scene.store.save(KEY, tokens, 0, buffer, clock))
+    await asyncio.to_thread(clock_is_awaited, clock)
+    save.cancel()
+    clock.fail(StepNotDoneError("the step failed"))
+    with pytest.raises(asyncio.CancelledError):
+        await save
+    assert not scene.peer.open_leases
+
+
+async def test_a_save_whose_step_failed_stores_nothing_and_is_no_error(model, copy_threads):
+    """Its rows come again."""
+    scene = Scene(model, copy_threads)
+    _, buffer = scene.computed()
+    clock = LayerGate(len(model[1].layers))
+    clock.open(clock.num_layers)
+    save = asyncio.create_task(scene.store.save(KEY, as_token_bytes(PROMPT), 0, buffer, clock))
+    await asyncio.to_thread(clock_is_awaited, clock)
+    clock.fail(StepNotDoneError("the step failed"))
+    assert await save is None
+    assert not scene.peer.stored
+    assert not scene.peer.open_leases
+    assert scene.counters.snapshot()["save_errors"] == 0
+
+
+def clock_is_awaited(clock):
+    """Return when a thread is blocked at a gate."""
+    while not clock._changed._waiters:
+        pass
+
+
+async def test_load_policy_never_does_not_ask(model, copy_threads):
+    """History is saved, and recomputed all the same."""
+    scene = await saved_scene(model, copy_threads)
+    assert (await scene.load(LoadPolicy.NEVER))[0].reason == "load_policy_never"

@@ -1,0 +1,108 @@
+"""What a turn's answer writer makes of its job: usage adds up whatever became of the load."""
+
+import asyncio
+
+import pytest
+
+from inference_svc.core.sampling_params import SamplingParams
+from inference_svc.core.scheduling.request import Request
+from inference_svc.core.stopping import GrowingAnswer
+from inference_svc.core.submission import Submission, TokenInput
+from inference_svc.runtime.compute.sampling import Sampled, Sampler
+from inference_svc.runtime.engine.engine_job import EngineJob
+from inference_svc.runtime.turns.answer_writer import AnswerWriter
+from inference_svc.runtime.turns.turn import Turn
+from shared.session_key import SessionKey
+from shared.units import NS_PER_S
+
+KEY = SessionKey("default", "m", "s")
+SAMPLING = SamplingParams(max_tokens=2)
+PROMPT = list(range(10))
+HISTORY_TOKENS = 6
+
+
+@pytest.fixture
+async def job():
+    """A turn of 10 tokens, 6 of them history, that arrived at 1 s and ran at once."""
+    turn = Turn(
+        Submission(
+            key=KEY,
+            input=TokenInput(tuple(PROMPT[HISTORY_TOKENS:])),
+            sampling=SAMPLING,
+            has_max_tokens=True,
+            request_id="r",
+            digest="d",
+            expected_turn=None,
+            waits=False,
+            is_final=False,
+            arrived_ns=NS_PER_S,
+        )
+    )
+    request = Request(1, KEY, list(PROMPT), 2, NS_PER_S, history_tokens=HISTORY_TOKENS)
+    writer = AnswerWriter(turn, GrowingAnswer(SAMPLING, frozenset()), None, PROMPT, HISTORY_TOKENS)
+    request.admitted_ns = 2 * NS_PER_S
+    return EngineJob(
+        request=request,
+        is_final=False,
+        sampler=Sampler(SAMPLING),
+        sink=writer,
+        done=asyncio.get_running_loop().create_future(),
+    )
+
+
+def reuse(usage):
+    return usage.history_tokens, usage.reused_tokens, usage.recomputed_tokens, usage.new_tokens
+
+
+async def test_what_was_found_is_reused(job):
+    """Every prompt token is reused, recomputed or new; the tiers are those of the outcome."""
+    job.outcome.tokens, job.outcome.tier_tokens = 5, {"hbm": 4, "dram": 1}
+    job.outcome.reason = "partial"
+    job.sink.started(job.request, job.outcome)
+    job.outcome.load_s, job.outcome.stall_s = 0.5, 0.25
+    job.request.num_preemptions = 3
+    usage = job.sink.usage(job)
+    assert reuse(usage) == (6, 5, 1, 4)
+    assert usage.tier_tokens == {"hbm": 4, "dram": 1}
+    assert (usage.recompute_reason, usage.queue_s) == ("partial", 1.0)
+    assert (usage.load_s, usage.stall_s, usage.preemptions) == (0.5, 0.25, 3)
+    started = await anext(job.sink._turn.follow())
+    assert (started.history_tokens, started.reused_tokens, started.queue_s) == (6, 5, 1.0)
+
+
+async def test_a_load_that_fails_late_is_recomputed_in_the_usage(job):
+    """The client had heard of reuse; what it is charged says what happened."""
+    job.outcome.tokens, job.outcome.tier_tokens = 6, {"dram": 6}
+    job.sink.started(job.request, job.outcome)
+    job.outcome.tokens, job.outcome.tier_tokens, job.outcome.reason = 0, {}, "load_failed"
+    usage = job.sink.usage(job)
+    assert reuse(usage) == (6, 0, 6, 4)
+    assert usage.recompute_reason == "load_failed"
+
+
+async def test_more_than_the_sessions_own_history_may_be_found(job):
+    """Another session has computed some of the new tokens: they count as history."""
+    job.outcome.tokens, job.outcome.tier_tokens = 8, {"ssd": 8}
+    job.sink.started(job.request, job.outcome)
+    assert reuse(job.sink.usage(job)) == (8, 8, 0, 2)
+
+
+async def test_usage_of_a_turn_that_never_started(job):
+    """Cancelled in the queue: the numbers still add up."""
+    usage = job.sink.usage(job)
+    assert reuse(usage) == (6, 0, 6, 4)
+    assert (usage.recompute_reason, usage.output_tokens) == ("", 0)
+
+
+async def test_the_record_holds_input_answer_and_usage(job):
+    """The last token of the answer was never fed."""
+    job.outcome.tokens, job.outcome.tier_tokens = 6, {"dram": 6}
+    job.sink.started(job.request, job.outcome)
+    is_over = [job.sink.sampled(Sampled(token_id, None, ())) for token_id in (70, 71)]
+    job.request.token_ids += [70, 71]
+    job.request.computed_tokens = len(PROMPT) + 1
+    record = job.sink.record(job, 3, PROMPT[:HISTORY_TOKENS])
+    assert is_over == [False, True]
+    assert (record.turn, record.input_ids, record.output_ids) == (3, (6, 7, 8, 9), (70, 71))
+    assert (record.uncomputed_tokens, record.finish_reason) == (1, "length")
+    assert record.usage.reused_tokens == 6

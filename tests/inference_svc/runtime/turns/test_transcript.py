@@ -1,0 +1,152 @@
+"""Transcripts on disk: durable, serialised, bounded in memory, one owner."""
+
+import asyncio
+
+import pytest
+
+from inference_svc.core.errors import TranscriptError, UnknownSessionError
+from inference_svc.core.turn_record import TurnRecord, Usage
+from inference_svc.runtime.turns.transcript import TranscriptStore, TranscriptUnavailableError
+from shared.session_key import SessionKey
+
+KEY = SessionKey("default", "model", "s1")
+
+
+def record(turn, num_tokens=4):
+    return TurnRecord(
+        turn=turn,
+        request_id=f"r{turn}",
+        request_digest="d",
+        input_ids=tuple(range(num_tokens)),
+        output_ids=(9,),
+        pieces=("x",),
+        logprobs=(),
+        top_logprobs=(),
+        uncomputed_tokens=1,
+        finish_reason="stop",
+        usage=Usage(),
+        created_unix_s=1.0,
+    )
+
+
+async def append(store, key, *turns):
+    for turn in turns:
+        await store.append(key, record(turn), is_final=False)
+
+
+async def test_what_is_appended_is_there_for_the_next_process(tmp_path):
+    """Another store on the same directory finds every acknowledged turn."""
+    await append(TranscriptStore(tmp_path), KEY, 0, 1)
+    found = await TranscriptStore(tmp_path).get(KEY)
+    assert [turn.request_id for turn in found.turns] == ["r0", "r1"]
+
+
+async def test_a_torn_last_line_is_cut_before_the_next_append(tmp_path):
+    """After a crash in the middle of a write, appending goes on behind the last good turn."""
+    await append(TranscriptStore(tmp_path), KEY, 0)
+    (path,) = tmp_path.glob("*.jsonl")
+    path.write_bytes(path.read_bytes() + b'0badc0de {"turn": {"tur')
+    await append(TranscriptStore(tmp_path), KEY, 1)
+    assert len((await TranscriptStore(tmp_path).get(KEY)).turns) == 2
+
+
+async def test_a_file_torn_in_its_header_is_a_new_session(tmp_path):
+    """Nothing was acknowledged yet, so nothing is lost."""
+    await append(TranscriptStore(tmp_path), KEY, 0)
+    (path,) = tmp_path.glob("*.jsonl")
+    path.write_bytes(path.read_bytes()[:10])
+    store = TranscriptStore(tmp_path)
+    assert await store.find(KEY) is None
+    await append(store, KEY, 0)
+    assert len((await TranscriptStore(tmp_path).get(KEY)).turns) == 1
+
+
+async def test_an_ended_session_stays_ended(tmp_path):
+    """The end is recorded with the final turn."""
+    await TranscriptStore(tmp_path).append(KEY, record(0), is_final=True)
+    assert (await TranscriptStore(tmp_path).get(KEY)).has_ended
+
+
+async def test_fork_copies_the_first_turns_and_refuses_an_existing_id(tmp_path):
+    """A fork is a session of its own from then on."""
+    store = TranscriptStore(tmp_path)
+    await append(store, KEY, 0, 1)
+    forked = await store.fork(KEY, "s2", 1)
+    assert forked is not None
+    await append(store, KEY._replace(session_id="s2"), 1)
+    assert await store.fork(KEY, "s2", 1) is None
+    assert len((await store.get(KEY)).turns) == 2
+    assert (await TranscriptStore(tmp_path).get(KEY._replace(session_id="s2"))).token_ids == (
+        *(0, 1, 2, 3, 9),
+        *(0, 1, 2, 3, 9),
+    )
+
+
+async def test_delete_removes_the_session_for_good(tmp_path):
+    """Neither memory nor disk knows it afterwards; its id can be used again."""
+    store = TranscriptStore(tmp_path)
+    await append(store, KEY, 0)
+    await store.delete(KEY)
+    with pytest.raises(UnknownSessionError):
+        await store.get(KEY)
+    with pytest.raises(UnknownSessionError):
+        await store.delete(KEY)
+    await append(store, KEY, 0)
+
+
+async def test_the_cache_is_bounded(tmp_path):
+    """Sessions beyond the bound leave memory and are read again."""
+    store = TranscriptStore(tmp_path, max_cached_tokens=12)
+    keys = [KEY._replace(session_id=f"s{number}") for number in range(5)]
+    for key in keys:
+        await append(store, key, 0)
+    assert len(store._cache) == 2
+    assert [len((await store.get(key)).turns) for key in keys] == [1] * 5
+
+
+async def test_reads_and_appends_of_one_session_are_serialised(tmp_path):
+    """A read that began before an append never brings back the older transcript."""
+    await append(TranscriptStore(tmp_path), KEY, 0)
+    store = TranscriptStore(tmp_path)
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(8):
+            tasks.create_task(store.find(KEY))
+        tasks.create_task(store.append(KEY, record(1), is_final=False))
+        for _ in range(8):
+            tasks.create_task(store.find(KEY))
+    assert len((await store.get(KEY)).turns) == 2
+
+
+async def test_a_failed_write_leaves_the_session_as_it_was(tmp_path):
+    """When the directory is gone nothing is recorded, and the caller hears so."""
+    store = TranscriptStore(tmp_path / "gone")
+    with pytest.raises(TranscriptUnavailableError):
+        await append(store, KEY, 0)
+    assert await store.find(KEY) is None
+
+
+async def test_one_directory_has_one_owner(tmp_path):
+    """A second service on the same directory is refused, until the first one closes."""
+    first, second = TranscriptStore(tmp_path), TranscriptStore(tmp_path)
+    first.open()
+    with pytest.raises(TranscriptError, match="in use by another service"):
+        second.open()
+    first.close()
+    second.open()
+    second.close()
+
+
+async def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
+    """A file where the directory should be: the error names it."""
+    (tmp_path / "file").touch()
+    with pytest.raises(TranscriptError, match="file"):
+        TranscriptStore(tmp_path / "file" / "sessions").open()
+
+
+async def test_tenants_and_models_do_not_meet(tmp_path):
+    """The same session id of another tenant or model is another session."""
+    store = TranscriptStore(tmp_path)
+    await append(store, KEY, 0)
+    assert await store.find(KEY._replace(tenant="other")) is None
+    assert await store.find(KEY._replace(model="other")) is None
+    assert len(list(tmp_path.iterdir())) == 1

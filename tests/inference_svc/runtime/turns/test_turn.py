@@ -1,0 +1,80 @@
+"""A turn under way: its deadline, and its wait for the session."""
+
+import asyncio
+import time
+
+import pytest
+
+from inference_svc.core.sampling_params import SamplingParams
+from inference_svc.core.submission import Submission, TextInput
+from inference_svc.runtime.turns.turn import Turn
+from shared.session_key import SessionKey
+from shared.units import NS_PER_S
+
+FAR_NS = 10**9 * NS_PER_S
+
+
+def turn(deadline_ns=None):
+    return Turn(
+        Submission(
+            key=SessionKey("default", "m", "s"),
+            input=TextInput("Hi"),
+            sampling=SamplingParams(max_tokens=4),
+            has_max_tokens=True,
+            request_id="r",
+            digest="d",
+            expected_turn=None,
+            waits=True,
+            is_final=False,
+            arrived_ns=0,
+            deadline_ns=deadline_ns,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"), [(5, 9, 9), (9, 5, 9), (5, None, None), (None, 5, None)]
+)
+def test_the_latest_deadline_of_its_submissions_is_the_turns(first, second, expected):
+    """A repeat never shortens what another client was promised."""
+    joined = turn(first)
+    joined.allow_until(second)
+    assert joined.deadline_ns == expected
+
+
+async def test_a_turn_whose_session_is_free_does_not_wait():
+    """Even if its deadline has passed: the engine says so then."""
+    free = turn(deadline_ns=1)
+    free.may_run.set()
+    assert await free.wait_for_session()
+
+
+async def test_a_turn_whose_deadline_has_passed_gives_up():
+    """It says so instead of waiting on."""
+    assert not await turn(deadline_ns=1).wait_for_session()
+
+
+@pytest.mark.parametrize("deadline_ns", [None, FAR_NS])
+async def test_a_turn_waits_until_it_may_run(deadline_ns):
+    """The session's turns before it end, and it goes."""
+    waiting = turn(deadline_ns)
+    task = asyncio.create_task(waiting.wait_for_session())
+    asyncio.get_running_loop().call_soon(waiting.may_run.set)
+    assert await task
+
+
+async def test_a_deadline_that_moves_away_is_waited_for():
+    """A client that joins with more time keeps the turn alive past its first deadline."""
+    waiting = turn(deadline_ns=time.monotonic_ns() + NS_PER_S // 2)
+    loop = asyncio.get_running_loop()
+    loop.call_soon(waiting.allow_until, FAR_NS)
+    loop.call_later(0.6, waiting.may_run.set)
+    assert await waiting.wait_for_session()
+
+
+async def test_a_cancelled_turn_stops_waiting():
+    """Cancellation is not taken for the deadline."""
+    task = asyncio.create_task(turn(FAR_NS).wait_for_session())
+    asyncio.get_running_loop().call_soon(task.cancel)
+    with pytest.raises(asyncio.CancelledError):
+        await task
