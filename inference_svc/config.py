@@ -108,7 +108,7 @@ class CacheSettings(Section):
     preload: Literal["layers", "none"] = "layers"
     read_buffer_layers: int = Field(default=-1, ge=-1, le=65536)
     saving: Literal["async", "sync", "off"] = "async"
-    save_group_tokens: int = Field(default=256, ge=1)
+    save_group_tokens: int = Field(default=512, ge=1)
     kvd_runtime_dir: Path = Field(default_factory=default_runtime_dir)
     deadline_s: Duration = Field(default=10.0, gt=0, le=600)
 

@@ -5,6 +5,7 @@ a later turn a recomputation, nothing else.
 """
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from inference_svc.runtime.kv.kv_slab import WriteBuffer
@@ -17,6 +18,9 @@ from shared.errors import ReportedError
 from shared.grants import StoreGrant
 from shared.kvd_client import KvdClient
 from shared.session_key import SessionKey
+from shared.units import ceil_div
+
+WAKE_UPS = 4  # of the store thread while it follows a step
 
 
 class KvdSaves:
@@ -94,8 +98,19 @@ class KvdSaves:
         if not grant.blocks:
             return
         rows = self._talk.rows_of(grant.arena)
-        wait_layer = no_wait if clock is None else clock.wait
+        wait_layer = no_wait if clock is None else _in_groups(clock)
         with buffer.hold():
             store_blocks(buffer, rows, grant.blocks, self._calibration, wait_layer)
             if clock is not None:  # a step that fails after its last layer is computed anew
                 clock.wait_confirmed()
+
+
+def _in_groups(clock: LayerGate) -> Callable[[int], None]:
+    """Wait for a layer together with those beside it: each wake-up costs the forward a little."""
+    group = ceil_div(clock.num_layers, WAKE_UPS)
+
+    def wait_layer(layer_index: int) -> None:
+        last_of_group = (layer_index // group + 1) * group - 1
+        clock.wait(min(last_of_group, clock.num_layers - 1))
+
+    return wait_layer
