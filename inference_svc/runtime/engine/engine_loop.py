@@ -178,7 +178,7 @@ class EngineLoop:
                 self._wake.clear()
                 self._settle_dropped()
                 if self._saves_first:
-                    await self._saves.caught_up()
+                    await self._all_saved()
                 self._loading.note_progress()
                 plan = self._scheduler.schedule(time.monotonic_ns())
                 self._carry_out(plan)
@@ -186,6 +186,14 @@ class EngineLoop:
                     await self._step(plan.chunks)
                 else:
                     await self._sleep(plan.wake_ns)
+
+    async def _all_saved(self) -> None:
+        """Wait until what has been computed is stored, answers that are just complete included."""
+        while any(job.request.state is RequestState.FINISHED for job in self._jobs.values()):
+            await self._wake.wait()  # for their `keep`, or `drop`
+            self._wake.clear()
+            self._settle_dropped()
+        await self._saves.caught_up()
 
     async def _sleep(self, wake_ns: int | None) -> None:
         """Until something happens, or the scheduler wants to look again."""

@@ -181,7 +181,7 @@ def model(tiny_model):
 class Engine:
     """An engine over a store in memory, and a maker of jobs."""
 
-    def __init__(self, model, store, limits, preload):
+    def __init__(self, model, store, limits, preload, saves_first):
         loaded, calibration = model
         store.calibration = calibration
         self.store = store
@@ -208,6 +208,7 @@ class Engine:
         self.loop = EngineLoop(
             *(self.scheduler, stepper, loads, saves, residents, self.pool, store, self.counters),
             num_layers=num_layers,
+            saves_first=saves_first,
         )
         self._number = 0
 
@@ -241,8 +242,8 @@ class Engine:
 
 
 @asynccontextmanager
-async def running_engine(model, preload=None, **limits):
-    engine = Engine(model, MemoryStore(), limits, preload)
+async def running_engine(model, preload=None, saves_first=False, **limits):
+    engine = Engine(model, MemoryStore(), limits, preload, saves_first)
     life = engine.life = asyncio.create_task(engine.loop.run())
     try:
         yield engine
@@ -477,6 +478,24 @@ async def test_a_step_that_fails_under_a_save_stores_nothing_of_it(model):
         again = await engine.run(following)
         assert again.outcome.tokens == 77
         assert again.sink.token_ids == await alone(model, following)
+        await engine.all_given_back()
+
+
+async def test_synchronous_saving_computes_nothing_before_an_answer_is_stored(model):
+    """The next turn's first token comes after the save of the turn before it."""
+    async with running_engine(model, saves_first=True) as engine:
+        first = engine.job(range(20, 60))
+        await engine.loop.generate(first)
+        engine.store.may_end.clear()
+        second = engine.job(range(30, 60), session="second")
+        answer = asyncio.create_task(engine.loop.generate(second))
+        engine.loop.keep(first, first.request.token_ids[:-1])
+        await asyncio.sleep(0)
+        assert not second.sink.token_ids
+        engine.store.may_end.set()
+        await answer
+        assert engine.store.order[:4] == ["load", "save", "save", "load"]
+        engine.loop.drop(second)
         await engine.all_given_back()
 
 
