@@ -61,7 +61,7 @@ class EngineParts:
 
     Attributes:
         window_tokens: of a turn: the model's, or what the KV budget holds.
-        prefault_thread: faults the pool in, if that is wanted.
+        prefaults: whether `prefault` does anything.
     """
 
     engine: EngineLoop

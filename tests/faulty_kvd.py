@@ -25,9 +25,10 @@ from kvd.clock import Clock
 from kvd.daemon import Daemon
 from kvd.tiers.faults import WritePoint
 from kvd.tiers.manifest import Manifest
+from shared.child_process import wait_serving
 from shared.log import configure_logging
 from shared.runtime_dir import OPERATOR_SOCKET
-from tests.processes import KvdProcess, wait_serving
+from tests.processes import KvdProcess
 
 CHECK_S = 0.1  # between two checks; what tests store is small
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Self
 
 from inference_svc.client import InferenceClient
-from inference_svc.demo.processes import ChildProcess
+from shared.child_process import ChildProcess
 
 STATE_S = 60.0
 

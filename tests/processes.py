@@ -9,21 +9,13 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
-import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvd.cli import main
+from shared.child_process import wait_serving
 from shared.runtime_dir import OPERATOR_SOCKET
 
-READY_S = 60.0  # a loaded machine imports slowly
 EXIT_S = 60.0
-_QUICK_RETRY = (
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.initial_reconnect_backoff_ms", 20),
-    ("grpc.min_reconnect_backoff_ms", 20),
-    ("grpc.max_reconnect_backoff_ms", 100),
-)
 
 
 class KvdProcess:
@@ -136,17 +128,3 @@ async def run_cli(*arguments: str) -> tuple[int, str, str]:
         await asyncio.to_thread(main, list(arguments))
     code = ended.value.code
     return code if isinstance(code, int) else 0, stdout.getvalue(), stderr.getvalue()
-
-
-async def wait_serving(address: str) -> None:
-    """Return when the server at `address` exists and its health is SERVING."""
-    async with (
-        asyncio.timeout(READY_S),
-        grpc.aio.insecure_channel(address, options=_QUICK_RETRY) as channel,
-    ):
-        stub = health_pb2_grpc.HealthStub(channel)
-        request = health_pb2.HealthCheckRequest()
-        # Watch, not Check: the answer comes when the state changes, and nobody has to ask twice.
-        async for answer in stub.Watch(request, wait_for_ready=True):
-            if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                return

@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 
 from inference_svc.assembly import EngineParts, Model, assemble_engine
-from inference_svc.bench.bench_kvd import BenchKvd, KvdFailedError
 from inference_svc.bench.turn_times import Source, TurnTimes
 from inference_svc.bench.workspace import check_memory
 from inference_svc.config import InferenceSettings
+from inference_svc.core.errors import EngineFailedError
 from inference_svc.core.rates.load_or_recompute import LoadPolicy
 from inference_svc.core.sampling_params import SamplingParams
 from inference_svc.core.scheduling.request import Request
 from inference_svc.runtime.compute.sampling import Sampled, Sampler
 from inference_svc.runtime.engine.engine_job import EngineJob, LoadOutcome
+from shared.child_kvd import ChildKvd
 from shared.session_key import SessionKey
 
 ATTACH_S = 60.0
@@ -61,7 +62,7 @@ class LocalEngine:
         kvd: beside it; None if there is none.
     """
 
-    def __init__(self, parts: EngineParts, model: Model, kvd: BenchKvd | None) -> None:
+    def __init__(self, parts: EngineParts, model: Model, kvd: ChildKvd | None) -> None:
         self.parts = parts
         self.kvd = kvd
         self.block_tokens = model.calibration.layout.block_tokens
@@ -155,7 +156,7 @@ class LocalEngine:
             await asyncio.wait((answer, self._life), return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 self._life.result()
-                raise KvdFailedError("the engine has ended", "report it")
+                raise EngineFailedError("the engine has ended", "report it")
         finally:
             if not answer.done():
                 answer.cancel()
@@ -165,7 +166,7 @@ class LocalEngine:
 @asynccontextmanager
 async def running_engine(
     model: Model,
-    kvd: BenchKvd | None,
+    kvd: ChildKvd | None,
     *,
     kv_rows: int,
     cache: Mapping[str, Any] | None = None,

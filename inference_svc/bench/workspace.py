@@ -10,8 +10,9 @@ from pathlib import Path
 import psutil
 
 from inference_svc.assembly import Model
-from inference_svc.bench.bench_kvd import BenchKvd, KvdSizes, running_kvd
+from inference_svc.bench.kvd_sizes import KvdSizes
 from inference_svc.bench.random_model import NoRoomError
+from shared.child_kvd import ChildKvd, running_child_kvd
 from shared.kv_layout import KVLayout
 from shared.units import ceil_div, format_bytes
 
@@ -41,7 +42,7 @@ class Workspace:
     @asynccontextmanager
     async def kvd(
         self, dram_tokens: int, ssd_tokens: int = 0, dram_bytes: int = 0
-    ) -> AsyncIterator[BenchKvd]:
+    ) -> AsyncIterator[ChildKvd]:
         """Run a kvd with tiers for so many tokens; `dram_bytes` instead, if given."""
         name = f"kvd{next(self._numbers)}"
         paths = self.state / name, self.runtime / name
@@ -55,7 +56,7 @@ class Workspace:
             segment_bytes=max(SEGMENT_BYTES, 4 * self.layout.block_bytes),
         )
         check_memory(sizes.dram_bytes, "the DRAM tier")
-        async with running_kvd(*paths, sizes) as kvd:
+        async with running_child_kvd(sizes.toml(), *paths, paths[0] / "state") as kvd:
             yield kvd
 
     def num_blocks(self, num_tokens: int) -> int:

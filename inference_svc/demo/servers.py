@@ -9,7 +9,7 @@ import grpc
 
 from inference_svc.client import InferenceClient
 from inference_svc.demo.conversations import MODEL_DIR
-from inference_svc.demo.processes import ChildFailedError, ChildProcess
+from shared.child_process import ChildFailedError, ChildProcess
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
 from shared.runtime_dir import READER_SOCKET, channel_options
 

@@ -16,11 +16,13 @@ from kvd.bench.buffers import BlockAt, Buffer
 from kvd.bench.copying import Copier
 from kvd.bench.figures import Comparison, comparison
 from kvd.bench.options import BenchOptions
-from kvd.bench.process import CALL_S, BenchKvd, KvdFailedError, KvdSizes, running_kvd
+from kvd.bench.process import KvdSizes, attached_client, running_kvd
 from kvd.bench.sessions import bench_key, token_ids_of
 from kvd.bench.statistics import Pair, Sample
 from kvd.bench.workspace import Workspace
 from shared.arena_map import ArenaMap
+from shared.child_kvd import CALL_S, ChildKvd
+from shared.child_process import ChildFailedError
 from shared.kv_layout import KVLayout
 from shared.kvd_client import KvdClient
 from shared.units import SECTOR_BYTES
@@ -54,7 +56,7 @@ async def _measure_layout(
     try:
         async with (
             running_kvd(work, name, sizes) as kvd,
-            kvd.client(layout) as client,
+            attached_client(kvd, layout) as client,
         ):
             engine = _CopyingEngine(kvd, client, copier, layout, num_blocks)
             return await _take_turns(engine, options.scale.arena_pairs)
@@ -99,7 +101,7 @@ class _CopyingEngine:
 
     def __init__(
         self,
-        kvd: BenchKvd,
+        kvd: ChildKvd,
         client: KvdClient,
         copier: Copier,
         layout: KVLayout,
@@ -183,7 +185,7 @@ class _CopyingEngine:
 
     def _expect(self, num_granted: int) -> None:
         if num_granted != self._num_blocks:
-            raise KvdFailedError(
+            raise ChildFailedError(
                 f"kvd granted {num_granted} of {self._num_blocks} blocks", "report it as a bug"
             )
 

@@ -17,10 +17,12 @@ from typing import TypeVar
 from kvd.bench.filled_index import FilledIndexes
 from kvd.bench.options import SMALL_LAYOUT, BenchOptions
 from kvd.bench.population import TOKENS_PER_SESSION, idle_key
-from kvd.bench.process import CALL_S, BenchKvd, KvdFailedError, running_kvd
+from kvd.bench.process import attached_client, running_kvd
 from kvd.bench.rounds import Rounds
 from kvd.bench.sessions import bench_key, token_ids_of
 from kvd.bench.workspace import Workspace
+from shared.child_kvd import CALL_S, ChildKvd
+from shared.child_process import ChildFailedError
 from shared.grants import Lookup
 from shared.kvd_client import KvdClient
 
@@ -63,7 +65,7 @@ async def _attached(
     kvd = await stack.enter_async_context(
         running_kvd(work, name, indexes.sizes(options.io_threads), state_dir)
     )
-    client = await stack.enter_async_context(kvd.client(SMALL_LAYOUT))
+    client = await stack.enter_async_context(attached_client(kvd, SMALL_LAYOUT))
     engine = _CallingEngine(kvd, client, num_sessions)
     await engine.warm_hot_sessions()
     return engine
@@ -72,7 +74,7 @@ async def _attached(
 class _CallingEngine:
     """An engine that asks and answers, and copies nothing."""
 
-    def __init__(self, kvd: BenchKvd, client: KvdClient, num_sessions: int) -> None:
+    def __init__(self, kvd: ChildKvd, client: KvdClient, num_sessions: int) -> None:
         self._kvd = kvd
         self._client = client
         self._num_sessions = num_sessions
@@ -104,7 +106,7 @@ class _CallingEngine:
         call = self._client.prepare_load(bench_key(f"hot-{number}"), tokens, 0, CALL_S)
         grant = await _timed(turn["prepare_load"], call)
         if grant.end_token != TOKENS_PER_SESSION:
-            raise KvdFailedError(f"a stored session misses: {grant.miss_reason}", "report it")
+            raise ChildFailedError(f"a stored session misses: {grant.miss_reason}", "report it")
         await _timed(turn["complete_load"], self._client.complete_load(grant))
 
     async def _look_up(self, turn: dict[str, list[float]]) -> None:
@@ -113,14 +115,14 @@ class _CallingEngine:
         call = self._client.prepare_load(idle_key(number), tokens, 0, CALL_S)
         grant = await _timed(turn["look_up"], call)
         if grant.lookup is not Lookup.MISS or grant.miss_reason != "tokens_differ":
-            raise KvdFailedError(f"session {number}: {grant.miss_reason or 'a hit'}", "report it")
+            raise ChildFailedError(f"session {number}: {grant.miss_reason or 'a hit'}", "report it")
 
     async def _store(self, name: str, seed: int, turn: dict[str, list[float]]) -> None:
         tokens = token_ids_of(seed, TOKENS_PER_SESSION)
         call = self._client.prepare_store(bench_key(name), tokens, 0, CALL_S)
         grant = await _timed(turn["prepare_store"], call)
         if grant.refused_reason:
-            raise KvdFailedError(f"a store is refused: {grant.refused_reason}", "report it")
+            raise ChildFailedError(f"a store is refused: {grant.refused_reason}", "report it")
         await _timed(turn["complete_store"], self._client.complete_store(grant, success=True))
 
 

@@ -23,11 +23,11 @@ from kvd.bench.population import (
     idle_key,
     population,
 )
-from kvd.bench.process import KvdFailedError
 from kvd.bench.rounds import Rounds
 from kvd.bench.sessions import bench_key, token_ids_of
 from kvd.core.engine import CacheEngine, Limits
 from kvd.core.records import Lookup
+from shared.child_process import ChildFailedError
 
 T = TypeVar("T")
 
@@ -104,7 +104,7 @@ class TimedEngine:
         if answer.lookup is Lookup.PENDING:
             answer = self.engine.settle_load(answer.lease_id)
         if answer.end_token != TOKENS_PER_SESSION:
-            raise KvdFailedError(
+            raise ChildFailedError(
                 f"session {number} is not found ({answer.miss_reason})", "report it as a bug"
             )
         _timed(

@@ -23,10 +23,10 @@ async def measure_restart(
             name = f"restart-{state_dir.name}-{turn}"
             sizes = indexes.sizes(options.io_threads)
             async with running_kvd(work, name, sizes, state_dir) as kvd:
-                starts.ready_s.append(kvd.ready_s)
-                starts.ready_cpu_s.append(kvd.cpu_s())
+                starts.ready_s.append(kvd.process.ready_s)
+                starts.ready_cpu_s.append(kvd.process.cpu_s())
                 await kvd.until_quiet()
-                starts.rss_bytes.append(kvd.rss_bytes())
+                starts.rss_bytes.append(kvd.process.rss_bytes())
                 layouts = (await kvd.stats()).layouts
                 starts.num_restored = sum(layout.num_sessions for layout in layouts)
     rss, empty_rss = full.median_rss(), empty.median_rss()

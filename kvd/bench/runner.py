@@ -22,7 +22,7 @@ def run(options: BenchOptions) -> Report:
 
     Raises:
         NoRoomError: the disk or the memory is too small for the scale.
-        KvdFailedError: the bench's kvd does not work.
+        ChildFailedError: the bench's kvd does not work.
         OSError: the directory cannot be used.
         KeyboardInterrupt: Ctrl-C, or SIGTERM.
     """

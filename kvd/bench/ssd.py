@@ -19,11 +19,13 @@ from kvd.bench.copying import Copier
 from kvd.bench.figures import Comparison, comparison
 from kvd.bench.floor import DirectFloor
 from kvd.bench.options import BenchOptions
-from kvd.bench.process import CALL_S, BenchKvd, KvdFailedError, KvdSizes, running_kvd
+from kvd.bench.process import KvdSizes, attached_client, running_kvd
 from kvd.bench.sessions import bench_key, token_ids_of
 from kvd.bench.statistics import Pair, Sample
 from kvd.bench.workspace import Workspace
 from kvd.core.extent_shape import ExtentShape
+from shared.child_kvd import CALL_S, ChildKvd
+from shared.child_process import ChildFailedError
 from shared.kv_layout import KVLayout
 from shared.kvd_client import KvdClient
 
@@ -69,7 +71,7 @@ async def _measure_layout(
         await asyncio.to_thread(floor.open)
         async with (
             running_kvd(work, name, sizes) as kvd,
-            kvd.client(layout) as client,
+            attached_client(kvd, layout) as client,
         ):
             disk = _KvdDisk(kvd, client, copier, memory, layout, num_blocks)
             turns = _Turns(disk, floor, memory, huge, num_blocks * shape.full_bytes)
@@ -141,7 +143,7 @@ class _KvdDisk:
 
     def __init__(
         self,
-        kvd: BenchKvd,
+        kvd: ChildKvd,
         client: KvdClient,
         copier: Copier,
         memory: Buffer,
@@ -169,7 +171,7 @@ class _KvdDisk:
         token_ids = token_ids_of(self._seed, self._num_tokens)
         grant = await self._client.prepare_store(key, token_ids, 0, CALL_S)
         if len(grant.blocks) != self._num_blocks:
-            raise KvdFailedError(
+            raise ChildFailedError(
                 f"kvd granted {len(grant.blocks)} of {self._num_blocks} blocks", "report it"
             )
         slots = [block.slot_id for block in grant.blocks]
@@ -196,7 +198,7 @@ class _KvdDisk:
             await self._client.complete_load(grant)
             end, more = grant.end_token, grant.more
         if end != self._num_tokens or num_read < self._num_blocks // 2:
-            raise KvdFailedError(
+            raise ChildFailedError(
                 f"kvd read {num_read} of {self._num_blocks} blocks from SSD ({grant.miss_reason})",
                 "report it",
             )

@@ -15,8 +15,9 @@ import pytest
 from kvd.config import DramSettings, Settings, SsdSettings
 from kvd.daemon import Daemon
 from kvd.tiers.faults import WritePoint
+from shared.child_process import wait_serving
 from tests.kvd_polling import all_clean, eventually, reader_stats
-from tests.processes import KvdProcess, wait_serving
+from tests.processes import KvdProcess
 from tests.synthetic_engine import attached_engine, key_of
 
 TOKENS = list(range(100, 150))

@@ -27,11 +27,6 @@ class RowSpace:
         """Rows in no piece; not necessarily side by side."""
         return self.num_rows - sum(self._pieces.values())
 
-    @property
-    def largest_free(self) -> int:
-        """The longest piece that could be allocated now."""
-        return max((length for _, length in self._holes), default=0)
-
     def allocate(self, num_rows: int, *, from_top: bool = False) -> int | None:
         """Take a piece; return its first row, or None if no hole is long enough.
 

@@ -68,18 +68,6 @@ def check_spans(slab: KVSlab, spans: Sequence[Span], layout: KVLayout) -> int:
     return end
 
 
-def load_layer(
-    slab: KVSlab,
-    rows: ArenaRows,
-    spans: Sequence[Span],
-    calibration: Calibration,
-    layer_index: int,
-    tail: WriteBuffer | None = None,
-) -> None:
-    """Load one layer; see `LayerLoader`, which is better for all of them."""
-    LayerLoader(slab, rows, spans, calibration, tail).load(layer_index)
-
-
 class LayerLoader:
     """Loads spans into a slab, one layer at a time, in any order of layers.
 

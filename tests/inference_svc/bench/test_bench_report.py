@@ -82,14 +82,12 @@ def test_the_accelerator_is_named_where_there_is_one():
 
 
 def test_a_picture_is_written(tmp_path):
-    pytest.importorskip("matplotlib")
     empty = replace(CASE, name="nothing", variants=(), ratios=())
     plot(replace(REPORT, cases=(CASE, empty)), tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_picture_of_no_known_format_is_refused(tmp_path):
-    pytest.importorskip("matplotlib")
     with pytest.raises(NoPlotError, match=r"\.png"):
         plot(REPORT, tmp_path / "out.nonsense")
 
@@ -101,7 +99,6 @@ def test_without_matplotlib_the_remedy_is_named_before_anything_is_measured(tmp_
 
 
 def test_a_picture_needs_a_directory_that_is_there(tmp_path):
-    pytest.importorskip("matplotlib")
     with pytest.raises(NoPlotError, match="no directory"):
         check_plot(tmp_path / "none" / "out.png")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from inference_svc.runtime.compute.model_runner import Chunk
-from inference_svc.runtime.kv.layer_load import load_layer
+from inference_svc.runtime.kv.layer_load import LayerLoader
 from inference_svc.runtime.kv.layer_store import store_blocks
 
 ARCHITECTURES = (
@@ -47,7 +47,7 @@ def stored_and_loaded(model, make_arena, rows, buffer, num_tokens):
     store_blocks(buffer, arena_rows, blocks, model.calibration)
     slab = model.new_slab(num_tokens)
     for layer_index in range(len(model.calibration.layers)):
-        load_layer(slab, arena_rows, blocks, model.calibration, layer_index)
+        LayerLoader(slab, arena_rows, blocks, model.calibration).load(layer_index)
     return slab
 
 

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from inference_svc.runtime.compute.model_runner import Chunk
 from inference_svc.runtime.kv.layer_gate import LayerGate
-from inference_svc.runtime.kv.layer_load import LayerLoader, check_spans, load_layer, move_layer
+from inference_svc.runtime.kv.layer_load import LayerLoader, check_spans, move_layer
 from inference_svc.runtime.kv.layer_store import store_blocks
 
 ARCHITECTURES = (
@@ -51,7 +51,7 @@ def load(slab, arena_rows, spans, calibration, tail=None):
     """Load all layers and move the counters, as an engine does."""
     end = check_spans(slab, spans, calibration.layout)
     for layer_index in range(len(calibration.layers)):
-        load_layer(slab, arena_rows, spans, calibration, layer_index, tail)
+        LayerLoader(slab, arena_rows, spans, calibration, tail).load(layer_index)
     slab.num_tokens = end
     if tail is not None:
         tail.end_token = end
