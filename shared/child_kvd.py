@@ -55,8 +55,8 @@ class ChildKvd:
             TimeoutError: not within SETTLE_S.
         """
         async with asyncio.timeout(SETTLE_S):
-            while any(layout.dirty_bytes for layout in (await self.stats()).layouts):
-                await asyncio.sleep(POLL_S)  # the event is in another process
+            while await self._has_dirty():  # noqa: ASYNC110  # the event is in another process
+                await asyncio.sleep(POLL_S)
 
     async def _has_dirty(self) -> bool:
         return any(layout.dirty_bytes for layout in (await self.stats()).layouts)
