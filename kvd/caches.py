@@ -19,7 +19,7 @@ from kvd.config import Settings
 from kvd.core.actions import Emit
 from kvd.core.engine import CacheEngine, Limits
 from kvd.core.errors import UnknownSessionError
-from kvd.core.eviction import make_policy
+from kvd.core.eviction.registry import POLICIES
 from kvd.core.extent_shape import ExtentShape
 from kvd.core.tenants import TenantLimits
 from kvd.engines import Engines
@@ -252,7 +252,7 @@ class Caches:
             layout,
             self._limits(num_slots, num_extents),
             self._salt_of,
-            make_policy(settings.eviction.policy),
+            POLICIES[settings.eviction.policy],
         )
         owners = Owners(self._engines.identity_of, self._engines.wake_of)
         performer = Performer(layout, volume, self._manifest, self._io, owners)

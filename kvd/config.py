@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, field_validator
 
-from kvd.core.eviction import POLICIES
+from kvd.core.eviction.registry import POLICIES
 from kvd.core.records import TTL_NEVER_NS, Admission
 from shared.config import LoadedSettings, load_settings
 from shared.kv_layout import KVLayout

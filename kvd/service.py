@@ -13,11 +13,12 @@ from kvd.caches import Caches
 from kvd.config import LimitSettings
 from kvd.core.engine import CacheEngine
 from kvd.core.errors import InvalidRequestError, UnknownSessionError
-from kvd.core.records import LeaseState, LoadAnswer, Lookup, QueuedJob, StoreAnswer
+from kvd.core.queue_window import QueueChange, QueuedJob
+from kvd.core.records import LeaseState, LoadAnswer, Lookup, StoreAnswer
 from kvd.data_socket import DataSocket
 from kvd.engines import AttachedEngine, Engines
 from kvd.errors import AttachDeniedError, StoppingError
-from kvd.messages import key_of, load_response, ns_of, session_message, store_response
+from kvd.messages import key_of, load_response, session_message, store_response
 from shared.layout_message import layout_of
 from shared.log import get_logger
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
@@ -205,11 +206,11 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         model = engine.cache.layout.model
         return [
             QueuedJob(
+                (0, 0.0, index),
                 key_of(kvd_pb2.SessionKey(tenant=job.tenant, session_id=job.session_id), model),
                 job.history_tokens,
-                ns_of(job.starts_in_s),
             )
-            for job in snapshot.jobs
+            for index, job in enumerate(snapshot.jobs)
         ]
 
     def _who(self, request: Any) -> tuple[AttachedEngine, SessionKey]:
@@ -263,7 +264,7 @@ def _prepare_store(
 
 
 def _push_queue(owner: int, jobs: list[QueuedJob], core: CacheEngine, now_ns: int) -> None:
-    core.push_queue(owner, jobs, now_ns)
+    core.replace_queue(owner, QueueChange(jobs), now_ns)
 
 
 def _session_message(

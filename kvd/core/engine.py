@@ -21,13 +21,15 @@ from collections.abc import Callable, Sequence
 
 from kvd.core import adopting, checking, discarding, inspection, restoring, retention
 from kvd.core.actions import Action, IoOutcome
-from kvd.core.eviction import EvictionPolicy, LruPolicy
+from kvd.core.eviction.lru import LruPolicy
+from kvd.core.eviction.registry import PolicyMaker
 from kvd.core.hashing import Hasher
 from kvd.core.leases import RestoredLease
 from kvd.core.loading import Loader
 from kvd.core.outbox import COUNTERS
 from kvd.core.peers import Peers
 from kvd.core.placement import Placement
+from kvd.core.queue_window import QueueChange
 from kvd.core.records import (
     AdoptedSlot,
     EngineStats,
@@ -38,7 +40,6 @@ from kvd.core.records import (
     LoadAnswer,
     OrphanSlot,
     Pin,
-    QueuedJob,
     ScrubStep,
     SessionDetail,
     SessionInfo,
@@ -65,7 +66,7 @@ class CacheEngine:
         layout: what a block looks like; all sessions here have its model.
         limits: bounds of everything that grows.
         salt_of: the persisted secret salt of a tenant, SALT_BYTES long.
-        policy: ranks sessions for eviction; it must be new. None is LRU.
+        make_policy: builds what ranks sessions for eviction.
     """
 
     def __init__(
@@ -73,9 +74,9 @@ class CacheEngine:
         layout: KVLayout,
         limits: Limits,
         salt_of: Callable[[str], bytes],
-        policy: EvictionPolicy | None = None,
+        make_policy: PolicyMaker = LruPolicy,
     ) -> None:
-        self._state = CacheState(layout, limits, salt_of, policy or LruPolicy())
+        self._state = CacheState(layout, limits, salt_of, make_policy)
         placement = Placement(self._state)
         self._writer = Writer(self._state, placement)
         self._hasher = Hasher(self._state, self._writer)
@@ -361,14 +362,19 @@ class CacheEngine:
         """Split lease ids into those the owner still holds and those it has lost."""
         return self._peers.confirm(owner, lease_ids)
 
-    def push_queue(self, owner: int, jobs: Sequence[QueuedJob], now_ns: int) -> None:
-        """Take the newest snapshot of an engine's waiting queue."""
+    def replace_queue(self, owner: int, jobs: QueueChange, now_ns: int) -> int:
+        """Take all of an engine's waiting queue; returns its digest."""
         self._state.advance(now_ns)
-        self._state.queue.replace(owner, jobs)
+        return self._state.placement.replace_queue(owner, jobs, now_ns)
+
+    def change_queue(self, owner: int, change: QueueChange, now_ns: int) -> int:
+        """Take a change of an engine's waiting queue; returns the digest of what it is now."""
+        self._state.advance(now_ns)
+        return self._state.placement.change_queue(owner, change, now_ns)
 
     def num_queued(self, owner: int) -> int:
-        """Jobs in an engine's newest queue snapshot."""
-        return len(self._state.queue.jobs(owner))
+        """Jobs of an engine that wait."""
+        return self._state.placement.queue.num_jobs(owner)
 
     # --------------------------------------------------------------------------------- completions
 

@@ -27,7 +27,7 @@ class Peers:
         leases = self._state.leases.of_owner(owner)
         for lease in leases:
             self._release(lease)
-        self._state.queue.replace(owner, ())
+        self._state.placement.forget_engine(owner, self._state.now_ns)
         self._state.outbox.emit(OWNER_GONE, None, {"owner": owner, "num_leases": len(leases)})
 
     def detach(self, owner: int) -> None:
@@ -39,7 +39,7 @@ class Peers:
             else:
                 self._state.leases.give_to(lease, owner, is_orphan=True)
                 num_slots += len(lease.slots())
-        self._state.queue.replace(owner, ())
+        self._state.placement.forget_engine(owner, self._state.now_ns)
         fields = {"owner": owner, "num_quarantined_slots": num_slots}
         self._state.outbox.emit(OWNER_DETACHED, None, fields)
 

@@ -103,8 +103,8 @@ class Placement:
     def drop_coldest(self) -> bool:
         """Drop the coldest session that nobody leases, pins or queues; returns if there was one."""
         state = self._state
-        for key in state.policy.victims(None):
-            if not state.leases.num_of_session(key) and not state.queue.is_queued(key):
+        for key in state.placement.victims(None, state.now_ns):
+            if not state.leases.num_of_session(key) and not state.placement.queue.is_queued(key):
                 state.outbox.count("sessions_dropped")
                 state.cut(state.sessions[key], 0, EVICTED)
                 return True
@@ -130,7 +130,7 @@ class Placement:
         state = self._state
         plan = _Plan()
         passed: set[SessionKey] = set()
-        for key in state.policy.victims(rule.tier) if order is None else order:
+        for key in state.placement.victims(rule.tier, state.now_ns) if order is None else order:
             session = state.sessions[key]
             if key == rule.stop_at:
                 break
@@ -146,7 +146,7 @@ class Placement:
         return plan
 
     def _is_victim(self, key: SessionKey, rule: _Rule) -> bool:
-        if self._state.queue.is_queued(key) and not rule.may_take_queued:
+        if self._state.placement.queue.is_queued(key) and not rule.may_take_queued:
             return False
         return rule.tier is not None or not self._state.leases.num_of_session(key)
 
@@ -187,7 +187,9 @@ class Placement:
         return self._state.warm_user(block, is_warmer)
 
     def _may_take(self, block: Block, rule: _Rule, *, may_cut: bool) -> bool:
-        if not rule.may_take_queued and self._state.warm_user(block, self._state.queue.is_queued):
+        if not rule.may_take_queued and self._state.warm_user(
+            block, self._state.placement.queue.is_queued
+        ):
             return False
         if _is_last_copy(block, rule.tier):
             return may_cut and block.may_vanish()

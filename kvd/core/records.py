@@ -233,15 +233,6 @@ class StoreAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class QueuedJob:
-    """One job of a scheduler's waiting queue, in queue order."""
-
-    key: SessionKey
-    history_tokens: int = 0
-    starts_in_ns: int = 0  # from the moment of sending
-
-
-@dataclass(frozen=True, slots=True)
 class SessionInfo:
     """A session as operators see it. Bytes are whole blocks."""
 

@@ -47,7 +47,7 @@ def expire(state: CacheState) -> None:
         deadline_ns = state.expires_at_ns(session)
         if deadline_ns is None or deadline_ns > state.now_ns:
             state.ttl.schedule(key, deadline_ns)
-        elif state.leases.num_of_session(key) or state.queue.is_queued(key):
+        elif state.leases.num_of_session(key) or state.placement.is_busy(key):
             state.ttl.schedule(key, state.now_ns + RECHECK_NS)
         else:
             state.outbox.count("sessions_expired")

@@ -15,16 +15,17 @@ from dataclasses import dataclass, field
 
 from kvd.core.actions import SESSION_CUT, SESSION_DROPPED, ClearSlot, DropBlock, PutSlot
 from kvd.core.block import Block, BlockIndex, BlockIo
-from kvd.core.eviction import EvictionPolicy
+from kvd.core.eviction.policy import EvictionPolicy
+from kvd.core.eviction.registry import PolicyMaker
 from kvd.core.extent_shape import ExtentShape
 from kvd.core.extents import ExtentTable
 from kvd.core.folding import FoldedTails
 from kvd.core.leases import LeaseTable, LoadLease
 from kvd.core.listing import Listings
 from kvd.core.outbox import Outbox
-from kvd.core.queue_window import QueueWindow
 from kvd.core.records import Admission, CommittedSlot, Pin, SlotRecord, Span, Tier, WritingSlot
 from kvd.core.session import Session
+from kvd.core.session_placement import SessionPlacement
 from kvd.core.slots import SlotState, SlotTable
 from kvd.core.tenants import TenantLimits, TenantTable, no_limits
 from kvd.core.ttl import TtlClock
@@ -88,19 +89,18 @@ class CacheState:
         layout: KVLayout,
         limits: Limits,
         salt_of: Callable[[str], bytes],
-        policy: EvictionPolicy,
+        make_policy: PolicyMaker,
     ) -> None:
         self.layout = layout
         self.shape = ExtentShape(layout)
         self.limits = limits
         self.salt_of = salt_of
-        self.policy = policy
         self.blocks = BlockIndex()
         self.sessions: dict[SessionKey, Session] = {}
         self.slots = SlotTable(limits.num_slots)
         self.extents = ExtentTable(limits.num_extents, self.shape.sectors_per_extent)
         self.leases = LeaseTable(limits.max_leases)
-        self.queue = QueueWindow()
+        self.placement = SessionPlacement(make_policy, self._capacity_bytes)
         self.ttl = TtlClock()
         self.outbox = Outbox()
         self.reads: dict[int, Arrival] = {}
@@ -120,6 +120,14 @@ class CacheState:
         self.ssd_degraded = ""  # why writes are held back; "": they are not
         self.now_ns = 0
         self._next_op_id = 1
+
+    @property
+    def policy(self) -> EvictionPolicy:
+        """What ranks sessions for eviction."""
+        return self.placement.policy
+
+    def _capacity_bytes(self) -> int:
+        return (len(self.slots) + len(self.extents)) * self.layout.block_bytes
 
     def advance(self, now_ns: int) -> None:
         """Take the time of a call. It never goes back (D17)."""

@@ -84,6 +84,8 @@ def test_ctrl_c_leaves_nothing(tmp_path):
         [sys.executable, "-m", "kvd", "bench", "--only", "arena", "--directory", str(directory)],
         env={**os.environ, "TMPDIR": str(temporary)},
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a test
+        # run in the background ignores it, and a child would inherit that
     )
     try:
         while not (children := bench.children(recursive=True)):

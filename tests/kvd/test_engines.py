@@ -12,7 +12,6 @@ from contextlib import contextmanager
 import pytest
 
 from kvd.core.engine import CacheEngine, Limits
-from kvd.core.eviction import make_policy
 from kvd.data_socket import Peer
 from kvd.engines import Engines
 from kvd.errors import LimitReachedError, NotAttachedError
@@ -34,7 +33,7 @@ class LiveCache:
 
     def __init__(self):
         limits = Limits(num_slots=4, num_extents=8)
-        self.engine = CacheEngine(LAYOUT, limits, salt_of, make_policy("lru"))
+        self.engine = CacheEngine(LAYOUT, limits, salt_of)
 
     def act(self, step):
         answer = step(self.engine, 1000)

@@ -18,12 +18,12 @@ from kvd.core.records import (
     LoadAnswer,
     Lookup,
     Pin,
-    QueuedJob,
     StoreAnswer,
     Tier,
 )
 from kvd.core.tenants import TenantLimits
 from shared.session_key import SessionKey
+from tests.kvd.core.turns import queue_of
 from tests.property.cache_world import (
     ADOPTED_OWNERS,
     BLOCK_TOKENS,
@@ -412,9 +412,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(owner=st.sampled_from(OWNERS), keys=st.lists(st.sampled_from(KEYS), max_size=3))
     def push_queue(self, owner, keys) -> None:
-        self.world.engine.push_queue(
-            self.ids[owner], [QueuedJob(key) for key in keys], self.world.now_ns
-        )
+        self.world.engine.replace_queue(self.ids[owner], queue_of(*keys), self.world.now_ns)
 
     @precondition(lambda self: len(self.loads) + len(self.stores) > 2)
     @rule(owner=st.sampled_from(OWNERS))

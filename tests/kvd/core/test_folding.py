@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.core.records import LoadAnswer, Pin, QueuedJob
+from kvd.core.records import LoadAnswer, Pin
 from tests.kvd.core.turns import (
     ONES,
     OWNER,
@@ -18,6 +18,7 @@ from tests.kvd.core.turns import (
     new_world,
     prepare_load,
     prepare_store,
+    queue_of,
     store,
     tiers_of,
 )
@@ -226,7 +227,7 @@ class Twin:
         self.world.engine.expire(self.world.now_ns)
 
     def _queue(self, key, _) -> None:
-        self.world.engine.push_queue(OWNER, [QueuedJob(key)], self.world.now_ns)
+        self.world.engine.replace_queue(OWNER, queue_of(key), self.world.now_ns)
 
     def _end(self, key, _) -> object:
         return self.world.engine.end_session(key, self.world.now_ns)

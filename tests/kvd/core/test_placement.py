@@ -2,8 +2,11 @@
 
 import pytest
 
-from kvd.core.eviction import POLICIES, LruPolicy, make_policy
-from kvd.core.records import Admission, Pin, QueuedJob, Tier
+from kvd.core.eviction.lru import LruPolicy
+from kvd.core.eviction.policy import PolicyContext
+from kvd.core.eviction.registry import POLICIES, make_policy
+from kvd.core.queue_window import QueueWindow
+from kvd.core.records import Admission, Pin, Tier
 from tests.kvd.core.turns import (
     ONES,
     OWNER,
@@ -17,9 +20,12 @@ from tests.kvd.core.turns import (
     new_world,
     prepare_load,
     prepare_store,
+    queue_of,
     store,
     tiers_of,
 )
+
+CONTEXT = PolicyContext(QueueWindow(lambda key: None), lambda: 0)
 
 
 def test_the_coldest_session_leaves_dram_tail_first():
@@ -74,7 +80,7 @@ def test_a_soft_pinned_session_goes_last():
     store(world, A, ONES)
     world.engine.pin(A, Pin.SOFT, world.now_ns)
     store(world, B, TWOS)
-    world.engine.push_queue(OWNER, [QueuedJob(B)], world.now_ns)
+    world.engine.replace_queue(OWNER, queue_of(B), world.now_ns)
     store(world, C, THREES)
     assert (tiers_of(world, A), tiers_of(world, B)) == (["DS"], ["S"])
     store(world, C, THREES + ONES)
@@ -89,19 +95,19 @@ def test_a_soft_pinned_session_goes_last():
 
 def test_the_end_of_a_soft_pin_makes_a_session_a_victim_again():
     """In its place as one used just now; a soft pin keeps the order it had."""
-    policy = LruPolicy()
+    policy = LruPolicy(CONTEXT)
     for key in (A, B, C):
         policy.touched(key, 0)
     policy.guarded(A, is_guarded=True)
     policy.guarded(B, is_guarded=True)
-    assert list(policy.victims(Tier.DRAM)) == [C, A, B]
+    assert list(policy.victims(Tier.DRAM, 0)) == [C, A, B]
     policy.left(A, Tier.DRAM)
     policy.guarded(A, is_guarded=False)
-    assert list(policy.victims(Tier.DRAM)) == [C, B]
-    assert list(policy.victims(Tier.SSD)) == [C, A, B]
+    assert list(policy.victims(Tier.DRAM, 0)) == [C, B]
+    assert list(policy.victims(Tier.SSD, 0)) == [C, A, B]
     policy.removed(B)
     policy.touched(B, 0)
-    assert list(policy.victims(None)) == [C, A, B]
+    assert list(policy.victims(None, 0)) == [C, A, B]
 
 
 def test_a_leased_block_stays_in_dram():
@@ -132,11 +138,11 @@ def test_a_queued_session_goes_only_when_nothing_else_does():
     world = new_world(num_slots=2)
     store(world, A, ONES)
     store(world, B, TWOS)
-    world.engine.push_queue(OWNER, [QueuedJob(A)], world.now_ns)
+    world.engine.replace_queue(OWNER, queue_of(A), world.now_ns)
     assert world.engine.num_queued(OWNER) == 1
     store(world, C, THREES)
     assert (tiers_of(world, A), tiers_of(world, B)) == (["DS"], ["S"])
-    world.engine.push_queue(OWNER, [QueuedJob(A), QueuedJob(C)], world.now_ns)
+    world.engine.replace_queue(OWNER, queue_of(A, C), world.now_ns)
     store(world, B, TWOS + ONES)
     assert tiers_of(world, A) == ["S"]
 
@@ -186,25 +192,25 @@ def test_a_session_larger_than_ssd_keeps_its_tail_in_dram_only():
 
 def test_policies_are_made_by_name():
     """The factory knows every configured name."""
-    assert {make_policy(name).name for name in POLICIES} == set(POLICIES)
+    assert {make_policy(name, CONTEXT).name for name in POLICIES} == set(POLICIES)
     with pytest.raises(KeyError):
-        make_policy("no such policy")
+        make_policy("no such policy", CONTEXT)
 
 
 def test_lru_ranks_by_last_use():
     """Touching moves to the warm end, ending to the cold end, entering happens at the warm end."""
-    policy = LruPolicy()
+    policy = LruPolicy(CONTEXT)
     for key in (A, B, C):
         policy.touched(key, 0)
     policy.touched(A, 1)
     policy.ended(C)
-    assert list(policy.victims(Tier.SSD)) == list(policy.victims(None)) == [C, B, A]
+    assert list(policy.victims(Tier.SSD, 0)) == list(policy.victims(None, 0)) == [C, B, A]
     policy.left(B, Tier.SSD)
     assert not policy.ranks(B, Tier.SSD)
     policy.entered(B, Tier.SSD)
     policy.removed(A)
     policy.ended(A)
-    assert list(policy.victims(Tier.SSD)) == [C, B]
+    assert list(policy.victims(Tier.SSD, 0)) == [C, B]
 
 
 class CountingPolicy(LruPolicy):
@@ -212,8 +218,8 @@ class CountingPolicy(LruPolicy):
 
     num_looked_at = 0
 
-    def victims(self, tier):
-        for key in super().victims(tier):
+    def victims(self, tier, now_ns, *, colder_than=None):
+        for key in super().victims(tier, now_ns, colder_than=colder_than):
             self.num_looked_at += tier is Tier.DRAM
             yield key
 
@@ -221,7 +227,7 @@ class CountingPolicy(LruPolicy):
 def test_an_arena_full_of_dirty_blocks_is_not_looked_through():
     """A store that has to wait costs no look at every session, however often it asks."""
     world = new_world(num_slots=16, admission=Admission.ON_EVICT)
-    policy = world.engine._state.policy = CountingPolicy()
+    policy = world.engine._state.placement.policy = CountingPolicy(CONTEXT)
     for index in range(16):
         store(world, A._replace(session_id=f"s{index}"), [index] * 4)
     assert world.engine.stats().dirty_bytes == 16 * world.engine.layout.block_bytes

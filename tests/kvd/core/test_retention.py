@@ -3,7 +3,7 @@
 import pytest
 
 from kvd.core.errors import InvalidRequestError, UnknownSessionError
-from kvd.core.records import TTL_NEVER_NS, Pin, QueuedJob
+from kvd.core.records import TTL_NEVER_NS, Pin
 from kvd.core.retention import EXPIRE_BATCH, RECHECK_NS
 from kvd.core.tenants import TenantLimits
 from tests.kvd.core.turns import (
@@ -16,6 +16,7 @@ from tests.kvd.core.turns import (
     load,
     new_world,
     prepare_load,
+    queue_of,
     store,
 )
 
@@ -60,9 +61,9 @@ def test_sessions_in_use_do_not_expire():
     expire(world, 200)
     assert world.engine.next_deadline_ns() == world.now_ns + RECHECK_NS
     world.engine.complete_load(lease.lease_id, OWNER, world.now_ns)
-    world.engine.push_queue(OWNER, [QueuedJob(A)], world.now_ns)
+    world.engine.replace_queue(OWNER, queue_of(A), world.now_ns)
     expire(world, RECHECK_NS)
-    world.engine.push_queue(OWNER, [], world.now_ns)
+    world.engine.replace_queue(OWNER, queue_of(), world.now_ns)
     world.engine.pin(A, Pin.HARD, world.now_ns)
     expire(world, RECHECK_NS)
     assert world.engine.session_info(A).expires_at_ns is None

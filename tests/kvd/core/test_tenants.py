@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd.core.records import Pin, QueuedJob, TenantUsage
+from kvd.core.records import Pin, TenantUsage
 from kvd.core.tenants import TenantLimits
 from tests.kvd.core.turns import (
     ONES,
@@ -19,6 +19,7 @@ from tests.kvd.core.turns import (
     new_world,
     prepare_load,
     prepare_store,
+    queue_of,
     store,
 )
 from tests.property.cache_world import LAYOUT, CacheWorld, to_bytes
@@ -112,9 +113,9 @@ def test_leased_queued_and_hard_pinned_sessions_do_not_give_way():
     refused = prepare_store(world, A, ONES)
     assert (refused.refused, refused.lease_id) == ("quota", 0)
     world.engine.complete_load(lease.lease_id, OWNER, world.now_ns)
-    world.engine.push_queue(OWNER, [QueuedJob(B)], world.now_ns)
+    world.engine.replace_queue(OWNER, queue_of(B), world.now_ns)
     assert prepare_store(world, A, ONES).refused == "quota"
-    world.engine.push_queue(OWNER, [], world.now_ns)
+    world.engine.replace_queue(OWNER, queue_of(), world.now_ns)
     assert not prepare_store(world, A, ONES).refused
     assert counter(world, "stores_refused") == 2
 

@@ -2,6 +2,7 @@
 
 from kvd.core.actions import HashSlot
 from kvd.core.engine import Limits
+from kvd.core.queue_window import QueueChange, QueuedJob
 from kvd.core.records import LoadAnswer, Lookup, StoreAnswer, Tier
 from shared.session_key import SessionKey
 from tests.property.cache_world import MODEL, CacheWorld, compute, to_bytes
@@ -16,6 +17,11 @@ ONES, TWOS, THREES = [1] * 4, [2] * 4, [3] * 4  # one block each
 
 def new_world(num_slots: int = 16, num_extents: int = 64, **limits) -> CacheWorld:
     return CacheWorld(Limits(num_slots, num_extents, **limits))
+
+
+def queue_of(*keys: SessionKey) -> QueueChange:
+    """A queue in which a turn of each of these sessions waits, in this order."""
+    return QueueChange([QueuedJob((0, 0.0, number), key) for number, key in enumerate(keys)])
 
 
 def prepare_store(

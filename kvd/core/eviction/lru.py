@@ -1,58 +1,13 @@
-"""Which session goes first: the policy protocol and the base policies.
-
-Pure. A policy ranks sessions; it knows nothing of blocks, bytes or leases. For each tier it keeps
-an order of the sessions that may have bytes there. Being in an order without bytes is allowed (the
-placement takes such a session out when it meets it), having bytes and no user in the order is not.
-"""
+"""Policy `lru`: least recently used first. Pure; neither the queue nor the future is looked at."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from itertools import chain
-from typing import Protocol
+from collections.abc import Iterator
+from itertools import chain, takewhile
 
+from kvd.core.eviction.policy import PolicyContext
+from kvd.core.queue_window import QueuePlace
 from kvd.core.records import Tier
 from shared.session_key import SessionKey
-
-
-class EvictionPolicy(Protocol):
-    """Ranks sessions, coldest first, per tier. Every call but `victims` is O(1)."""
-
-    @property
-    def name(self) -> str:
-        """Name it is configured by."""
-        ...
-
-    def touched(self, key: SessionKey, now_ns: int) -> None:
-        """Note that the session is used now; it enters the order of every tier."""
-        ...
-
-    def ended(self, key: SessionKey) -> None:
-        """Note that the session will not come back: first victim, until touched again."""
-        ...
-
-    def guarded(self, key: SessionKey, *, is_guarded: bool) -> None:
-        """Rank the session after all that are not guarded, from now on (or no longer)."""
-        ...
-
-    def entered(self, key: SessionKey, tier: Tier) -> None:
-        """Note bytes in this tier without a use (a late write, a shared block it answers for)."""
-        ...
-
-    def left(self, key: SessionKey, tier: Tier) -> None:
-        """Note that nothing of it is to be had in this tier."""
-        ...
-
-    def removed(self, key: SessionKey) -> None:
-        """Forget the session (dropped, or hard-pinned)."""
-        ...
-
-    def ranks(self, key: SessionKey, tier: Tier) -> bool:
-        """Whether the session is in this tier's order."""
-        ...
-
-    def victims(self, tier: Tier | None) -> Iterator[SessionKey]:
-        """Yield sessions coldest first; None: over all tiers. No other call meanwhile."""
-        ...
 
 
 class LruOrder:
@@ -120,10 +75,22 @@ class LruPolicy:
     """
 
     name = "lru"
+    looks_ahead = False
 
-    def __init__(self) -> None:
+    def __init__(self, context: PolicyContext) -> None:  # noqa: ARG002
         self._all = LruOrder()
         self._orders = {tier: LruOrder() for tier in Tier}
+
+    def arrived(self, key: SessionKey, now_ns: int) -> None:
+        """See EvictionPolicy."""
+
+    def engaged(
+        self, key: SessionKey, place: QueuePlace | None, now_ns: int, *, is_running: bool
+    ) -> None:
+        """See EvictionPolicy."""
+
+    def sized(self, key: SessionKey, num_tokens: int) -> None:
+        """See EvictionPolicy."""
 
     def touched(self, key: SessionKey, now_ns: int) -> None:  # noqa: ARG002
         """See EvictionPolicy."""
@@ -158,21 +125,20 @@ class LruPolicy:
         """See EvictionPolicy."""
         return key in self._orders[tier]
 
-    def victims(self, tier: Tier | None) -> Iterator[SessionKey]:
+    def victims(
+        self,
+        tier: Tier | None,
+        now_ns: int,  # noqa: ARG002
+        *,
+        colder_than: SessionKey | None = None,
+    ) -> Iterator[SessionKey]:
         """See EvictionPolicy."""
-        return iter(self._all if tier is None else self._orders[tier])
+        order = self._all if tier is None else self._orders[tier]
+        return takewhile(lambda key: key != colder_than, order)
+
+    def returning(self, now_ns: int) -> Iterator[SessionKey]:  # noqa: ARG002
+        """See EvictionPolicy."""
+        return iter(())
 
     def _every_order(self) -> tuple[LruOrder, ...]:
         return self._all, *self._orders.values()
-
-
-POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LruPolicy}
-
-
-def make_policy(name: str) -> EvictionPolicy:
-    """Build a policy by its configured name.
-
-    Raises:
-        KeyError: for a name outside POLICIES (configuration checks it first).
-    """
-    return POLICIES[name]()

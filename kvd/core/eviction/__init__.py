@@ -1,0 +1,1 @@
+"""Which session goes first: the policy protocol and the policies."""

@@ -1,0 +1,102 @@
+"""SessionPlacement: which sessions go and which come, by queue and policy; knows no blocks.
+
+Pure (D1). The daemon makes room in blocks by it (placement.py), `kvd plan` in bytes, so that what
+is planned is what ships. It owns the queue, the policy and the order of prefetching; it must not
+know where any byte is: its callers tell it what enters and leaves a tier.
+
+*Source:* CachedAttention §3.3.1 (windows, S_kv).
+"""
+
+from collections.abc import Callable, Iterator
+
+from kvd.core.eviction.policy import EvictionPolicy, PolicyContext
+from kvd.core.prefetch_order import PrefetchOrder
+from kvd.core.queue_window import QueueChange, QueueWindow
+from kvd.core.records import Tier
+from shared.session_key import SessionKey
+
+MEAN_SHARE = 1 / 256  # of the newest session's size in the running mean
+
+
+class SessionPlacement:
+    """See the module docstring.
+
+    Args:
+        make_policy: builds the policy, once.
+        capacity_bytes: of DRAM and SSD together, now.
+
+    Attributes:
+        policy: ranks sessions for eviction.
+        queue: of all engines.
+        prefetching: waiting sessions that may have something to be read.
+    """
+
+    def __init__(
+        self,
+        make_policy: Callable[[PolicyContext], EvictionPolicy],
+        capacity_bytes: Callable[[], int],
+    ) -> None:
+        self.queue = QueueWindow(self._engaged)
+        self.prefetching = PrefetchOrder(self.queue)
+        self._capacity_bytes = capacity_bytes
+        self._mean_bytes = 0.0
+        self._num_sized = 0
+        self._busy: set[SessionKey] = set()  # a turn of it waits or runs
+        self._now_ns = 0
+        self.policy = make_policy(PolicyContext(self.queue, self._eviction_window))
+
+    # --------------------------------------------------------------------------------------- queue
+
+    def replace_queue(self, owner: int, jobs: QueueChange, now_ns: int) -> int:
+        """Take all of an engine's queue; returns its digest."""
+        self._now_ns = now_ns
+        return self.queue.replace(owner, jobs, now_ns)
+
+    def change_queue(self, owner: int, change: QueueChange, now_ns: int) -> int:
+        """Take a change of an engine's queue; returns the digest of what it is now."""
+        self._now_ns = now_ns
+        return self.queue.change(owner, change, now_ns)
+
+    def forget_engine(self, owner: int, now_ns: int) -> None:
+        """Forget an engine's queue."""
+        self._now_ns = now_ns
+        self.queue.forget(owner)
+
+    def is_busy(self, key: SessionKey) -> bool:
+        """Whether a turn of the session waits or runs."""
+        return key in self._busy
+
+    # ------------------------------------------------------------------------------------- windows
+
+    def sized(self, num_bytes: int) -> None:
+        """Note the size of a session that was just stored: it counts in S_kv."""
+        self._num_sized += 1
+        share = max(MEAN_SHARE, 1 / self._num_sized)
+        self._mean_bytes += share * (num_bytes - self._mean_bytes)
+
+    def window(self, capacity_bytes: int) -> int:
+        """Sessions of mean size that fit: L_pw of DRAM's bytes, L_ew of those of both tiers."""
+        return int(capacity_bytes / self._mean_bytes) if self._mean_bytes else 0
+
+    def victims(
+        self, tier: Tier | None, now_ns: int, *, colder_than: SessionKey | None = None
+    ) -> Iterator[SessionKey]:
+        """Sessions coldest first; see EvictionPolicy.victims."""
+        return self.policy.victims(tier, now_ns, colder_than=colder_than)
+
+    # -------------------------------------------------------------------------------------- inside
+
+    def _eviction_window(self) -> int:
+        return self.window(self._capacity_bytes())
+
+    def _engaged(self, key: SessionKey) -> None:
+        """The queue says something else of a session than before."""
+        place, is_running = self.queue.place(key), self.queue.is_running(key)
+        is_busy = place is not None or is_running
+        if is_busy and key not in self._busy:
+            self._busy.add(key)
+            self.policy.arrived(key, self._now_ns)
+        elif not is_busy:
+            self._busy.discard(key)
+        self.policy.engaged(key, place, self._now_ns, is_running=is_running)
+        self.prefetching.reopen(key)
