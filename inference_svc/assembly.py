@@ -20,6 +20,7 @@ from inference_svc.runtime.compute.stepping import Stepper
 from inference_svc.runtime.engine.engine_loop import EngineLoop
 from inference_svc.runtime.engine.job_memory import MOST_RESIDENTS
 from inference_svc.runtime.engine.loads import Loads, PreloadPolicy
+from inference_svc.runtime.heap import keep_freed_memory
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.resident_slabs import ResidentSlabs
 from inference_svc.runtime.model.model_loader import LoadedModel
@@ -114,6 +115,7 @@ class ServiceParts:
 def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
     """Build the engine and hand each part what it needs."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    keep_freed_memory()
     loaded, calibration, cache = model.loaded, model.calibration, settings.cache
     counters, rates = Counters(), Rates()
     compute_thread, load_thread, store_thread = map(WorkerThread, ("compute", "load", "store"))
