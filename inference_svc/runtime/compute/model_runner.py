@@ -24,8 +24,8 @@ from torch import Tensor
 
 from inference_svc.runtime.compute.attention import AttentionBackend, AttentionOptions, Part
 from inference_svc.runtime.compute.torch_attention import TorchAttention
+from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
-from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.model.capture import CaptureCache, RotaryTap, under
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.model.recipes import Calibration
@@ -76,7 +76,7 @@ class ModelRunner:
         self._attention = attention or TorchAttention()
 
     @torch.inference_mode()
-    def step(self, chunks: Sequence[Chunk], clock: LayerGate | None = None) -> Tensor:
+    def step(self, chunks: Sequence[Chunk], clock: StepClock | None = None) -> Tensor:
         """Compute all chunks in one forward and append them to their slabs and write buffers.
 
         Args:
@@ -149,7 +149,7 @@ class _StepForward:
         calibration: Calibration,
         attention: AttentionBackend,
         chunks: Sequence[Chunk],
-        clock: LayerGate | None,
+        clock: StepClock | None,
     ) -> None:
         self._calibration = calibration
         self._clock = clock
@@ -189,7 +189,7 @@ class _StepForward:
         torch._foreach_copy_(self._places[layer_index], rows)
         self._calls.clear()
         if self._clock is not None:
-            self._clock.open(self._num_cached)
+            self._clock.enqueued(self._num_cached)
 
     def attend(
         self, query: Tensor, _key: Tensor, _value: Tensor, _mask: Any, options: dict[str, Any]

@@ -17,7 +17,8 @@ from inference_svc.core.rates.rates import Rates, pairs
 from inference_svc.runtime.compute.model_runner import Chunk, ModelRunner
 from inference_svc.runtime.compute.sampling import Sampled
 from inference_svc.runtime.engine.engine_job import EngineJob
-from inference_svc.runtime.kv.layer_gate import LayerGate, StepNotDoneError
+from inference_svc.runtime.kv.copy_stream import StepClock
+from inference_svc.runtime.kv.layer_gate import StepNotDoneError
 from inference_svc.runtime.worker_thread import WorkerThread
 from shared.errors import ReportedError
 from shared.log import get_logger
@@ -66,7 +67,7 @@ class Stepper:
         self._rates = rates
 
     async def step(
-        self, inputs: Sequence[StepInput], clock: LayerGate | None = None
+        self, inputs: Sequence[StepInput], clock: StepClock | None = None
     ) -> list[StepOutput]:
         """Compute; slabs of parts without error have advanced, the others are as they were.
 
@@ -93,7 +94,7 @@ class Stepper:
             return computed.outputs
         return [output for single in inputs for output in await self.step([single])]
 
-    def _compute(self, inputs: Sequence[StepInput], clock: LayerGate | None) -> "_Computed":
+    def _compute(self, inputs: Sequence[StepInput], clock: StepClock | None) -> "_Computed":
         """Runs on the compute thread. Once the pass is done, nothing raises any more."""
         with ExitStack() as held:
             for part in inputs:

@@ -28,8 +28,8 @@ from inference_svc.runtime.engine.engine_job import EngineJob, as_token_bytes
 from inference_svc.runtime.engine.job_memory import JobMemory
 from inference_svc.runtime.engine.load_tasks import LoadTasks
 from inference_svc.runtime.engine.loads import Loads
+from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.kv_pool import KVPool
-from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.kv.resident_slabs import ResidentSlabs
 from inference_svc.runtime.store.saves import Saves
 from inference_svc.runtime.store.session_store import SessionStore
@@ -278,14 +278,14 @@ class EngineLoop:
         token_ids = request.token_ids[start : start + chunk.num_tokens]
         return StepInput(job, Chunk(job.slab, token_ids, chunk.sample, job.write_buffer))
 
-    def _follow(self, inputs: Sequence[StepInput]) -> LayerGate | None:
+    def _follow(self, inputs: Sequence[StepInput]) -> StepClock | None:
         """Have saves follow the step layer by layer, where history is certain."""
         clock = None
         for part in inputs:
             job, slab = part.job, part.chunk.slab
             end_token = slab.num_tokens + len(part.chunk.token_ids)
             if job.saves is not None and slab.gate is None and job.saves.wants(end_token):
-                clock = clock or LayerGate(self._num_layers)
+                clock = clock or StepClock(self._num_layers, slab.device)
                 job.saves.follow(job.token_bytes(end_token), clock)
         return clock
 

@@ -15,6 +15,7 @@ from inference_svc.core.counters import Counters
 from inference_svc.core.rates.load_or_recompute import LoadPolicy
 from inference_svc.core.scheduling.step_plan import Admission
 from inference_svc.runtime.engine.engine_job import EngineJob
+from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.kv_slab import KVSlab
 from inference_svc.runtime.kv.layer_gate import LayerGate
@@ -190,11 +191,14 @@ def _move_rows(source: KVSlab, target: KVSlab) -> None:
     """Runs on the load thread."""
     gate = target.gate
     assert gate is not None, "a move has a gate"  # noqa: S101
-    with source.hold(), target.hold():
+    stream = CopyStream(target.device)
+    moved = DoneInOrder(gate.open)
+    with source.hold(), target.hold(), stream.copies(behind_computing=True):
         try:
             for layer_index in range(gate.num_layers):
                 move_layer(source, target, layer_index, target.num_tokens)
-                gate.open(layer_index + 1)
+                moved.enqueued(stream.mark())
+            moved.finish()
         except BaseException as error:
             gate.fail(error)
             raise

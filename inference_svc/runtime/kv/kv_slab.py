@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from inference_svc.runtime.kv.layer_gate import LayerGate
@@ -92,6 +93,11 @@ class KVSlab:
     memory: RowHold = field(default_factory=RowHold, repr=False)
 
     @property
+    def device(self) -> torch.device:
+        """Where the rows are."""
+        return self.keys[0].device
+
+    @property
     def free_tokens(self) -> int:
         """Rows that can still be appended."""
         return self.capacity_tokens - self.num_tokens
@@ -130,6 +136,11 @@ class WriteBuffer:
     def __post_init__(self) -> None:
         if self.end_token < 0:
             self.end_token = self.first_token
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are."""
+        return self.keys[0].device
 
     @property
     def free_tokens(self) -> int:

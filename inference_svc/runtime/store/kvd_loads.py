@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from inference_svc.core.rates.load_or_recompute import LoadChooser, LoadPolicy
 from inference_svc.core.rates.rates import Rates
+from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder
 from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.kv.layer_load import LayerLoader, check_spans
@@ -216,15 +217,19 @@ class KvdLoads:
         rows = self._talk.rows_of(grant.arena)
 
         def copy(wait_layer: Callable[[int], None]) -> None:
+            stream = CopyStream(slab.device)
+            loaded = DoneInOrder(lambda num_layers: gate.open(layers.start + num_layers))
             with ExitStack() as held:
                 held.enter_context(slab.hold())
                 if tail is not None:
                     held.enter_context(tail.hold())
+                held.enter_context(stream.copies(behind_computing=True))
                 loader = LayerLoader(slab, rows, grant.spans, self._calibration, tail)
                 for layer_index in layers:
                     wait_layer(layer_index)
                     loader.load(layer_index)
-                    gate.open(layer_index + 1)
+                    loaded.enqueued(stream.mark())
+                loaded.finish()
 
         if grant.progress is None:
             await self._threads.load.run(copy, no_wait)

@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from inference_svc.runtime.kv.copy_stream import CopyStream, StepClock
 from inference_svc.runtime.kv.kv_slab import WriteBuffer
-from inference_svc.runtime.kv.layer_gate import LayerGate, StepNotDoneError
+from inference_svc.runtime.kv.layer_gate import StepNotDoneError
 from inference_svc.runtime.kv.layer_store import no_wait, store_blocks
 from inference_svc.runtime.model.calibration import Calibration
 from inference_svc.runtime.store.kvd_talk import KvdTalk
@@ -50,7 +51,7 @@ class KvdSaves:
         token_ids: bytes,
         from_token: int,
         buffer: WriteBuffer,
-        clock: LayerGate | None,
+        clock: StepClock | None,
     ) -> str | None:
         """See SessionStore.save."""
         try:
@@ -69,7 +70,7 @@ class KvdSaves:
         token_ids: bytes,
         from_token: int,
         buffer: WriteBuffer,
-        clock: LayerGate | None,
+        clock: StepClock | None,
     ) -> str:
         """Store as much as there is room for; return why it is not all."""
         deadline_s = time.monotonic() + self._deadline_s
@@ -82,7 +83,7 @@ class KvdSaves:
             from_token = grant.end_token
 
     async def _save_grant(
-        self, buffer: WriteBuffer, grant: StoreGrant, clock: LayerGate | None
+        self, buffer: WriteBuffer, grant: StoreGrant, clock: StepClock | None
     ) -> None:
         try:
             await self._store_thread.run(self._copy, buffer, grant, clock)
@@ -93,24 +94,26 @@ class KvdSaves:
         await self._client.complete_store(grant, success=True)
         self._talk.counters.add("stored_tokens", sum(block.num_tokens for block in grant.blocks))
 
-    def _copy(self, buffer: WriteBuffer, grant: StoreGrant, clock: LayerGate | None) -> None:
+    def _copy(self, buffer: WriteBuffer, grant: StoreGrant, clock: StepClock | None) -> None:
         """Runs on the store thread; with a clock, behind the step that computes the rows."""
         if not grant.blocks:
             return
         rows = self._talk.rows_of(grant.arena)
-        wait_layer = no_wait if clock is None else _in_groups(clock)
-        with buffer.hold():
+        stream = CopyStream(buffer.device)
+        wait_layer = no_wait if clock is None else _in_groups(clock, stream)
+        with buffer.hold(), stream.copies(behind_computing=clock is None):
             store_blocks(buffer, rows, grant.blocks, self._calibration, wait_layer)
             if clock is not None:  # a step that fails after its last layer is computed anew
                 clock.wait_confirmed()
 
 
-def _in_groups(clock: LayerGate) -> Callable[[int], None]:
+def _in_groups(clock: StepClock, stream: CopyStream) -> Callable[[int], None]:
     """Wait for a layer together with those beside it: each wake-up costs the forward a little."""
     group = ceil_div(clock.num_layers, WAKE_UPS)
 
     def wait_layer(layer_index: int) -> None:
-        last_of_group = (layer_index // group + 1) * group - 1
-        clock.wait(min(last_of_group, clock.num_layers - 1))
+        last_of_group = min((layer_index // group + 1) * group, clock.num_layers) - 1
+        clock.wait(last_of_group)
+        stream.wait(clock.computed(last_of_group))
 
     return wait_layer

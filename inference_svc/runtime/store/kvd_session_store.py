@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from inference_svc.core.counters import Counters
 from inference_svc.core.rates.rates import Rates
+from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.model.calibration import Calibration
@@ -73,7 +74,7 @@ class KvdSessionStore:
         token_ids: bytes,
         from_token: int,
         buffer: WriteBuffer,
-        clock: LayerGate | None = None,
+        clock: StepClock | None = None,
     ) -> str | None:
         """See SessionStore."""
         return await self._saves.save(key, token_ids, from_token, buffer, clock)

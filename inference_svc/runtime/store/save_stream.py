@@ -13,8 +13,8 @@ Invariants:
 import asyncio
 from dataclasses import dataclass
 
+from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.kv_slab import WriteBuffer
-from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.store.session_store import SessionStore
 from shared.block_key import TOKEN_BYTES
 from shared.session_key import SessionKey
@@ -25,7 +25,7 @@ class _Piece:
     """Tokens to be stored, from the first one on, and what they wait for."""
 
     token_ids: bytes
-    clock: LayerGate | None
+    clock: StepClock | None
 
 
 class SaveStream:
@@ -73,7 +73,7 @@ class SaveStream:
         """Whether `follow` would store something once tokens [0, end_token) are computed."""
         return self._end_of_blocks(end_token) - self._asked_token >= self._group_tokens
 
-    def follow(self, token_ids: bytes, clock: LayerGate | None) -> None:
+    def follow(self, token_ids: bytes, clock: StepClock | None) -> None:
         """Store the full blocks of these tokens, whose rows a step computes behind `clock`.
 
         Call it only where `wants` says so, and never for rows that were computed over history

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from inference_svc.core.rates.load_or_recompute import LoadPolicy
+from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from shared.block_key import TOKEN_BYTES
@@ -97,7 +98,7 @@ class SessionStore(Protocol):
         token_ids: bytes,
         from_token: int,
         buffer: WriteBuffer,
-        clock: LayerGate | None = None,
+        clock: StepClock | None = None,
     ) -> str | None:
         """Store the buffer's rows of token_ids[from_token:].
 
@@ -148,7 +149,7 @@ class NoSessionStore:
         token_ids: bytes,
         from_token: int,
         buffer: WriteBuffer,
-        clock: LayerGate | None = None,
+        clock: StepClock | None = None,
     ) -> str | None:
         """Never called: there are no write buffers."""
         del key, token_ids, from_token, buffer, clock

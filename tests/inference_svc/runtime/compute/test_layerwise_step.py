@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from inference_svc.runtime.compute.model_runner import Chunk
+from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from shared.progress_words import LoadFailedError
+
+CPU = torch.device("cpu")
 
 SOON = 60.0  # seconds that nothing here takes unless it is broken
 
@@ -38,7 +41,7 @@ def test_late_gate_changes_no_bit(tiny, name, new):
     kept = [tensor[:, :, :30].clone() for tensor in (*slab.keys.layers, *slab.values.layers)]
     for tensor in (*slab.keys.layers, *slab.values.layers):
         tensor[:, :, :30] = float("nan")
-    clock = LayerGate(2)
+    clock = StepClock(2, CPU)
 
     def load():
         for layer_index in range(2):
@@ -66,7 +69,7 @@ def test_failed_gate_leaves_everything_as_it_was(tiny, num_open):
         Chunk(slab, [5, 6], want_logits=True, write_buffer=buffers[0]),
         Chunk(beside, [7], want_logits=True, write_buffer=buffers[1]),
     ]
-    clock = LayerGate(2)
+    clock = StepClock(2, CPU)
     failing = threading.Thread(
         target=lambda: (
             clock.wait(num_open, SOON),
@@ -95,7 +98,7 @@ def test_clock_follows_the_rows(tiny):
     for tensor in (*buffer.keys.layers, *buffer.values.layers):
         tensor.fill_(float("nan"))
     slab.gate = LayerGate(2)  # nothing is loaded; it only holds the step where we look at it
-    clock = LayerGate(2)
+    clock = StepClock(2, CPU)
     seen = []
 
     def follow():

@@ -9,9 +9,12 @@ import torch
 from transformers import DynamicCache
 
 from inference_svc.runtime.compute.model_runner import Chunk
+from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.kv.layer_load import LayerLoader, check_spans, move_layer
 from inference_svc.runtime.kv.layer_store import store_blocks
+
+CPU = torch.device("cpu")
 
 ARCHITECTURES = (
     "llama",
@@ -346,7 +349,7 @@ def test_a_save_follows_a_forward(tiny, make_arena, rows):
     history, new = tokens(27, HISTORY), tokens(28, 5)
     _, arena_rows = make_arena(calibration.layout)
     slab, buffer = model.new_slab(96), model.new_buffer(HISTORY)
-    clock, waited = LayerGate(len(calibration.layers)), []
+    clock, waited = StepClock(len(calibration.layers), CPU), []
 
     def wait_layer(layer_index):
         waited.append(layer_index)
@@ -369,8 +372,8 @@ def test_a_save_of_a_forward_that_fails_fails_too(tiny, make_arena, rows):
     """What a clock's failure raises comes out of the save, so that its lease is not completed."""
     model = tiny("llama")
     _, arena_rows = make_arena(model.calibration.layout)
-    buffer, clock = model.new_buffer(16), LayerGate(len(model.calibration.layers))
-    clock.open(1)
+    buffer, clock = model.new_buffer(16), StepClock(len(model.calibration.layers), CPU)
+    clock.enqueued(1)
     clock.fail(OSError("the step failed"))
     with pytest.raises(OSError, match="the step failed"):
         store_blocks(buffer, arena_rows, [rows(0, 0, 16)], model.calibration, clock.wait)

@@ -11,6 +11,7 @@ from inference_svc.core.rates.load_or_recompute import LoadPolicy
 from inference_svc.core.rates.rates import Rates, pairs
 from inference_svc.runtime.compute.model_runner import Chunk, ModelRunner
 from inference_svc.runtime.engine.engine_job import as_token_bytes
+from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_gate import LayerGate, StepNotDoneError
 from inference_svc.runtime.model.calibration import calibrate
@@ -24,6 +25,8 @@ from shared.grants import KvdProtocolError, LoadGrant, LoadSpan, Lookup, StoreBl
 from shared.kvd_attachment import KvdUnavailableError
 from shared.progress_words import LoadFailedError, LoadProgress, ProgressWords
 from shared.session_key import SessionKey
+
+CPU = torch.device("cpu")
 
 KEY = SessionKey("default", "m", "s")
 PROMPT = list(range(20, 60))
@@ -316,7 +319,7 @@ async def test_a_save_that_is_cancelled_ends_as_cancelled(model, copy_threads, f
     """Even when kvd has gone, too: or the service would not end."""
     scene = Scene(model, copy_threads, fail_at=fail_at)
     _, buffer = scene.computed()
-    clock = LayerGate(len(model[1].layers))
+    clock = StepClock(len(model[1].layers), CPU)
     tokens = as_token_bytes(PROMPT)
     save = asyncio.create_task(scene.store.save(KEY, tokens, 0, buffer, clock))
     await asyncio.to_thread(clock_is_awaited, clock)
@@ -331,8 +334,8 @@ async def test_a_save_whose_step_failed_stores_nothing_and_is_no_error(model, co
     """Its rows come again."""
     scene = Scene(model, copy_threads)
     _, buffer = scene.computed()
-    clock = LayerGate(len(model[1].layers))
-    clock.open(clock.num_layers)
+    clock = StepClock(len(model[1].layers), CPU)
+    clock.enqueued(clock.num_layers)
     save = asyncio.create_task(scene.store.save(KEY, as_token_bytes(PROMPT), 0, buffer, clock))
     await asyncio.to_thread(clock_is_awaited, clock)
     clock.fail(StepNotDoneError("the step failed"))

@@ -1,0 +1,64 @@
+"""The order of copies and computing, with marks that say themselves when they are reached."""
+
+import torch
+
+from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder, StepClock
+
+CPU = torch.device("cpu")
+
+
+class _Mark:
+    """A point that is reached when told, or when it is waited for."""
+
+    def __init__(self, *, is_reached=False) -> None:
+        self.is_reached = is_reached
+
+    def query(self) -> bool:
+        return self.is_reached
+
+    def synchronize(self) -> None:
+        self.is_reached = True
+
+
+def test_parts_are_done_in_order_and_two_are_under_way():
+    """A part that is done at once is told at once; one behind another never before it."""
+    done = []
+    parts = DoneInOrder(done.append)
+    parts.enqueued(_Mark(is_reached=True))
+    assert done == [1]
+    slow, fast = _Mark(), _Mark(is_reached=True)
+    parts.enqueued(slow)
+    assert done == [1]
+    parts.enqueued(_Mark())
+    assert slow.is_reached, "the one before is waited for"
+    assert done == [1, 2]
+    parts.enqueued(fast)
+    assert done == [1, 2, 3, 4]
+    parts.enqueued(_Mark())
+    parts.finish()
+    assert done == [1, 2, 3, 4, 5]
+
+
+def test_on_a_cpu_a_copy_is_done_when_it_returns():
+    """Every mark is reached, so that a layer opens as soon as it is copied."""
+    stream = CopyStream(CPU)
+    source, target = torch.arange(8), torch.zeros(8, dtype=torch.long)
+    done = []
+    parts = DoneInOrder(done.append)
+    with stream.copies(behind_computing=True):
+        target.copy_(source)
+        parts.enqueued(stream.mark())
+        assert done == [1]
+    assert torch.equal(source, target)
+
+
+def test_a_clock_knows_when_each_layer_is_computed():
+    """Layers that are opened together share a mark."""
+    clock = StepClock(3, CPU)
+    clock.enqueued(1)
+    clock.enqueued(3)
+    assert clock.num_open == 3
+    assert clock.computed(0) is not clock.computed(1)
+    assert clock.computed(1) is clock.computed(2)
+    with CopyStream(CPU).copies(behind_computing=False):
+        CopyStream(CPU).wait(clock.computed(2))
