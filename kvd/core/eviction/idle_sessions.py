@@ -1,0 +1,196 @@
+"""IdleSessions: what sessions did so far, how long they have been idle, what keeping them pays.
+
+Pure. Sessions that are not stored (first turns that still wait, and *ghosts*, that were dropped)
+are watched too, at most MOST_GHOSTS of them: else no return of a dropped session would ever be
+seen, and only sessions that were kept would be learned from.
+
+Invariants: 1. a session is idle or busy, and only idle ones age; 2. a history is of a session that
+is stored or among the ghosts.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from kvd.core.eviction.return_hazards import (
+    EDGES_NS,
+    ReturnHazards,
+    SessionClass,
+    Traits,
+    bucket_at,
+    observe,
+)
+from shared.session_key import SessionKey
+from shared.units import NS_PER_S
+
+MOST_GHOSTS = 65_536
+TURN_GROUPS = (0, 1, 2, 3, 4, 4, 5, 5, 5)  # group of so many turns; more: MANY_TURNS
+MANY_TURNS = 6
+LEARNED_SHARE = 1 / 32  # of all that was seen, new: then rates are made up again
+LEAST_NEW, MOST_NEW = 64, 8192  # bounds of it
+MOST_AGED = 1024  # sessions that get older per look, so that none is long after a quiet time
+
+
+@dataclass(slots=True)
+class _History:
+    """Of one session.
+
+    Attributes:
+        num_turns: that were submitted.
+        num_tokens: stored after the last one.
+        grown_tokens: by the last one.
+        gap_ns: idle time before the last one.
+        session_class: by its traits when it became idle, or was stored since.
+        idle_ns: since when it is idle; None: it is not, or has ended.
+        bucket: of idle time that it is in.
+        spell: number of this idle time.
+    """
+
+    num_turns: int = 0
+    num_tokens: int = 0
+    grown_tokens: int = 0
+    gap_ns: int = 0
+    session_class: SessionClass | None = None
+    idle_ns: int | None = None
+    bucket: int = 0
+    spell: int = 0
+
+    def traits(self) -> Traits:
+        """Class of the session: turns so far, size of the last one, idle time before it."""
+        is_many = self.num_turns >= len(TURN_GROUPS)
+        return (
+            MANY_TURNS if is_many else TURN_GROUPS[self.num_turns],
+            max(0, self.grown_tokens).bit_length(),
+            (self.gap_ns // NS_PER_S).bit_length() + 1 >> 1,
+        )
+
+
+class IdleSessions:
+    """See the module docstring. Calls are O(log sessions), `aged` amortized over idle time."""
+
+    def __init__(self) -> None:
+        self._hazards = ReturnHazards()
+        self._histories: dict[SessionKey, _History] = {}
+        self._ghosts: OrderedDict[SessionKey, None] = OrderedDict()
+        self._new: dict[SessionKey, int] = {}  # turns of sessions that were never idle
+        self._ageing: list[tuple[int, int, SessionKey]] = []  # heap: when, spell
+        self._num_spells = 0
+        self._num_seen = 0
+        self._num_learned = 0  # of these
+
+    # -------------------------------------------------------------------------------------- told
+
+    def arrived(self, key: SessionKey, now_ns: int) -> None:
+        """Note that a turn was submitted."""
+        history = self._histories.get(key)
+        if history is None:
+            self._new[key] = self._new.get(key, 0) + 1
+            if len(self._new) > MOST_GHOSTS:
+                del self._new[next(iter(self._new))]
+            return
+        if history.idle_ns is not None:
+            history.gap_ns = now_ns - history.idle_ns
+            self._grow_older(history, bucket_at(history.gap_ns))  # `aged` may not have come to it
+            if history.gap_ns < EDGES_NS[-1]:  # else it counts as one that does not return
+                self._observe(history, history.bucket, has_returned=True)
+        history.num_turns += 1
+        history.idle_ns = None
+
+    def busy(self, key: SessionKey) -> None:
+        """Note that the session is not idle now; or has ended, so that it need not be watched."""
+        history = self._histories.get(key)
+        if history is not None:
+            history.idle_ns = None
+
+    def idle(self, key: SessionKey, now_ns: int) -> None:
+        """Note that the session is idle from now on."""
+        history = self._history(key)
+        history.idle_ns, history.bucket = now_ns, 0
+        history.session_class = self._hazards.class_of(history.traits())
+        self._num_spells += 1
+        history.spell = self._num_spells
+        self._age_later(key, history)
+
+    def sized(self, key: SessionKey, num_tokens: int) -> None:
+        """Note how much is stored of the session."""
+        history = self._history(key)
+        history.grown_tokens = num_tokens - history.num_tokens
+        history.num_tokens = num_tokens
+        history.session_class = self._hazards.class_of(history.traits())
+
+    def stored(self, key: SessionKey) -> None:
+        """Note that something of the session is stored: it is remembered until it is dropped."""
+        self._history(key)
+        self._ghosts.pop(key, None)
+
+    def dropped(self, key: SessionKey) -> None:
+        """Note that nothing of the session is stored any more."""
+        if key in self._histories:
+            self._haunt(key)
+
+    # ------------------------------------------------------------------------------------- asked
+
+    def aged(self, now_ns: int) -> Iterator[SessionKey]:
+        """Let time pass; yield the sessions that are of another age now, some at a time."""
+        for _ in range(MOST_AGED):
+            if not self._ageing or self._ageing[0][0] > now_ns:
+                return
+            _, spell, key = heappop(self._ageing)
+            history = self._histories.get(key)
+            if history is None or history.idle_ns is None or history.spell != spell:
+                continue  # it was not idle all the time
+            idle_ns = now_ns - history.idle_ns
+            self._grow_older(history, bucket_at(idle_ns))
+            if idle_ns < EDGES_NS[-1]:
+                self._age_later(key, history)
+            else:
+                self._observe(history, history.bucket, has_returned=False)
+            yield key
+
+    def has_learned(self) -> bool:
+        """Whether so much was seen that all rates may be others now; they are, from now on."""
+        wanted = min(max(LEAST_NEW, self._num_seen * LEARNED_SHARE), MOST_NEW)
+        if self._num_seen - self._num_learned < wanted:
+            return False
+        self._num_learned = self._num_seen
+        self._hazards.learn()
+        return True
+
+    def rate(self, key: SessionKey) -> float:
+        """Returns per second that keeping the session pays, see return_rates; 0: not known."""
+        history = self._histories.get(key)
+        if history is None or history.idle_ns is None or history.session_class is None:
+            return 0.0
+        return self._hazards.rates(history.session_class)[history.bucket]
+
+    # ------------------------------------------------------------------------------------ inside
+
+    def _grow_older(self, history: _History, bucket: int) -> None:
+        for earlier in range(history.bucket, bucket):
+            self._observe(history, earlier, has_returned=False)
+        history.bucket = bucket
+
+    def _observe(self, history: _History, bucket: int, *, has_returned: bool) -> None:
+        assert history.session_class is not None, "an idle session is of a class"
+        observe(history.session_class, bucket, has_returned=has_returned)
+        self._num_seen += 1
+
+    def _age_later(self, key: SessionKey, history: _History) -> None:
+        assert history.idle_ns is not None, "only idle sessions age"
+        at_ns = history.idle_ns + EDGES_NS[history.bucket + 1]
+        heappush(self._ageing, (at_ns, history.spell, key))
+
+    def _history(self, key: SessionKey) -> _History:
+        history = self._histories.get(key)
+        if history is None:
+            history = self._histories[key] = _History(self._new.pop(key, 0))
+            self._haunt(key)
+        return history
+
+    def _haunt(self, key: SessionKey) -> None:
+        """Have a session that is not stored be remembered as long as there is room."""
+        self._ghosts[key] = None
+        self._ghosts.move_to_end(key)
+        if len(self._ghosts) > MOST_GHOSTS:
+            del self._histories[self._ghosts.popitem(last=False)[0]]

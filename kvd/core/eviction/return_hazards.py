@@ -1,0 +1,175 @@
+"""ReturnHazards: how likely idle sessions are to return, and when; learned while it goes on. Pure.
+
+Idle time is cut into buckets, two an octave from a second on. Of each *class* of sessions two
+numbers are kept per bucket `b`: how many were seen to its end or until they returned in it (`n_b`),
+and how many of them returned (`e_b`). A session that is dropped, ended or still idle counts in the
+buckets that it was seen through, and in no other: all that censoring asks for.
+
+A class is a path of traits, most telling first, and every session counts for each start of its
+path. The hazard of bucket `b` is then, from no trait to all of them,
+
+    a_b  = (Σ_d K_d e_{b+d} + T φ h_{b-1}) / (Σ_d K_d n_{b+d} + T)      without any trait,
+    h_b  = (e_b + N a_b) / (n_b + N)
+    m    = (Σ_b e_b + M) / (Σ_b n_b h_b + M)                            with one more:
+    h_b <- (e_b + P m h_b) / (n_b + P)
+
+so neighbouring buckets support one another, a bucket that nobody has reached is thought less likely
+than the one before, a class begins as its parent, soon differs from it by a factor, and by its
+shape only with many sessions. Counts are halved when a bucket has many: old ones fade.
+
+*Source:* discrete-time hazards with censoring (Kaplan & Meier, 1958; Cox, 1972), shrunk towards the
+parent class as an empirical-Bayes estimate is.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from shared.units import NS_PER_S
+
+EDGES_NS = [0, *(NS_PER_S >> shift for shift in (10, 8, 6, 4, 2))] + [
+    round(2 ** (half_octaves / 2) * NS_PER_S) for half_octaves in range(36)
+]  # a millisecond for programs, two days for people
+NUM_BUCKETS = len(EDGES_NS) - 1
+_WIDTHS_S = [(end - start) / NS_PER_S for start, end in pairwise(EDGES_NS)]
+KERNEL = ((-2, 0.25), (-1, 0.6), (0, 1.0), (1, 0.6), (2, 0.25))  # K: an octave to either side
+AROUND_WEIGHT = 200.0  # N, sessions
+TAIL_WEIGHT = 4.0  # T, sessions
+TAIL_DECAY = 0.7  # φ, per bucket
+FACTOR_WEIGHT = 20.0  # M, returns
+SHAPE_WEIGHT = 400.0  # P, sessions
+MOST_SEEN = 4096.0  # of one class in one bucket, before they are halved
+MOST_LIKELY = 0.95  # hazard of a bucket that a factor may lead to
+
+Traits = tuple[int, ...]
+Hazards = list[float]
+
+
+@dataclass(slots=True)
+class SessionClass:
+    """Sessions with the same traits; what is counted of them, by bucket, and made of it.
+
+    Attributes:
+        seen: `n_b`.
+        returned: `e_b`.
+        learned: when hazards were made up last; `rated`: rates.
+    """
+
+    parent: "SessionClass | None"
+    seen: list[float] = field(default_factory=lambda: [0.0] * NUM_BUCKETS)
+    returned: list[float] = field(default_factory=lambda: [0.0] * NUM_BUCKETS)
+    hazards: Hazards = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    learned: int = -1
+    rated: int = -1
+
+
+class ReturnHazards:
+    """See the module docstring. What was made up stays until `learn` is called."""
+
+    def __init__(self) -> None:
+        self._classes: dict[Traits, SessionClass] = {(): SessionClass(None)}
+        self._num_learned = 0
+
+    def class_of(self, traits: Traits) -> SessionClass:
+        """Find or make the class of these traits."""
+        found = self._classes.get(traits)
+        if found is None:
+            found = self._classes[traits] = SessionClass(self.class_of(traits[:-1]))
+        return found
+
+    def learn(self) -> None:
+        """Have rates be of all that was counted, from now on."""
+        self._num_learned += 1
+
+    def rates(self, of: SessionClass) -> list[float]:
+        """Rate what it pays to keep a session of the class, by bucket; see return_rates."""
+        if of.rated != self._num_learned:
+            of.rated = self._num_learned
+            of.rates = return_rates(self.hazards(of))
+        return of.rates
+
+    def hazards(self, of: SessionClass) -> Hazards:
+        """Say how likely a session of the class, idle still, returns in each bucket."""
+        if of.learned != self._num_learned:
+            of.learned = self._num_learned
+            parent = of.parent
+            of.hazards = _refined(self.hazards(parent), of) if parent else _smoothed(of)
+        return of.hazards
+
+
+def observe(of: SessionClass, bucket: int, *, has_returned: bool) -> None:
+    """Count a session that returned in a bucket, or was seen through it."""
+    counts: SessionClass | None = of
+    while counts is not None:
+        counts.seen[bucket] += 1
+        counts.returned[bucket] += has_returned
+        if counts.seen[bucket] > MOST_SEEN:
+            counts.seen[bucket] /= 2
+            counts.returned[bucket] /= 2
+        counts = counts.parent
+
+
+def bucket_at(idle_ns: int) -> int:
+    """Number of the bucket of an idle time."""
+    return min(bisect_right(EDGES_NS, idle_ns), NUM_BUCKETS) - 1
+
+
+def return_rates(hazards: Hazards) -> list[float]:
+    """Rate what it pays to keep a session, from the start of each bucket on.
+
+    The rate is the best there is of P(it returns while kept) / E[seconds kept], over all times to
+    give it up at: bytes held that long are worth so many returns a second each. (Bytes need not
+    be known: what a return saves grows with the session as what it occupies does.)
+
+    With the survival `S` over the seconds kept `A` (its integral) it is the steepest way down from
+    a point of this curve to a later one, so a convex hull gives all of them in one pass.
+
+    *Source:* the index of Gittins (1979) for one arm that pays once.
+    """
+    kept_s, survival = 0.0, 1.0
+    curve = [(kept_s, survival)]
+    for width_s, hazard in zip(_WIDTHS_S, hazards, strict=True):
+        kept_s += survival * width_s * (1 - hazard / 2)
+        survival *= 1 - hazard
+        curve.append((kept_s, survival))
+    hull = [curve.pop()]
+    rates: list[float] = []
+    for start_s, at_start in reversed(curve):
+        rate = 0.0
+        while hull:
+            end_s, at_end = hull[-1]
+            seconds = end_s - start_s
+            slope = (at_start - at_end) / seconds if seconds > 0 else 0.0
+            if slope < rate:
+                break
+            rate, nearest = slope, hull.pop()
+        hull += nearest, (start_s, at_start)
+        rates.append(rate)
+    return rates[::-1]
+
+
+def _smoothed(counts: SessionClass) -> Hazards:
+    hazards: Hazards = []
+    before = 0.0
+    for bucket in range(NUM_BUCKETS):
+        returned, seen = TAIL_WEIGHT * TAIL_DECAY * before, TAIL_WEIGHT
+        for distance, weight in KERNEL:
+            if 0 <= bucket + distance < NUM_BUCKETS:
+                returned += weight * counts.returned[bucket + distance]
+                seen += weight * counts.seen[bucket + distance]
+        around = returned / seen
+        seen = counts.seen[bucket] + AROUND_WEIGHT
+        before = (counts.returned[bucket] + AROUND_WEIGHT * around) / seen
+        hazards.append(before)
+    return hazards
+
+
+def _refined(hazards: Hazards, counts: SessionClass) -> Hazards:
+    """Hazards of a class, of those of its parent."""
+    expected = sum(map(float.__mul__, counts.seen, hazards))
+    factor = (sum(counts.returned) + FACTOR_WEIGHT) / (expected + FACTOR_WEIGHT)
+    return [
+        (returned + SHAPE_WEIGHT * min(MOST_LIKELY, factor * hazard)) / (seen + SHAPE_WEIGHT)
+        for returned, seen, hazard in zip(counts.returned, counts.seen, hazards, strict=True)
+    ]

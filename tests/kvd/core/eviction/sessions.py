@@ -1,0 +1,48 @@
+"""A session placement whose queue and sessions are named by letters."""
+
+from collections.abc import Sequence
+
+from kvd.core.eviction.registry import make_policy
+from kvd.core.queue_window import QueueChange, QueuedJob, RunningJob
+from kvd.core.records import Tier
+from kvd.core.session_placement import SessionPlacement
+from shared.session_key import SessionKey
+
+OWNER = 1
+
+
+def key_of(name: str) -> SessionKey:
+    return SessionKey("t", "m", name)
+
+
+class Sessions:
+    """A placement under one policy; time passes as it is told."""
+
+    def __init__(self, policy: str, capacity_bytes: int = 0) -> None:
+        self.now_ns = 0
+        self.capacity_bytes = capacity_bytes
+        self.placement = SessionPlacement(
+            lambda context: make_policy(policy, context), lambda: self.capacity_bytes
+        )
+        self.policy = self.placement.policy
+
+    def use(self, *names: str) -> None:
+        for name in names:
+            self.policy.touched(key_of(name), self.now_ns)
+
+    def queue(self, waiting: Sequence[str], running: Sequence[str] = ()) -> None:
+        """Have these sessions' turns wait, in this order, and those run; nobody else's."""
+        self.placement.replace_queue(
+            OWNER,
+            QueueChange(
+                [QueuedJob((0, 0.0, i), key_of(name)) for i, name in enumerate(waiting)],
+                [RunningJob(1000 + i, key_of(name)) for i, name in enumerate(running)],
+            ),
+            self.now_ns,
+        )
+
+    def victims(self, tier: Tier | None = Tier.SSD, colder_than: str | None = None) -> str:
+        """Names of victims, coldest first."""
+        than = key_of(colder_than) if colder_than else None
+        found = self.placement.victims(tier, self.now_ns, colder_than=than)
+        return "".join(key.session_id for key in found)

@@ -1,0 +1,167 @@
+"""Whatever happens, every policy's order is complete, sorted by need, and yields to need."""
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvd.core.eviction.registry import POLICIES
+from kvd.core.queue_window import QueueChange, QueuedJob, RunningJob
+from kvd.core.records import Tier
+from tests.kvd.core.eviction.sessions import Sessions, key_of
+
+NAMES = "abcdefgh"
+names = st.sampled_from(NAMES)
+tiers = st.sampled_from(Tier)
+
+
+class EveryOrder(RuleBasedStateMachine):
+    """One policy under everything that can be told to it, against sets of names."""
+
+    @initialize(policy=st.sampled_from(sorted(POLICIES)))
+    def start(self, policy):
+        self.sessions = Sessions(policy, capacity_bytes=300)
+        self.sessions.placement.sized(100)
+        self.policy = self.sessions.policy
+        self.members = {tier: set() for tier in Tier}
+        self.known = set()
+        self.guarded = set()
+        self.ended = set()
+        self.num_jobs = 0
+        self.jobs = {}  # number -> (name, does it wait)
+
+    @rule(name=names, tokens=st.integers(1, 100_000), seconds=st.integers(0, 1000))
+    def use(self, name, tokens, seconds):
+        self.sessions.now_ns += seconds * 10**9
+        self.sessions.use(name)
+        self.policy.sized(key_of(name), tokens)
+        for members in self.members.values():
+            members.add(name)
+        self.known.add(name)
+        self.ended.discard(name)
+
+    @rule(name=names, tier=tiers)
+    def enter(self, name, tier):
+        self.policy.entered(key_of(name), tier)
+        self.members[tier].add(name)
+        self.known.add(name)
+
+    @rule(name=names, tier=tiers)
+    def leave(self, name, tier):
+        self.policy.left(key_of(name), tier)
+        self.members[tier].discard(name)
+
+    @rule(name=names)
+    def remove(self, name):
+        self.policy.removed(key_of(name))
+        for names_of in (*self.members.values(), self.known, self.guarded, self.ended):
+            names_of.discard(name)
+
+    @rule(name=names, is_guarded=st.booleans())
+    def guard(self, name, is_guarded):
+        self.policy.guarded(key_of(name), is_guarded=is_guarded)
+        (self.guarded.add if is_guarded else self.guarded.discard)(name)
+
+    @rule(name=names)
+    def end(self, name):
+        self.policy.ended(key_of(name))
+        if name in self.known | self.guarded:
+            self.ended.add(name)
+
+    @rule(name=names, priority=st.integers(0, 2))
+    def submit(self, name, priority):
+        self.num_jobs += 1
+        self.jobs[self.num_jobs] = (name, True)
+        job = QueuedJob((-priority, float(self.num_jobs), self.num_jobs), key_of(name))
+        self._change(QueueChange([job], interval_ns=10**9))
+
+    @rule(data=st.data())
+    def start_a_job(self, data):
+        if waiting := [number for number, (_, waits) in self.jobs.items() if waits]:
+            number = data.draw(st.sampled_from(waiting))
+            name = self.jobs[number][0]
+            self.jobs[number] = (name, False)
+            self._change(QueueChange(running=[RunningJob(number, key_of(name))]))
+
+    @rule(data=st.data())
+    def finish_a_job(self, data):
+        if self.jobs:
+            number = data.draw(st.sampled_from(sorted(self.jobs)))
+            del self.jobs[number]
+            self._change(QueueChange(left=[number]))
+
+    @rule()
+    def lose_the_engine(self):
+        self.jobs.clear()
+        self.sessions.placement.forget_engine(1, self.sessions.now_ns)
+
+    def _change(self, change):
+        self.sessions.placement.change_queue(1, change, self.sessions.now_ns)
+
+    @invariant()
+    def orders_are_complete(self):
+        for tier in Tier:
+            victims = self.sessions.victims(tier)
+            assert sorted(victims) == sorted(self.members[tier])
+            ranked = {name for name in NAMES if self.policy.ranks(key_of(name), tier)}
+            assert ranked == self.members[tier]
+            self._check_bands(victims, tier)
+        assert sorted(self.sessions.victims(None)) == sorted(self.known)
+
+    def _check_bands(self, victims, tier):
+        """Guarded sessions last; before them the queue, tail first; ended ones first."""
+        num_free = len(set(victims) - self.guarded)
+        assert not self.guarded & set(victims[:num_free])
+        for part in victims[:num_free], victims[num_free:]:
+            kept = [name for name in part if self._is_kept(name)]
+            places = [self._place(name) for name in kept]
+            assert places == sorted(places, reverse=True)
+            if self.policy.name != "lookahead":  # whose window may end amid the queue
+                assert part.endswith("".join(kept))
+            first = {name for name in part if self._is_first(name, tier)}
+            assert set(part[: len(first)]) == first
+
+    def _place(self, name):
+        return self.sessions.placement.queue.place(key_of(name))
+
+    def _is_kept(self, name):
+        """Whether the policy keeps it for a turn that waits."""
+        place = self._place(name)
+        if not self.policy.looks_ahead or place is None:
+            return False
+        queue = self.sessions.placement.queue
+        return self.policy.name != "lookahead" or queue.num_ahead(place) < 3
+
+    def _is_first(self, name, tier):
+        if self._is_kept(name):
+            return False
+        if self.policy.looks_ahead and self.sessions.placement.queue.is_running(key_of(name)):
+            return tier is Tier.DRAM
+        return name in self.ended
+
+    @rule(name=names, tier=tiers)
+    def give_way(self, name, tier):
+        """Who gives way is what would go earlier anyway, and nothing that is needed sooner."""
+        victims = self.sessions.victims(tier)
+        colder = self.sessions.victims(tier, colder_than=name)
+        assert name not in colder
+        assert [v for v in victims if v in colder] == list(colder)
+        if name in victims and name not in self.guarded:
+            assert colder == victims[: victims.index(name)]
+        for victim in filter(self._is_kept, colder):
+            assert self._is_kept(name)
+            assert self._place(victim) > self._place(name)
+
+    @rule()
+    def return_(self):
+        """Only sessions on SSD, not in DRAM, with no turn anywhere, are read in advance."""
+        for key in self.policy.returning(self.sessions.now_ns):
+            assert self.policy.ranks(key, Tier.SSD)
+            assert not self.policy.ranks(key, Tier.DRAM)
+            assert not self.sessions.placement.is_busy(key)
+            assert key.session_id not in self.ended
+
+
+TestEveryOrder = EveryOrder.TestCase
+TestEveryOrder.settings = settings(
+    max_examples=100, deadline=None, suppress_health_check=list(HealthCheck)
+)

@@ -1,0 +1,125 @@
+"""What each policy makes of uses, of the queue and of hints."""
+
+import pytest
+
+from kvd.core.eviction.registry import POLICIES
+from kvd.core.records import Tier
+from tests.kvd.core.eviction.sessions import Sessions, key_of
+
+LOOKING_AHEAD = [name for name, maker in POLICIES.items() if maker.looks_ahead]
+
+
+def test_lru_takes_the_least_recently_used_and_does_not_look_at_the_queue():
+    sessions = Sessions("lru")
+    sessions.use("a", "b", "c")
+    sessions.use("a")
+    sessions.queue(waiting="b", running="c")
+    assert sessions.victims() == sessions.victims(Tier.DRAM) == "bca"
+
+
+def test_fifo_keeps_the_place_of_a_session_until_it_is_dropped():
+    """A session that is stored again keeps its place; one that comes back after a drop is new."""
+    sessions = Sessions("fifo")
+    sessions.use("a", "b", "c")
+    sessions.use("a")
+    assert sessions.victims() == "abc"
+    sessions.policy.removed(key_of("b"))
+    sessions.use("b")
+    assert sessions.victims() == "acb"
+
+
+def test_the_paper_s_window_exempts_its_jobs_and_no_others():
+    """Outside of it the least recently used go first, though they may be the next to be needed."""
+    sessions = Sessions("lookahead", capacity_bytes=200)
+    sessions.placement.sized(100)
+    sessions.use("a", "b", "c", "d", "e")
+    sessions.queue(waiting="badc")
+    assert sessions.victims() == "cdeab"
+    sessions.capacity_bytes = 300
+    assert sessions.victims() == "cedab"
+    sessions.queue(waiting="dc")
+    assert sessions.victims() == "abecd"
+    sessions.capacity_bytes = 0
+    assert sessions.victims() == "abcde"
+
+
+def test_the_whole_queue_goes_last_tail_first():
+    sessions = Sessions("lookahead_queue")
+    sessions.use("a", "b", "c", "d", "e")
+    sessions.queue(waiting="badc")
+    assert sessions.victims() == "ecdab"
+
+
+@pytest.mark.parametrize("policy", LOOKING_AHEAD)
+def test_a_running_session_goes_first_in_dram_and_late_elsewhere(policy):
+    """Its KV is in the engine's memory; what is on SSD may be the only copy."""
+    sessions = Sessions(policy, capacity_bytes=100)
+    sessions.placement.sized(1)
+    sessions.use("a", "b", "c", "d")
+    sessions.queue(waiting="c", running="b")
+    assert sessions.victims(Tier.DRAM) == "badc"
+    assert sessions.victims(Tier.SSD) == sessions.victims(None) == "adbc"
+    sessions.capacity_bytes = 2
+    sessions.queue(waiting="bc", running="b")
+    assert sessions.victims(Tier.DRAM) == "adcb"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_ended_session_goes_first_until_it_is_used(policy):
+    sessions = Sessions(policy)
+    sessions.use("a", "b", "c")
+    sessions.policy.ended(key_of("b"))
+    sessions.policy.ended(key_of("never seen"))
+    assert sessions.victims(Tier.DRAM) == sessions.victims(None) == "bac"
+    sessions.use("b")
+    assert sessions.victims()[0] == "a"
+
+
+@pytest.mark.parametrize("policy", LOOKING_AHEAD)
+def test_an_ended_session_of_which_a_turn_waits_is_kept_for_it(policy):
+    """The hint came with the last turn, which is still to be computed."""
+    sessions = Sessions(policy, capacity_bytes=100)
+    sessions.placement.sized(1)
+    sessions.use("a", "b")
+    sessions.policy.ended(key_of("a"))
+    sessions.queue(waiting="a")
+    assert sessions.victims() == "ba"
+    sessions.queue(waiting="", running="a")
+    assert sessions.victims(Tier.DRAM) == "ab"
+    sessions.queue(waiting="")
+    assert sessions.victims() == "ab"
+
+
+@pytest.mark.parametrize("policy", LOOKING_AHEAD)
+def test_nothing_needed_sooner_gives_way(policy):
+    """Not to a guarded session either; who is neither known nor queued displaces ended ones."""
+    sessions = Sessions(policy, capacity_bytes=100)
+    sessions.placement.sized(1)
+    sessions.use("a", "b", "c", "d", "e", "f")
+    sessions.policy.ended(key_of("f"))
+    sessions.policy.guarded(key_of("b"), is_guarded=True)
+    sessions.policy.guarded(key_of("e"), is_guarded=True)
+    sessions.queue(waiting="abc")
+    assert sessions.victims() == "fdcaeb"
+    assert sessions.victims(colder_than="a") == "fdc"
+    assert sessions.victims(colder_than="b") == "fdce"
+    assert sessions.victims(colder_than="d") == "f"
+    assert sessions.victims(colder_than="e") == "fd"
+    assert sessions.victims(colder_than="x") == "f"
+    sessions.queue(waiting="axbc")
+    assert sessions.victims(colder_than="x") == "fdc"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_bytes_without_a_use_are_ranked_by_the_last_use(policy):
+    """A late write makes nothing warm; a tier that is left is left alone."""
+    sessions = Sessions(policy)
+    sessions.use("a", "b", "c")
+    sessions.policy.left(key_of("a"), Tier.DRAM)
+    assert sessions.victims(Tier.DRAM) == "bc"
+    sessions.policy.entered(key_of("a"), Tier.DRAM)
+    sessions.policy.entered(key_of("d"), Tier.SSD)
+    assert sessions.victims(Tier.DRAM) == "abc"
+    assert sessions.victims(Tier.SSD) == sessions.victims(None) == "abcd"
+    sessions.policy.removed(key_of("a"))
+    assert not sessions.policy.ranks(key_of("a"), Tier.SSD)

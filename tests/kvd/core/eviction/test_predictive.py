@@ -1,0 +1,219 @@
+"""The predictive policy: what it learns of sessions, and what it does with it."""
+
+from string import ascii_lowercase, ascii_uppercase
+
+import pytest
+
+from kvd.core.eviction import idle_sessions, predictive
+from kvd.core.eviction.return_hazards import bucket_at, observe
+from kvd.core.records import Tier
+from shared.units import NS_PER_S
+from tests.kvd.core.eviction.sessions import Sessions, key_of
+
+
+class Chats(Sessions):
+    """Sessions whose turns take no time, one at a time."""
+
+    def __init__(self, policy: str = "predictive") -> None:
+        super().__init__(policy)
+        self.num_tokens: dict[str, int] = {}
+
+    def turn(self, name: str, new_tokens: int = 100) -> None:
+        self.queue([name])
+        self.queue([], [name])
+        self.num_tokens[name] = self.num_tokens.get(name, 0) + new_tokens
+        self.use(name)
+        self.policy.sized(key_of(name), self.num_tokens[name])
+        self.queue([])
+
+    def wait(self, seconds: float) -> None:
+        self.now_ns += round(seconds * NS_PER_S)
+        self.victims()  # somebody asks now and then
+
+    def teach(self, num_sessions: int = 200) -> None:
+        """Those that say little return once, a minute later; those that say a lot never."""
+        for number in range(num_sessions):
+            self.turn(f"little {number}", 10)
+            self.turn(f"a lot {number}", 10_000)
+            self.wait(60)
+            self.turn(f"little {number}", 10)
+            self.policy.removed(key_of(f"little {number}"))
+            self.policy.removed(key_of(f"a lot {number}"))
+        self.wait(4 * 60 * 60)
+
+
+def test_before_anything_was_learned_it_is_lookahead_queue():
+    """Order for order, while sessions come and nobody has returned yet."""
+    learning, plain = Chats(), Chats("lookahead_queue")
+    for sessions in learning, plain:
+        for name in "abcdefgh":
+            sessions.turn(name, 10 * ord(name))
+            sessions.wait(7)
+        sessions.use("c")
+        sessions.policy.guarded(key_of("d"), is_guarded=True)
+        sessions.policy.ended(key_of("e"))
+        sessions.queue("fb", "h")
+    for tier in (None, *Tier):
+        assert learning.victims(tier) == plain.victims(tier)
+    assert learning.victims(Tier.DRAM) == "ehagcbfd"
+    assert not list(learning.policy.returning(learning.now_ns))
+
+
+def test_who_is_likely_to_return_stays_longer():
+    """Though last used earlier."""
+    sessions = Chats()
+    sessions.teach()
+    sessions.turn("x", 10)
+    sessions.wait(1)
+    sessions.turn("y", 10_000)
+    assert sessions.victims() == "yx"
+    sessions.wait(20)
+    assert sessions.victims() == "yx"
+
+
+def test_what_returns_is_learned_of_dropped_sessions_too():
+    """Were only kept ones watched, those that are dropped early would seem never to return."""
+    sessions = Chats()
+    for number in range(200):
+        for name in f"little {number}", f"a lot {number}":
+            sessions.turn(name, 10 if name[0] == "l" else 10_000)
+            sessions.policy.removed(key_of(name))
+        sessions.wait(60)
+        sessions.turn(f"little {number}", 10)
+        sessions.policy.removed(key_of(f"little {number}"))
+    sessions.wait(4 * 60 * 60)
+    sessions.turn("x", 10)
+    sessions.turn("y", 10_000)
+    assert sessions.victims() == "yx"
+
+
+def test_an_ended_session_is_no_evidence():
+    """With hints, that some sessions end says nothing of those of which nothing was said."""
+    sessions = Chats()
+    for number in range(200):
+        sessions.turn(f"returns {number}", 10)
+        sessions.turn(f"ends {number}", 10)
+        sessions.policy.ended(key_of(f"ends {number}"))
+        sessions.policy.removed(key_of(f"ends {number}"))
+        sessions.wait(60)
+        sessions.turn(f"returns {number}", 10)
+        sessions.policy.ended(key_of(f"returns {number}"))
+        sessions.policy.removed(key_of(f"returns {number}"))
+    sessions.wait(1)
+    hazards = sessions.policy._idle._hazards
+    survival = 1.0
+    for hazard in hazards.hazards(hazards.class_of((1,))):
+        survival *= 1 - hazard
+    assert survival < 0.1
+
+
+def test_thinking_sessions_on_ssd_are_read_ahead_likeliest_first():
+    """Not those in DRAM, nor those with a turn in the queue, nor ended ones."""
+    sessions = Chats()
+    sessions.teach()
+    for name in "abcde":
+        sessions.turn(name, 10)
+        sessions.wait(5)
+    sessions.turn("f", 10_000)
+    for name in "abcdf":
+        sessions.policy.left(key_of(name), Tier.DRAM)
+    sessions.policy.ended(key_of("b"))
+    sessions.queue("c")
+    sessions.wait(15)
+    returning = [key.session_id for key in sessions.policy.returning(sessions.now_ns)]
+    assert returning[:2] == ["a", "d"]
+    assert set(returning) <= {"a", "d", "f"}
+
+
+def test_only_so_many_sessions_that_are_not_stored_are_remembered(monkeypatch):
+    """The longest forgotten one goes; those that are stored stay whatever comes."""
+    monkeypatch.setattr(idle_sessions, "MOST_GHOSTS", 10)
+    sessions = Chats()
+    sessions.turn("stays")
+    for number in range(50):
+        sessions.turn(f"dropped {number}")
+        sessions.policy.removed(key_of(f"dropped {number}"))
+        sessions.queue([f"new {number}"])
+        sessions.queue([])
+    histories = sessions.policy._idle._histories
+    assert key_of("stays") in histories
+    assert key_of("new 49") in histories
+    assert len(histories) == 1 + 10
+
+
+def test_jobs_of_unknown_sessions_that_never_start_take_bounded_room(monkeypatch):
+    """They are counted, and no more."""
+    monkeypatch.setattr(idle_sessions, "MOST_GHOSTS", 10)
+    sessions = Chats()
+    sessions.queue([f"new {number}" for number in range(50)])
+    assert len(sessions.policy._idle._new) == 10
+    assert not sessions.policy._idle._histories
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.01, 3.0, 10_000.0])
+def test_any_idle_time_can_be_learned(seconds):
+    """A program's or a person's: most sessions are there until then, and few after it."""
+    survival = survival_after_turns(seconds)
+    bucket = bucket_at(round(seconds * NS_PER_S))
+    assert survival[bucket] > 0.7
+    assert survival[bucket + 1] < 0.2
+
+
+def test_who_returns_after_days_counts_as_one_who_does_not():
+    assert survival_after_turns(10_000_000.0)[-1] == 1
+
+
+def survival_after_turns(seconds: float) -> list[float]:
+    """How likely sessions are idle still when each bucket begins, if they return after so long."""
+    sessions = Chats()
+    for _ in range(400):
+        sessions.turn("x", 10)
+        sessions.wait(seconds)
+    hazards = sessions.policy._idle._hazards
+    hazards.learn()
+    survival = [1.0]
+    for hazard in hazards.hazards(hazards.class_of(())):
+        survival.append(survival[-1] * (1 - hazard))
+    return survival
+
+
+def test_many_sessions_are_ranked_anew_some_at_a_time(monkeypatch):
+    """In one call a few, and all of them in the end."""
+    monkeypatch.setattr(predictive, "ALL_AT_ONCE", 4)
+    monkeypatch.setattr(predictive, "SOME_AT_ONCE", 3)
+    sessions = Chats()
+    lots, littles = ascii_lowercase, ascii_uppercase
+    for name in littles:
+        sessions.turn(name, 10)
+    for name in lots:
+        sessions.turn(name, 10_000)
+    sessions.wait(40)
+    for name in littles + lots:  # one spell of idle time, from before anything is learned
+        sessions.use(name)
+    assert sessions.victims() == littles + lots
+    for session_class, has_returned in (("A", True), ("a", False)):
+        history = sessions.policy._idle._histories[key_of(session_class)]
+        for _ in range(500):
+            observe(history.session_class, 12, has_returned=has_returned)
+    sessions.policy._idle._num_seen += 1000
+    orders = []
+    for _ in range(18):
+        orders.append(sessions.victims())
+        assert sorted(orders[-1]) == sorted(littles + lots)
+    assert orders[0] != orders[8] != orders[-1] == lots + littles
+
+
+def test_after_a_quiet_time_sessions_get_older_some_at_a_time(monkeypatch):
+    """However many have; and each is then as old as it is, with one look."""
+    monkeypatch.setattr(idle_sessions, "MOST_AGED", 10)
+    sessions = Chats()
+    for letter in ascii_lowercase:
+        sessions.turn(letter)
+    sessions.now_ns += 3600 * NS_PER_S
+    histories = sessions.policy._idle._histories
+    num_aged = []
+    for _ in range(4):
+        assert sorted(sessions.victims()) == list(ascii_lowercase)
+        ages = [history.bucket for history in histories.values()]
+        num_aged.append(ages.count(bucket_at(3600 * NS_PER_S)))
+    assert num_aged == [10, 20, 26, 26]

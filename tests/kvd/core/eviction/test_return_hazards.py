@@ -1,0 +1,132 @@
+"""What is learned of returns, and what keeping a session is rated by it."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvd.core.eviction.return_hazards import (
+    EDGES_NS,
+    MOST_SEEN,
+    NUM_BUCKETS,
+    ReturnHazards,
+    bucket_at,
+    observe,
+    return_rates,
+)
+from shared.units import NS_PER_S
+
+hazard_lists = st.lists(st.floats(0, 0.95), min_size=NUM_BUCKETS, max_size=NUM_BUCKETS)
+
+
+def see(session_class, num_sessions, share, bucket):
+    """Watch sessions to a bucket's end: so many of them return in it, the others never."""
+    num_returned = round(num_sessions * share)
+    for number in range(num_sessions):
+        for earlier in range(bucket):
+            observe(session_class, earlier, has_returned=False)
+        observe(session_class, bucket, has_returned=number < num_returned)
+        if number >= num_returned:
+            for later in range(bucket + 1, NUM_BUCKETS):
+                observe(session_class, later, has_returned=False)
+
+
+@settings(deadline=None)
+@given(hazard_lists)
+def test_a_rate_is_the_best_share_of_returns_per_second_kept(hazards):
+    """Over all times to give the session up at, tried one by one."""
+    for bucket, rate in enumerate(return_rates(hazards)):
+        survival, seconds, best = 1.0, 0.0, 0.0
+        for later in range(bucket, NUM_BUCKETS):
+            width_s = (EDGES_NS[later + 1] - EDGES_NS[later]) / NS_PER_S
+            seconds += survival * width_s * (1 - hazards[later] / 2)
+            survival *= 1 - hazards[later]
+            best = max(best, (1 - survival) / seconds)
+        assert rate == pytest.approx(best, rel=1e-3, abs=1e-9)
+
+
+def test_every_idle_time_is_in_its_bucket():
+    """Up to the last edge; whatever is longer is in the last one."""
+    for bucket in range(NUM_BUCKETS):
+        assert bucket_at(EDGES_NS[bucket]) == bucket
+        assert bucket_at(EDGES_NS[bucket + 1] - 1) == bucket
+    assert bucket_at(EDGES_NS[-1] * 10) == NUM_BUCKETS - 1
+
+
+def test_before_anything_was_seen_nobody_returns():
+    """So that nobody is preferred."""
+    hazards = ReturnHazards()
+    assert hazards.rates(hazards.class_of((1, 2, 3))) == [0.0] * NUM_BUCKETS
+
+
+def test_hazards_are_what_was_seen():
+    """Of a class with many sessions, whatever its parent is like."""
+    hazards = ReturnHazards()
+    often, seldom = hazards.class_of((1,)), hazards.class_of((2,))
+    see(often, 1500, 0.8, 14)
+    see(seldom, 1500, 0.1, 18)
+    hazards.learn()
+    assert hazards.hazards(often)[14] == pytest.approx(0.8, abs=0.05)
+    assert hazards.hazards(seldom)[18] == pytest.approx(0.1, abs=0.03)
+    assert hazards.hazards(seldom)[14] < 0.1
+    assert hazards.rates(often)[10] > 5 * hazards.rates(seldom)[10]
+
+
+def test_a_class_that_was_seldom_seen_is_like_its_parent_times_a_factor():
+    """A few returns say how many return; when, is taken from the others."""
+    hazards = ReturnHazards()
+    see(hazards.class_of((1, 1)), 1000, 0.3, 14)
+    few = hazards.class_of((1, 2))
+    unseen = hazards.class_of((1, 3))
+    see(few, 20, 0.9, 14)
+    hazards.learn()
+    parent = hazards.hazards(hazards.class_of((1,)))
+    assert hazards.hazards(unseen) == pytest.approx(parent)
+    assert hazards.hazards(few)[14] > 1.3 * parent[14]
+    assert hazards.hazards(few)[15] == pytest.approx(
+        parent[15] * hazards.hazards(few)[14] / parent[14], rel=0.5
+    )
+
+
+def test_what_nobody_has_reached_is_less_likely_than_what_came_before():
+    """Sessions were dropped by then, say: to go on is all there is."""
+    hazards = ReturnHazards()
+    root = hazards.class_of(())
+    for _ in range(50):
+        observe(root, 10, has_returned=True)
+    found = hazards.hazards(root)
+    assert found[10] > found[13] > found[20] > 0
+
+
+def test_old_sessions_fade():
+    """What is seen now counts, and counts stay bounded."""
+    hazards = ReturnHazards()
+    root = hazards.class_of(())
+    for has_returned in (True, False):
+        for _ in range(4 * int(MOST_SEEN)):
+            observe(root, 10, has_returned=has_returned)
+    assert root.seen[10] <= MOST_SEEN
+    assert hazards.hazards(root)[10] < 0.1
+
+
+def test_rates_change_when_they_are_told_to():
+    """So that an order made of them stays one."""
+    hazards = ReturnHazards()
+    session_class = hazards.class_of((1,))
+    before = hazards.rates(session_class)
+    see(session_class, 100, 0.5, 12)
+    assert hazards.rates(session_class) == before
+    hazards.learn()
+    assert hazards.rates(session_class) != before
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, NUM_BUCKETS - 1), st.booleans())))
+def test_what_is_learned_is_bounded(seen):
+    """Hazards are probabilities, whatever was seen."""
+    hazards = ReturnHazards()
+    classes = [hazards.class_of((number % 2, number)) for number in range(6)]
+    for number, bucket, has_returned in seen:
+        observe(classes[number], bucket, has_returned=has_returned)
+    hazards.learn()
+    for session_class in classes:
+        assert all(0 <= hazard < 1 for hazard in hazards.hazards(session_class))
