@@ -188,6 +188,11 @@ class InferenceClient:
         request = pb.DeleteSessionRequest(tenant=tenant, session_id=session_id)
         await self._call(self._stub.DeleteSession, request)
 
+    async def end_session(self, session_id: str, tenant: str = "") -> None:
+        """Say that a session is over: it can be read and forked, and takes no further turn."""
+        request = pb.EndSessionRequest(tenant=tenant, session_id=session_id)
+        await self._call(self._stub.EndSession, request)
+
     async def fork_session(
         self,
         session_id: str,

@@ -96,6 +96,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
         await self._turns.delete(self._key(request.tenant, request.session_id))
         return pb.DeleteSessionResponse()
 
+    async def EndSession(  # noqa: N802
+        self, request: pb.EndSessionRequest, context: Context
+    ) -> pb.EndSessionResponse:
+        """Take no further turn of a session, and tell kvd that it will not come back."""
+        del context
+        await self._turns.end(self._key(request.tenant, request.session_id))
+        return pb.EndSessionResponse()
+
     async def ForkSession(  # noqa: N802
         self, request: pb.ForkSessionRequest, context: Context
     ) -> pb.Session:

@@ -5,6 +5,7 @@ Waiting for SSD reads and for slots happens here.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,12 +14,12 @@ from kvd.caches import Caches
 from kvd.config import LimitSettings
 from kvd.core.engine import CacheEngine
 from kvd.core.errors import InvalidRequestError, UnknownSessionError
-from kvd.core.queue_window import QueueChange, QueuedJob
 from kvd.core.records import LeaseState, LoadAnswer, Lookup, StoreAnswer
 from kvd.data_socket import DataSocket
 from kvd.engines import AttachedEngine, Engines
 from kvd.errors import AttachDeniedError, StoppingError
 from kvd.messages import key_of, load_response, session_message, store_response
+from kvd.queue_streams import QueueStreams
 from shared.layout_message import layout_of
 from shared.log import get_logger
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
@@ -62,6 +63,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         self._data_socket = data_socket
         self._limits = limits
         self._draining = draining
+        self._queues = QueueStreams(engines, limits.max_queue_jobs)
 
     async def Attach(  # noqa: N802
         self, request: kvd_pb2.AttachRequest, _context: Any
@@ -91,6 +93,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
                     confirmed_leases=confirmed,
                     lost_leases=lost,
                     kvd_version=__version__,
+                    max_queue_jobs=self._limits.max_queue_jobs,
                 )
             )
             await _first_of(peer.gone, self._draining.begun)
@@ -188,30 +191,10 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
     async def PushQueue(  # noqa: N802
         self, requests: AsyncIterator[kvd_pb2.QueueSnapshot], _context: Any
     ) -> AsyncIterator[kvd_pb2.QueueAck]:
-        """Take the engine's waiting queue, snapshot by snapshot."""
-        async for snapshot in requests:
-            engine = self._engines.of(snapshot.engine_id)
-            if snapshot.full:
-                jobs = self._jobs_of(engine, snapshot)
-                engine.cache.act(partial(_push_queue, engine.engine_id, jobs))
-            # This release keeps no base to apply changes to: it asks for the whole queue instead.
-            yield kvd_pb2.QueueAck(sequence=snapshot.sequence, send_full=not snapshot.full)
-
-    def _jobs_of(self, engine: AttachedEngine, snapshot: kvd_pb2.QueueSnapshot) -> list[QueuedJob]:
-        if len(snapshot.jobs) > self._limits.max_queue_jobs:
-            raise InvalidRequestError(
-                f"a queue of {len(snapshot.jobs)} jobs",
-                f"send the first {self._limits.max_queue_jobs} (limits.max_queue_jobs)",
-            )
-        model = engine.cache.layout.model
-        return [
-            QueuedJob(
-                (0, 0.0, index),
-                key_of(kvd_pb2.SessionKey(tenant=job.tenant, session_id=job.session_id), model),
-                job.history_tokens,
-            )
-            for index, job in enumerate(snapshot.jobs)
-        ]
+        """Take the engine's queue, snapshot by snapshot."""
+        async with aclosing(self._queues.serve(requests)) as acks:
+            async for ack in acks:
+                yield ack
 
     def _who(self, request: Any) -> tuple[AttachedEngine, SessionKey]:
         """Return the caller and the session it names, which must be of its own model."""
@@ -261,10 +244,6 @@ def _prepare_store(
     request: kvd_pb2.PrepareStoreRequest, key: SessionKey, core: CacheEngine, now_ns: int
 ) -> StoreAnswer:
     return core.prepare_store(key, request.token_ids, request.from_token, request.engine_id, now_ns)
-
-
-def _push_queue(owner: int, jobs: list[QueuedJob], core: CacheEngine, now_ns: int) -> None:
-    core.replace_queue(owner, QueueChange(jobs), now_ns)
 
 
 def _session_message(

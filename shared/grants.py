@@ -12,7 +12,6 @@ from shared.block_key import TOKEN_BYTES
 from shared.errors import UnavailableError
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.progress_words import LoadProgress, ProgressWords
-from shared.session_key import SessionKey
 
 
 class KvdProtocolError(UnavailableError):
@@ -98,19 +97,6 @@ class StoreGrant:
     more: bool
     refused_reason: str
     arena: ArenaMap
-
-
-@dataclass(frozen=True)
-class QueuedJob:
-    """One waiting turn of the scheduler's queue.
-
-    Attributes:
-        starts_in_s: estimated time until it runs, from now.
-    """
-
-    key: SessionKey
-    history_tokens: int
-    starts_in_s: float
 
 
 _TIERS = {kvd_pb2.TIER_DRAM: "dram", kvd_pb2.TIER_SSD: "ssd"}

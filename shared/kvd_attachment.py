@@ -65,6 +65,7 @@ class Attachment:
     Attributes:
         confirmed_leases: of the leases held before: still ours, and owed a complete_store.
         lost_leases: of the leases held before: their slots may be others' already.
+        max_queue_jobs: that kvd takes of the queue.
     """
 
     engine_id: int
@@ -77,6 +78,7 @@ class Attachment:
     data: socket
     confirmed_leases: frozenset[int]
     lost_leases: frozenset[int]
+    max_queue_jobs: int
 
     @property
     def arena(self) -> ArenaMap:
@@ -223,6 +225,7 @@ async def _shake_hands(
         data,
         confirmed,
         frozenset(held_leases) - confirmed,
+        attached.max_queue_jobs,
     )
 
 

@@ -14,34 +14,29 @@ What the caller owes, on every path:
 When complete_… is called, no thread may touch the grant's slots any more: they are given to others.
 """
 
-import asyncio
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-
-import grpc
 
 from shared.errors import ReportedError
 from shared.grants import (
     KvdProtocolError,
     LoadGrant,
-    QueuedJob,
     StoreGrant,
     load_grant,
     store_grant,
 )
-from shared.grpc_status import error_from_rpc
 from shared.kv_layout import KVLayout
 from shared.kvd_attachment import Attachment
 from shared.kvd_connection import KvdConnection
-from shared.log import get_logger
 from shared.pb.kvd.v1 import kvd_pb2
+from shared.queue_feed import QueueFeed
+from shared.queue_sender import QueueSender
 from shared.session_key import SessionKey
 
 CALL_S = 5.0  # deadline of a call that only touches kvd's memory
 GRACE_S = 2.0  # beyond the deadline we hand to kvd, for the way there and back
-
-log = get_logger(__name__)
+MOST_ENDED = 4096  # sessions whose end is remembered while kvd is away; older ones go by their age
 
 
 class KvdClient(KvdConnection):
@@ -63,8 +58,8 @@ class KvdClient(KvdConnection):
             reconnect_delay_s=reconnect_delay_s,
             max_reconnect_delay_s=max_reconnect_delay_s,
         )
-        self._jobs: tuple[QueuedJob, ...] = ()
-        self._jobs_changed = asyncio.Event()
+        self._queue = QueueSender()
+        self._ended: dict[SessionKey, None] = {}  # sessions whose end kvd has not been told
 
     async def prepare_load(
         self,
@@ -158,10 +153,14 @@ class KvdClient(KvdConnection):
         return int(response.kept_tokens)
 
     async def end_session(self, key: SessionKey) -> None:
-        """Tell kvd that the session will not come back."""
-        attachment = self._ready()
-        request = kvd_pb2.EndSessionRequest(engine_id=attachment.engine_id, session=_message(key))
-        await self._call(attachment.stub.EndSession, request, CALL_S)
+        """Tell kvd that the session will not come back.
+
+        If this raises, kvd is told when it is attached again.
+        """
+        self._ended[key] = None
+        if len(self._ended) > MOST_ENDED:
+            del self._ended[next(iter(self._ended))]
+        await self._tell_end(self._ready(), key)
 
     async def get_session(self, key: SessionKey) -> kvd_pb2.SessionInfo:
         """Return what kvd knows of a session.
@@ -172,36 +171,34 @@ class KvdClient(KvdConnection):
         request = kvd_pb2.GetSessionRequest(session=_message(key))
         return await self._call(self._ready().stub.GetSession, request, CALL_S)
 
-    def push_queue(self, jobs: Sequence[QueuedJob]) -> None:
-        """Let kvd know the waiting queue, in order.
+    def follow_queue(self, feed: QueueFeed) -> None:
+        """Keep kvd told of what waits and what runs; once, before `run`.
 
-        Never waits: the newest snapshot wins, and one is in flight at most.
+        Whoever changes the feed never waits for that.
         """
-        self._jobs = tuple(jobs)
-        self._jobs_changed.set()
+        self._queue.follow(feed)
 
     # ---------------------------------------------------------------------------------- inside
 
     async def _while_attached(self, attachment: Attachment, abandoned: Collection[int]) -> None:
-        """Give back what was abandoned; then send the queue.
-
-        Full snapshots, each after the previous one's acknowledgement.
-        """
+        """Say what kvd could not be told before; then tell it the queue."""
         for lease_id in abandoned:
             with suppress(ReportedError):  # it is lost: then there is nothing to give back
                 await self._give_back_store(attachment, lease_id)
-        stream = attachment.stub.PushQueue()
-        sequence = 0
-        self._jobs_changed.set()  # a new kvd knows nothing yet
+        for key in list(self._ended):
+            with suppress(ReportedError):  # kvd has gone again: the next attachment hears of it
+                await self._tell_end(attachment, key)
+        await self._queue.run(attachment)
+
+    async def _tell_end(self, attachment: Attachment, key: SessionKey) -> None:
+        request = kvd_pb2.EndSessionRequest(engine_id=attachment.engine_id, session=_message(key))
         try:
-            while True:
-                await self._jobs_changed.wait()
-                self._jobs_changed.clear()
-                sequence += 1
-                await stream.write(_snapshot(attachment.engine_id, sequence, self._jobs))
-                await stream.read()
-        except grpc.aio.AioRpcError as error:
-            log.warning("kvd_queue_not_pushed", error=str(error_from_rpc(error)))
+            await self._call(attachment.stub.EndSession, request, CALL_S)
+        except ReportedError as error:
+            if not error.retryable:
+                self._ended.pop(key, None)
+            raise
+        self._ended.pop(key, None)
 
     async def _give_back_load(self, owner: Attachment, lease_id: int) -> None:
         self._release(lease_id)
@@ -240,20 +237,3 @@ class KvdClient(KvdConnection):
 
 def _message(key: SessionKey) -> kvd_pb2.SessionKey:
     return kvd_pb2.SessionKey(tenant=key.tenant, model=key.model, session_id=key.session_id)
-
-
-def _snapshot(engine_id: int, sequence: int, jobs: Sequence[QueuedJob]) -> kvd_pb2.QueueSnapshot:
-    return kvd_pb2.QueueSnapshot(
-        engine_id=engine_id,
-        sequence=sequence,
-        full=True,
-        jobs=[
-            kvd_pb2.QueueJob(
-                tenant=job.key.tenant,
-                session_id=job.key.session_id,
-                history_tokens=job.history_tokens,
-                starts_in_s=job.starts_in_s,
-            )
-            for job in jobs
-        ],
-    )

@@ -19,7 +19,8 @@ _RUNNING = Struct("<Q")
 
 def waiting_digest(rank: Rank, key: SessionKey) -> int:
     """Digest of a job that waits."""
-    return xxh3_64_intdigest(_RANK.pack(*rank) + f"{key.tenant}/{key.session_id}".encode())
+    tenant, _, session_id = key
+    return xxh3_64_intdigest(_RANK.pack(*rank) + f"{tenant}/{session_id}".encode())
 
 
 def running_digest(number: int, key: SessionKey) -> int:

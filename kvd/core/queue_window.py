@@ -10,48 +10,25 @@ session is queued exactly while one of its jobs waits, and its place is that of 
 *Source:* look-ahead windows over the job queue: CachedAttention §3.3.1.
 """
 
-from bisect import insort
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from sortedcontainers import SortedDict, SortedList
+from sortedcontainers import SortedList
 
+from shared.queue_change import QueueChange, QueuedJob, RunningJob
 from shared.queue_digest import Rank, combined, running_digest, waiting_digest
 from shared.session_key import SessionKey
 
-
-class QueuedJob(NamedTuple):
-    """A turn that waits."""
-
-    rank: Rank  # the engine's own order; rank[2] is the job's number, unique within the engine
-    key: SessionKey
-    history_tokens: int = 0
+__all__ = ["QueueChange", "QueuePlace", "QueueWindow", "QueuedJob", "RunningJob"]
 
 
-class RunningJob(NamedTuple):
-    """A turn that is being computed: its session's KV is in the engine's memory."""
+FEW_SHARE = 2  # with fewer changes than one for so many jobs, they are made one by one
+BULK_SHARE = 8  # an engine with more than one of so many jobs is dropped by sifting all of them
 
-    number: int
-    key: SessionKey
-
-
-@dataclass(frozen=True, slots=True)
-class QueueChange:
-    """What has changed in an engine's queue, or all of it.
-
-    Attributes:
-        waiting: jobs that joined, came back, or have another rank.
-        running: jobs that are being computed now.
-        left: numbers of jobs that neither wait nor run any more.
-        interval_ns: mean time between two starts; 0: not known.
-    """
-
-    waiting: Sequence[QueuedJob] = ()
-    running: Sequence[RunningJob] = ()
-    left: Sequence[int] = ()
-    interval_ns: int = 0
+_Touched = dict[SessionKey, None]  # sessions whose jobs are others now, in order
 
 
 class QueuePlace(NamedTuple):
@@ -68,15 +45,15 @@ class _EngineQueue:
     """One engine's jobs.
 
     Attributes:
-        places: of jobs that wait, by rank.
-        ranks: of jobs that wait, by number.
+        order: ranks of jobs that wait.
+        places: of jobs that wait, by number.
         running: sessions of jobs that run, by number.
     """
 
     interval_ns: int = 0
     digest: int = 0
-    places: "SortedDict[Rank, QueuePlace]" = field(default_factory=SortedDict)
-    ranks: dict[int, Rank] = field(default_factory=dict)
+    order: "SortedList[Rank]" = field(default_factory=SortedList)
+    places: dict[int, QueuePlace] = field(default_factory=dict)
     running: dict[int, SessionKey] = field(default_factory=dict)
 
 
@@ -106,19 +83,26 @@ class QueueWindow:
     # ------------------------------------------------------------------------------------ changing
 
     def replace(self, owner: int, jobs: QueueChange, now_ns: int) -> int:
-        """Take all of an engine's queue; returns its digest."""
-        engine = self._engines.get(owner)
-        known = {job.rank[2] for job in jobs.waiting} | {job.number for job in jobs.running}
-        gone = () if engine is None else {*engine.ranks, *engine.running} - known
-        return self.change(
-            owner, QueueChange(jobs.waiting, jobs.running, [*gone], jobs.interval_ns), now_ns
-        )
+        """Take all of an engine's queue; returns its digest. O(jobs).
+
+        What is known already stays where it is, unless most is new: then all is sorted at once.
+        """
+        difference = self._difference(owner, jobs)
+        if FEW_SHARE * (len(difference.waiting) + len(difference.left)) < len(jobs.waiting):
+            return self.change(owner, difference, now_ns)
+        touched = self._drop(owner)
+        engine = _EngineQueue(jobs.interval_ns)
+        if jobs.waiting or jobs.running:
+            self._engines[owner] = engine
+            self._fill(owner, engine, jobs, now_ns, touched)
+        self._tell(touched)
+        return engine.digest
 
     def change(self, owner: int, change: QueueChange, now_ns: int) -> int:
         """Take a change of an engine's queue; returns the digest of what it is now."""
         engine = self._engines.setdefault(owner, _EngineQueue())
         engine.interval_ns = change.interval_ns or engine.interval_ns
-        touched: dict[SessionKey, None] = {}
+        touched: _Touched = {}
         for number in change.left:
             self._take_out(engine, number, touched)
         for running in change.running:
@@ -127,20 +111,12 @@ class QueueWindow:
         for job in sorted(change.waiting):
             self._take_out(engine, job.rank[2], touched)
             self._put_in(owner, engine, job, now_ns, touched)
-        for key in touched:
-            self._changed(key)
+        self._tell(touched)
         return engine.digest
 
     def forget(self, owner: int) -> None:
         """Forget an engine and its jobs."""
-        engine = self._engines.pop(owner, None)
-        if engine is None:
-            return
-        touched: dict[SessionKey, None] = {}
-        for number in [*engine.ranks, *engine.running]:
-            self._take_out(engine, number, touched)
-        for key in touched:
-            self._changed(key)
+        self._tell(self._drop(owner))
 
     # ------------------------------------------------------------------------------------- looking
 
@@ -172,12 +148,22 @@ class QueueWindow:
     def starts_in_ns(self, place: QueuePlace) -> int:
         """Estimated time until the job starts, by the jobs before it at its engine; 0: unknown."""
         engine = self._engines[place.owner]
-        return (engine.places.bisect_left(place.rank) + 1) * engine.interval_ns
+        return (engine.order.bisect_left(place.rank) + 1) * engine.interval_ns
 
-    def num_jobs(self, owner: int) -> int:
+    def knows(self, owner: int, number: int) -> bool:
+        """Whether a job of an engine waits or runs."""
+        engine = self._engines.get(owner)
+        return engine is not None and (number in engine.places or number in engine.running)
+
+    def num_waiting(self, owner: int) -> int:
         """Jobs of an engine that wait."""
         engine = self._engines.get(owner)
-        return len(engine.ranks) if engine else 0
+        return len(engine.places) if engine else 0
+
+    def num_running(self, owner: int) -> int:
+        """Jobs of an engine that are being computed."""
+        engine = self._engines.get(owner)
+        return len(engine.running) if engine else 0
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
@@ -186,11 +172,9 @@ class QueueWindow:
         num_running: dict[SessionKey, int] = {}
         for owner, engine in self._engines.items():
             own = [place for place in self._order if place.owner == owner]
-            assert own == list(engine.places.values()) == sorted(own, key=lambda p: p.rank)
-            assert {number: place.rank for place in own for number in place.rank[2:]} == (
-                engine.ranks
-            )
-            assert not engine.ranks.keys() & engine.running.keys()
+            assert [place.rank for place in own] == list(engine.order) == sorted(engine.order)
+            assert {place.rank[2]: place for place in own} == engine.places
+            assert not engine.places.keys() & engine.running.keys()
             for key in engine.running.values():
                 num_running[key] = num_running.get(key, 0) + 1
             digest = 0
@@ -201,42 +185,96 @@ class QueueWindow:
             assert digest == engine.digest
         assert num_running == self._num_running
 
-    # -------------------------------------------------------------------------------------- inside
+    # -------------------------------------------------------------------------------- all at once
+
+    def _difference(self, owner: int, jobs: QueueChange) -> QueueChange:
+        """What `jobs`, which are all, change in what is known of an engine."""
+        engine = self._engines.get(owner)
+        if engine is None:
+            return jobs
+        places, running = engine.places, engine.running
+        waiting = [
+            job
+            for job in jobs.waiting
+            if (place := places.get(job.rank[2])) is None or (place.rank, place.key) != job[:2]
+        ]
+        told = {job.rank[2] for job in jobs.waiting} | {job.number for job in jobs.running}
+        return QueueChange(
+            waiting,
+            [job for job in jobs.running if running.get(job.number) != job.key],
+            [number for number in (*places, *running) if number not in told],
+            jobs.interval_ns,
+        )
+
+    def _fill(
+        self, owner: int, engine: _EngineQueue, jobs: QueueChange, now_ns: int, touched: _Touched
+    ) -> None:
+        """Take all jobs of an engine that has none; `_put_in` for each would be four times this."""
+        places = [
+            QueuePlace(now_ns + index * engine.interval_ns, owner, rank, key)
+            for index, (rank, key, _) in enumerate(sorted(jobs.waiting), 1)
+        ]
+        engine.places = {place.rank[2]: place for place in places}
+        engine.order = SortedList(place.rank for place in places)
+        digest = sum([waiting_digest(place.rank, place.key) for place in places])
+        engine.digest = combined(engine.digest, added=digest)
+        self._order.update(places)
+        for place in places:
+            insort(self._places.setdefault(place.key, []), place)
+            touched[place.key] = None
+        for running in jobs.running:
+            self._run(engine, running, touched)
+
+    def _drop(self, owner: int) -> _Touched:
+        """Forget an engine, and return whose jobs it had."""
+        touched: _Touched = {}
+        engine = self._engines.pop(owner, None)
+        if engine is None:
+            return touched
+        for number in list(engine.running):
+            self._take_out(engine, number, touched)
+        if BULK_SHARE * len(engine.places) > len(self._order):
+            self._order = SortedList(place for place in self._order if place.owner != owner)
+        else:
+            for place in engine.places.values():
+                self._order.remove(place)
+        for place in engine.places.values():
+            self._vacate(place, touched)
+        return touched
+
+    # ------------------------------------------------------------------------------- job by job
 
     def _put_in(
-        self,
-        owner: int,
-        engine: _EngineQueue,
-        job: QueuedJob,
-        now_ns: int,
-        touched: dict[SessionKey, None],
+        self, owner: int, engine: _EngineQueue, job: QueuedJob, now_ns: int, touched: _Touched
     ) -> None:
-        index = engine.places.bisect_left(job.rank)
+        order, places = engine.order, engine.places
+        index = order.bisect_left(job.rank)
         starts_at_ns = now_ns + (index + 1) * engine.interval_ns
-        around = engine.places.values()
         if index:
-            starts_at_ns = max(starts_at_ns, around[index - 1].starts_at_ns)
-        if index < len(around):
-            starts_at_ns = min(starts_at_ns, around[index].starts_at_ns)
-        place = QueuePlace(starts_at_ns, owner, job.rank, job.key)
-        engine.places[job.rank] = place
-        engine.ranks[job.rank[2]] = job.rank
+            starts_at_ns = max(starts_at_ns, places[order[index - 1][2]].starts_at_ns)
+        if index < len(order):
+            starts_at_ns = min(starts_at_ns, places[order[index][2]].starts_at_ns)
+        place = places[job.rank[2]] = QueuePlace(starts_at_ns, owner, job.rank, job.key)
+        order.add(job.rank)
         engine.digest = combined(engine.digest, added=waiting_digest(job.rank, job.key))
         self._order.add(place)
         insort(self._places.setdefault(job.key, []), place)
         touched[job.key] = None
 
-    def _run(self, engine: _EngineQueue, job: RunningJob, touched: dict[SessionKey, None]) -> None:
+    def _run(self, engine: _EngineQueue, job: RunningJob, touched: _Touched) -> None:
         engine.running[job.number] = job.key
         engine.digest = combined(engine.digest, added=running_digest(job.number, job.key))
         self._num_running[job.key] = self._num_running.get(job.key, 0) + 1
         touched[job.key] = None
 
-    def _take_out(self, engine: _EngineQueue, number: int, touched: dict[SessionKey, None]) -> None:
+    def _take_out(self, engine: _EngineQueue, number: int, touched: _Touched) -> None:
         """Forget a job, if it is known."""
-        rank = engine.ranks.pop(number, None)
-        if rank is not None:
-            self._stop_waiting(engine, engine.places.pop(rank), touched)
+        place = engine.places.pop(number, None)
+        if place is not None:
+            engine.digest = combined(engine.digest, removed=waiting_digest(place.rank, place.key))
+            engine.order.remove(place.rank)
+            self._order.remove(place)
+            self._vacate(place, touched)
         key = engine.running.pop(number, None)
         if key is not None:
             engine.digest = combined(engine.digest, removed=running_digest(number, key))
@@ -245,14 +283,14 @@ class QueueWindow:
                 del self._num_running[key]
             touched[key] = None
 
-    def _stop_waiting(
-        self, engine: _EngineQueue, place: QueuePlace, touched: dict[SessionKey, None]
-    ) -> None:
-        key = place.key
-        self._order.remove(place)
-        engine.digest = combined(engine.digest, removed=waiting_digest(place.rank, key))
-        places = self._places[key]
-        places.remove(place)
+    def _vacate(self, place: QueuePlace, touched: _Touched) -> None:
+        """The session does not wait there any more."""
+        places = self._places[place.key]
+        del places[bisect_left(places, place)]
         if not places:
-            del self._places[key]
-        touched[key] = None
+            del self._places[place.key]
+        touched[place.key] = None
+
+    def _tell(self, touched: Iterable[SessionKey]) -> None:
+        for key in touched:
+            self._changed(key)

@@ -182,6 +182,7 @@ async def test_a_busy_session_refuses_or_queues(client):
         second = turn_request("Next ", "busy", sampling=GREEDY)
         await refused(client.submit(second), ConflictError, "session_busy")
         await refused(client.delete_session("busy"), ConflictError, "session_busy")
+        await refused(client.end_session("busy"), ConflictError, "session_busy")
         second.wait = True
         waiting = asyncio.create_task(client.submit(second))
         finished = await next_event(running, "finished")
@@ -274,6 +275,19 @@ async def test_a_final_turn_ends_the_session(client):
     assert (await client.get_session("final")).ended
     fork = await client.fork_session("final")
     await client.submit(turn_request("More ", fork.session_id, sampling=GREEDY))
+
+
+async def test_a_session_can_be_ended_without_a_turn(client):
+    """As by a final turn; ending it twice is the same, and one that nobody knows is an error."""
+    await client.submit(turn_request("One ", "over", sampling=GREEDY))
+    for _ in range(2):
+        await client.end_session("over")
+    await refused(
+        client.submit(turn_request("More ", "over", sampling=GREEDY)), StateError, "session_ended"
+    )
+    session = await client.get_session("over")
+    assert (session.ended, session.turns) == (True, 1)
+    await refused(client.end_session("nobody"), NotFoundError, "unknown_session")
 
 
 async def test_a_deleted_session_is_gone(client):

@@ -12,8 +12,10 @@ from inference_svc.core.rates.rates import Rates
 from inference_svc.core.scheduling.request import Request, RequestState
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.core.scheduling.step_plan import Admission, SchedulerLimits, StepPlan, StepResult
+from shared.queue_digest import Rank
 from shared.session_key import SessionKey
 
+ADMITTED = (RequestState.LOADING, RequestState.READY, RequestState.RUNNING)
 NUM_LAYERS = 4
 VOID = -1
 MS = 1_000_000
@@ -81,6 +83,24 @@ class SchedulerWorld:
         assert self.scheduler.num_resident == len(self.residents)
         resident_rows = sum(slab.capacity for slab in self.residents.values())
         assert self.scheduler.resident_rows == resident_rows
+        self.scheduler.feed.check()
+        assert sorted(self.scheduler.feed._jobs) == sorted(number for number, _ in self.queue())
+
+    def queue(self) -> list[tuple[int, Rank | None]]:
+        """What kvd should know: numbers of jobs that run, then of those that wait with ranks.
+
+        A turn runs from its admission until its slab is given up, unless it waits again.
+        """
+        running = [
+            job.request.number
+            for job in self.jobs.values()
+            if job.request.state in ADMITTED or (job.request.is_over and job.layers is not None)
+        ]
+        waiting = [
+            (request.number, (-request.priority, request.start_tag, request.number))
+            for request in self.scheduler.waiting()
+        ]
+        return [(number, None) for number in sorted(running)] + waiting
 
     def alive(self) -> list[Job]:
         """Jobs that are not over."""

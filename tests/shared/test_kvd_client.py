@@ -8,8 +8,9 @@ import pytest
 
 from shared.grants import Lookup
 from shared.kvd_attachment import KvdUnavailableError
-from shared.kvd_client import KvdClient
+from shared.kvd_client import MOST_ENDED, KvdClient
 from shared.progress_words import LoadFailedError
+from shared.queue_feed import QueueFeed
 from tests.small_kvd import small_kvd
 from tests.synthetic_engine import encode, key_of, small_layout
 
@@ -19,8 +20,10 @@ TOKENS = encode(range(16))
 
 
 @asynccontextmanager
-async def client_of(directory):
+async def client_of(directory, feed=None):
     client = KvdClient(directory, LAYOUT, "test", reconnect_delay_s=0.02)
+    if feed is not None:
+        client.follow_queue(feed)
     running = asyncio.create_task(client.run())
     try:
         yield client
@@ -195,3 +198,54 @@ async def test_descriptors_are_given_back(tmp_path):
             await detached(client)
             counts.append(num_open())
     assert counts[-1] <= counts[1] + 2  # one attempt to attach may be under way
+
+
+async def test_the_ends_of_sessions_are_told_when_kvd_is_back(tmp_path):
+    """All that it was not told while it was away, or did not answer; once each."""
+    async with client_of(tmp_path) as client:
+        for name in ("a", "b"):
+            with pytest.raises(KvdUnavailableError):
+                await client.end_session(key_of(name))
+        async with small_kvd(tmp_path, LAYOUT) as kvd:
+            await until(lambda: kvd.ended == ["a", "b"])
+            await client.wait_attached(30)
+            await client.end_session(key_of("c"))
+            kvd.mute.add("EndSession")
+            ending = asyncio.create_task(client.end_session(key_of("d")))
+            await asyncio.sleep(0.01)  # so that it is on its way
+            kvd.peer.gone.set()
+            with pytest.raises(KvdUnavailableError):
+                await ending
+            kvd.mute.clear()
+            await until(lambda: len(kvd.ended) > 3)
+            assert kvd.ended == ["a", "b", "c", "d"]
+    assert not client._ended
+
+
+async def test_so_many_ends_are_remembered(tmp_path):
+    """The newest; the others go by their age."""
+    client = KvdClient(tmp_path, LAYOUT, "test")
+    for number in range(MOST_ENDED + 5):
+        with pytest.raises(KvdUnavailableError):
+            await client.end_session(key_of(str(number)))
+    assert len(client._ended) == MOST_ENDED
+    assert key_of("4") not in client._ended
+    assert key_of("5") in client._ended
+
+
+async def test_a_queue_is_told_over_one_stream_after_the_other(tmp_path):
+    """Its head; all of it first, then what changes, and all again when the stream has ended."""
+    feed = QueueFeed()
+    async with small_kvd(tmp_path, LAYOUT) as kvd, client_of(tmp_path, feed) as client:
+        await client.wait_attached(30)
+        await until(lambda: kvd.told)
+        for number in range(5):
+            feed.waits((0, 0.0, number), key_of(str(number)), 0)
+        await until(lambda: len(kvd.told) > 1)
+        feed.left(0)
+        await until(lambda: len(kvd.told) > 3)
+    assert [told.base_sequence for told in kvd.told[:4]] == [0, 1, 2, 0]
+    sequences = [told.sequence for told in kvd.told]
+    assert sequences == sorted(set(sequences))
+    numbers = [(list(told.waiting.numbers), list(told.left)) for told in kvd.told[:4]]
+    assert numbers == [([], []), ([0, 1, 2], []), ([3], [0]), ([1, 2, 3], [])]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from inference_svc.core.scheduling.request import Request
-from inference_svc.core.scheduling.waiting_queue import Rank
+from shared.queue_digest import Rank
 from shared.session_key import SessionKey
 
 

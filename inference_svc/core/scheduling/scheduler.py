@@ -21,7 +21,6 @@ Invariants (`check`):
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 
 from inference_svc.core.errors import QueueFullError
 from inference_svc.core.rates.rates import Rates
@@ -35,6 +34,7 @@ from inference_svc.core.scheduling.start_estimates import StartEstimates
 from inference_svc.core.scheduling.start_gate import StartGate
 from inference_svc.core.scheduling.step_plan import SchedulerLimits, StepPlan, StepResult
 from inference_svc.core.scheduling.waiting_queue import WaitingQueue
+from shared.queue_feed import QueueFeed
 from shared.session_key import SessionKey
 
 __all__ = ["Scheduler", "SchedulerLimits"]
@@ -47,6 +47,10 @@ class Scheduler:
         rates: what steps and loads take, kept by those who measure.
         num_layers: of the model.
         tenant_weights: shares of tenants that wait at the same time; 1 for one not named.
+
+    Attributes:
+        feed: requests that wait, and those that run: from their admission until they are preempted
+            or restarted, or, after their end, until `release_slab`.
     """
 
     def __init__(
@@ -57,7 +61,8 @@ class Scheduler:
         tenant_weights: Mapping[str, float] | None = None,
     ) -> None:
         self._limits = limits
-        self._queue = WaitingQueue(tenant_weights or {})
+        self.feed = QueueFeed()
+        self._queue = WaitingQueue(tenant_weights or {}, self.feed)
         self._active = ActiveRequests()
         self._residents = Residents()
         self._rows = RowBudget(limits.kv_rows, self._residents)
@@ -95,18 +100,9 @@ class Scheduler:
         """Rows of requests: slabs and write buffers."""
         return self._rows.reserved_rows
 
-    @property
-    def queue_version(self) -> int:
-        """Another number whenever what waits is different."""
-        return self._queue.version
-
     def waiting(self) -> list[Request]:
         """Requests that wait, in the order they will be admitted."""
         return list(self._queue)
-
-    def starts_in_s(self, most: int | None = None) -> list[tuple[Request, float]]:
-        """The first that wait, in order, each with seconds until it starts; 0 if unknown."""
-        return self._estimates.starts_in_s(self._active, islice(self._queue, most))
 
     def retry_after_s(self) -> float:
         """When a place in the queue is likely free."""
@@ -240,6 +236,7 @@ class Scheduler:
         """
         assert request.is_over, "only an ended request gives its slab up"
         self._rows.release_slab(request)
+        self.feed.left(request.number)
 
     def release_write(self, request: Request) -> None:
         """Free the oldest write buffer of a request; nothing if it has none (any more)."""
@@ -268,6 +265,7 @@ class Scheduler:
         plan = self._planner.plan(now_ns)
         if len(self._queue):
             self._estimates.waits(now_ns)
+        self.feed.interval_s = self._estimates.interval_s(self._queue)
         wake_ns = [ns for ns in (plan.wake_ns, self._deadlines.next_ns()) if ns is not None]
         return replace(plan, expired=tuple(expired), wake_ns=min(wake_ns, default=None))
 

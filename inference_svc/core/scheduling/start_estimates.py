@@ -1,16 +1,18 @@
-"""When requests that wait are likely admitted, from how things went of late.
+"""How often requests that wait are likely admitted, from how things went of late.
 
-By how often places became free while somebody waited: an idle engine's pauses say nothing of its
+As often as places became free while somebody waited: an idle engine's pauses say nothing of its
 speed. Before two requests have ended, by what the prompts ahead add to steps.
 """
 
 from collections.abc import Iterable
+from itertools import islice
 
 from inference_svc.core.rates.rates import Rates, pairs
 from inference_svc.core.scheduling.request import Request
 from shared.units import NS_PER_S
 
 UNKNOWN_RETRY_S = 1.0  # a guess at a turn's length, until one was seen
+_FEW = 16  # prompts that stand for all that wait
 _SHARE = 0.1  # of the newest interval in the mean: about the last ten matter
 
 
@@ -43,19 +45,12 @@ class StartEstimates:
         """When a place in the queue is likely free."""
         return UNKNOWN_RETRY_S if self._interval_s is None else self._interval_s
 
-    def starts_in_s(
-        self, active: Iterable[Request], waiting: Iterable[Request]
-    ) -> list[tuple[Request, float]]:
-        """Those that wait, in their order, each with seconds until it starts; 0 if unknown."""
+    def interval_s(self, waiting: Iterable[Request]) -> float:
+        """Mean time between two starts, as likely as not; 0 if unknown. `waiting` in order."""
         if self._interval_s is not None:
-            interval_s = self._interval_s
-            return [(request, place * interval_s) for place, request in enumerate(waiting, 1)]
-        ahead_s = sum(map(self._prompt_s, active))
-        estimates = []
-        for request in waiting:
-            estimates.append((request, ahead_s))
-            ahead_s += self._prompt_s(request)
-        return estimates
+            return self._interval_s
+        prompts_s = [self._prompt_s(request) for request in islice(waiting, _FEW)]
+        return sum(prompts_s) / len(prompts_s) if prompts_s else 0.0
 
     def _prompt_s(self, request: Request) -> float:
         """Seconds that what is left of a prompt adds to steps; 0 if unknown."""

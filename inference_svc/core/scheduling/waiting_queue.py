@@ -13,13 +13,15 @@ requests waits.
 serving: Sheng et al., OSDI'24.
 """
 
-from bisect import bisect_left, insort
+from bisect import insort
 from collections.abc import Iterator, Mapping
 
-from inference_svc.core.scheduling.request import Request
-from shared.session_key import SessionKey
+from sortedcontainers import SortedList
 
-Rank = tuple[int, float, int]  # (-priority, start tag, number): lower is sooner
+from inference_svc.core.scheduling.request import Request
+from shared.queue_digest import Rank
+from shared.queue_feed import QueueFeed
+from shared.session_key import SessionKey
 
 
 class WaitingQueue:
@@ -27,15 +29,13 @@ class WaitingQueue:
 
     Args:
         weights: of tenants; 1 for one that is not there.
-
-    Attributes:
-        version: another number whenever what waits is different.
+        feed: is told who waits, and who does not any more.
     """
 
-    def __init__(self, weights: Mapping[str, float]) -> None:
-        self.version = 0
+    def __init__(self, weights: Mapping[str, float], feed: QueueFeed) -> None:
         self._weights = weights
-        self._order: list[Rank] = []
+        self._feed = feed
+        self._order: SortedList[Rank] = SortedList()
         self._requests: dict[int, Request] = {}
         self._ranks: dict[SessionKey, list[Rank]] = {}  # of a session's requests, sorted
         self._finish_tags: dict[str, float] = {}  # by tenant, of its newest request
@@ -68,14 +68,15 @@ class WaitingQueue:
     def put_back(self, request: Request) -> None:
         """Queue a request that was admitted before, where it was."""
         rank = _rank_of(request)
-        insort(self._order, rank)
+        self._order.add(rank)
         insort(self._ranks.setdefault(request.key, []), rank)
         self._requests[request.number] = request
-        self.version += 1
+        self._feed.waits(rank, request.key, request.history_tokens)
 
     def admit(self, request: Request) -> None:
-        """Take a request out of the queue because it is its turn."""
+        """Take a request out of the queue because it is its turn: it runs from now on."""
         self._take_out(request)
+        self._feed.runs(request.number, request.key)
         self._virtual_time = max(self._virtual_time, request.start_tag)
         if not self._order:
             # Nobody was kept waiting by anybody: who got how much does not matter any more.
@@ -85,26 +86,26 @@ class WaitingQueue:
     def remove(self, request: Request) -> None:
         """Take a request out that gave up; a tenant does not pay for what it never got."""
         self._take_out(request)
+        self._feed.left(request.number)
         tenant = request.key.tenant
         if not request.admitted_ns and tenant in self._finish_tags:
             self._finish_tags[tenant] -= self._cost(request)
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
-        assert self._order == sorted(map(_rank_of, self._requests.values()))
+        assert list(self._order) == sorted(map(_rank_of, self._requests.values()))
         ranks = [rank for ranks in self._ranks.values() for rank in ranks]
-        assert sorted(ranks) == self._order
+        assert sorted(ranks) == list(self._order)
         assert all(ranks == sorted(ranks) for ranks in self._ranks.values())
 
     def _take_out(self, request: Request) -> None:
         rank = _rank_of(request)
-        del self._order[bisect_left(self._order, rank)]
+        self._order.remove(rank)
         del self._requests[request.number]
         ranks = self._ranks[request.key]
         ranks.remove(rank)
         if not ranks:
             del self._ranks[request.key]
-        self.version += 1
 
     def _cost(self, request: Request) -> float:
         """Virtual time of a request: the tokens it may compute, over its tenant's weight."""

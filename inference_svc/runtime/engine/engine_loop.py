@@ -33,13 +33,9 @@ from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.resident_slabs import ResidentSlabs
 from inference_svc.runtime.store.saves import Saves
 from inference_svc.runtime.store.session_store import SessionStore
-from shared.grants import QueuedJob
 from shared.progress_words import LoadFailedError
 from shared.session_key import SessionKey
 from shared.units import NS_PER_S
-
-PUSH_INTERVAL_S = 0.05  # between two snapshots of the queue, each of which costs some milliseconds
-MOST_PUSHED = 1024  # jobs in a snapshot: beyond any look-ahead window
 
 
 class EngineLoop:
@@ -74,11 +70,10 @@ class EngineLoop:
         self._saves_first = saves_first
         self._jobs: dict[int, EngineJob] = {}  # by request number, until their slab is given up
         self._dropped: list[EngineJob] = []
-        self._pushed_version = -1
-        self._push_timer: asyncio.TimerHandle | None = None
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        store.follow_queue(scheduler.feed)
         self._tasks = asyncio.TaskGroup()
         self._memory = JobMemory(
             *(scheduler, pool, residents, saves, store, counters, self._tasks, self._changed)
@@ -159,6 +154,12 @@ class EngineLoop:
         await self._saves.settled(key)
         await self._store.forget(key, as_token_bytes(token_ids))
 
+    async def end_session(self, key: SessionKey) -> None:
+        """Note that a session will not come back, after the save of its last turn."""
+        self.release_resident(key)
+        await self._saves.settled(key)
+        await self._store.end_session(key)
+
     def release_resident(self, key: SessionKey) -> None:
         """Give up a session's resident slab, if it has one that is not in use."""
         self._memory.release_resident(key)
@@ -226,28 +227,6 @@ class EngineLoop:
             self._expire(self._jobs[request.number])
         for admission in plan.admitted:
             self._loading.start(self._jobs[admission.request.number], admission)
-        self._push_queue()
-
-    def _push_queue(self) -> None:
-        """Tell the store who waits: now, or soon if it has just been told."""
-        if self._pushed_version != self._scheduler.queue_version and self._push_timer is None:
-            self._push_now()
-            self._push_timer = asyncio.get_running_loop().call_later(
-                PUSH_INTERVAL_S, self._push_again
-            )
-
-    def _push_again(self) -> None:
-        self._push_timer = None
-        self._push_queue()
-
-    def _push_now(self) -> None:
-        self._pushed_version = self._scheduler.queue_version
-        self._store.push_queue(
-            [
-                QueuedJob(request.key, request.history_tokens, starts_in_s)
-                for request, starts_in_s in self._scheduler.starts_in_s(MOST_PUSHED)
-            ]
-        )
 
     # --------------------------------------------------------------------------------- steps
 

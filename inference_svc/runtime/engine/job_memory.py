@@ -35,7 +35,7 @@ class JobMemory:
         changed: called when rows came back.
 
     Attributes:
-        num_saving: saves under way.
+        num_saving: saves under way, and ends of sessions that the store is being told.
     """
 
     def __init__(
@@ -80,16 +80,26 @@ class JobMemory:
         self.num_saving -= 1
         self._changed()
 
+    async def _end_session(self, key: SessionKey) -> None:
+        await self._store.end_session(key)
+        self.num_saving -= 1
+        self._changed()
+
     # ------------------------------------------------------------------------------------ slabs
 
     def keep(self, job: EngineJob, token_ids: Sequence[int]) -> None:
-        """The job is over: save the first of its tokens; its slab may stay as a resident."""
+        """The job is over: save the first of its tokens; its slab may stay as a resident.
+
+        Of a session that has ended nothing stays, and the store is told once the save is over.
+        """
         job.is_kept = True
-        self._keep_resident(job, token_ids)
+        if not job.is_final:
+            self._keep_resident(job, token_ids)
         if job.saves is not None:
             job.saves.finish(job.token_bytes(len(token_ids)))
         elif job.is_final:
-            self._tasks.create_task(self._store.end_session(job.key))
+            self.num_saving += 1
+            self._tasks.create_task(self._end_session(job.key))
         self.release_slab(job)
 
     def preempt(self, job: EngineJob) -> None:

@@ -1,7 +1,5 @@
 """The store of sessions behind kvd."""
 
-from collections.abc import Sequence
-
 from inference_svc.core.counters import Counters
 from inference_svc.core.rates.rates import Rates
 from inference_svc.runtime.kv.copy_stream import StepClock
@@ -14,8 +12,8 @@ from inference_svc.runtime.store.kvd_talk import KvdTalk
 from inference_svc.runtime.store.session_store import BegunLoad, LoadRequest, StoreState
 from shared.block_key import TOKEN_BYTES
 from shared.errors import ReportedError
-from shared.grants import QueuedJob
 from shared.kvd_client import KvdClient
+from shared.queue_feed import QueueFeed
 from shared.session_key import SessionKey
 
 
@@ -80,21 +78,22 @@ class KvdSessionStore:
         return await self._saves.save(key, token_ids, from_token, buffer, clock)
 
     async def end_session(self, key: SessionKey) -> None:
-        """See SessionStore. A hint: if it is lost, the session goes by its age."""
+        """See SessionStore. Without kvd it is told when kvd is back."""
         try:
             await self._client.end_session(key)
         except ReportedError as error:
             self._talk.note_problem("end_session", error)
 
     async def forget(self, key: SessionKey, token_ids: bytes) -> None:
-        """See SessionStore. Without kvd the KV stays there until its TTL ends it."""
+        """See SessionStore. Without kvd the KV stays, of a session that kvd will hear has ended."""
         if not token_ids:
             return
         try:
             await self._client.discard(key, token_ids, [(0, len(token_ids) // TOKEN_BYTES)])
         except ReportedError as error:
             self._talk.note_problem("forget", error)
+            await self.end_session(key)
 
-    def push_queue(self, jobs: Sequence[QueuedJob]) -> None:
+    def follow_queue(self, feed: QueueFeed) -> None:
         """See SessionStore."""
-        self._client.push_queue(jobs)
+        self._client.follow_queue(feed)

@@ -6,7 +6,6 @@ the store: the turn is recomputed, or not saved, and that is counted.
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -15,7 +14,8 @@ from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from shared.block_key import TOKEN_BYTES
-from shared.grants import LoadGrant, QueuedJob
+from shared.grants import LoadGrant
+from shared.queue_feed import QueueFeed
 from shared.session_key import SessionKey
 
 StoreState = Literal["attached", "detached", "off"]
@@ -113,8 +113,8 @@ class SessionStore(Protocol):
     async def forget(self, key: SessionKey, token_ids: bytes) -> None:
         """Drop the KV of a deleted session that was these tokens."""
 
-    def push_queue(self, jobs: Sequence[QueuedJob]) -> None:
-        """Say which sessions wait, in order."""
+    def follow_queue(self, feed: QueueFeed) -> None:
+        """Be told from now on which turns wait, in which order, and which run."""
 
 
 class NoSessionStore:
@@ -161,5 +161,5 @@ class NoSessionStore:
     async def forget(self, key: SessionKey, token_ids: bytes) -> None:
         """Nothing to drop."""
 
-    def push_queue(self, jobs: Sequence[QueuedJob]) -> None:
+    def follow_queue(self, feed: QueueFeed) -> None:
         """Nobody to tell."""

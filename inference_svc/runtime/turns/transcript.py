@@ -15,6 +15,7 @@ import fcntl
 import hashlib
 import os
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 
 import aiofiles
@@ -121,6 +122,22 @@ class TranscriptStore:
             await self._write(key, after, encode_turn(turn) + (encode_end() if is_final else b""))
             self._remember(key, after)
             return after
+
+    async def end(self, key: SessionKey) -> None:
+        """Record, durably, that the session takes no further turn.
+
+        Raises:
+            UnknownSessionError: there is no such session.
+            TranscriptUnavailableError: nothing was recorded.
+        """
+        await self.get(key)
+        async with self._lock(key):
+            before = self._cache.get(key) or await self._read(key)
+            if before is None or before.has_ended:
+                return
+            after = replace(before, has_ended=True)
+            await self._write(key, after, encode_end())
+            self._remember(key, after)
 
     async def fork(self, key: SessionKey, session_id: str, at_turn: int) -> Transcript | None:
         """Start a new session from another's first turns; None if the new one exists already."""

@@ -239,6 +239,17 @@ class Turns:
         finally:
             self._held.discard(key)
 
+    async def end(self, key: SessionKey) -> None:
+        """Take no further turn of a session that has none under way; its KV is not needed."""
+        if self._is_busy(key):
+            raise _busy(key)
+        self._held.add(key)
+        try:
+            await self._transcripts.end(key)
+            await self._engine.end_session(key)
+        finally:
+            self._held.discard(key)
+
     def _is_busy(self, key: SessionKey) -> bool:
         return bool(self._session_turns.of(key)) or key in self._held
 

@@ -273,6 +273,18 @@ class DeleteSessionResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class EndSessionRequest(_message.Message):
+    __slots__ = ("tenant", "session_id")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    session_id: str
+    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ...) -> None: ...
+
+class EndSessionResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class ForkSessionRequest(_message.Message):
     __slots__ = ("tenant", "session_id", "at_turn", "new_session_id")
     TENANT_FIELD_NUMBER: _ClassVar[int]

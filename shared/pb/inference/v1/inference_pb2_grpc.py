@@ -54,6 +54,11 @@ class InferenceStub(object):
                 request_serializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.DeleteSessionRequest.SerializeToString,
                 response_deserializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.DeleteSessionResponse.FromString,
                 _registered_method=True)
+        self.EndSession = channel.unary_unary(
+                '/inference.v1.Inference/EndSession',
+                request_serializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.EndSessionRequest.SerializeToString,
+                response_deserializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.EndSessionResponse.FromString,
+                _registered_method=True)
         self.ForkSession = channel.unary_unary(
                 '/inference.v1.Inference/ForkSession',
                 request_serializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.ForkSessionRequest.SerializeToString,
@@ -94,6 +99,13 @@ class InferenceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EndSession(self, request, context):
+        """As a turn with `final` does: the transcript stays, no further turn is taken, and kvd gives the KV up first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ForkSession(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -128,6 +140,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.DeleteSession,
                     request_deserializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.DeleteSessionRequest.FromString,
                     response_serializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.DeleteSessionResponse.SerializeToString,
+            ),
+            'EndSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndSession,
+                    request_deserializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.EndSessionRequest.FromString,
+                    response_serializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.EndSessionResponse.SerializeToString,
             ),
             'ForkSession': grpc.unary_unary_rpc_method_handler(
                     servicer.ForkSession,
@@ -248,6 +265,33 @@ class Inference(object):
             '/inference.v1.Inference/DeleteSession',
             shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.DeleteSessionRequest.SerializeToString,
             shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.DeleteSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/inference.v1.Inference/EndSession',
+            shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.EndSessionRequest.SerializeToString,
+            shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.EndSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

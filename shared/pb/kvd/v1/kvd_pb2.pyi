@@ -127,7 +127,7 @@ class AttachEvent(_message.Message):
     def __init__(self, attached: _Optional[_Union[Attached, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
 
 class Attached(_message.Message):
-    __slots__ = ("engine_id", "arena_id", "slot_bytes", "num_slots", "confirmed_leases", "lost_leases", "kvd_version")
+    __slots__ = ("engine_id", "arena_id", "slot_bytes", "num_slots", "confirmed_leases", "lost_leases", "kvd_version", "max_queue_jobs")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     ARENA_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -135,6 +135,7 @@ class Attached(_message.Message):
     CONFIRMED_LEASES_FIELD_NUMBER: _ClassVar[int]
     LOST_LEASES_FIELD_NUMBER: _ClassVar[int]
     KVD_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUEUE_JOBS_FIELD_NUMBER: _ClassVar[int]
     engine_id: int
     arena_id: str
     slot_bytes: int
@@ -142,7 +143,8 @@ class Attached(_message.Message):
     confirmed_leases: _containers.RepeatedScalarFieldContainer[int]
     lost_leases: _containers.RepeatedScalarFieldContainer[int]
     kvd_version: str
-    def __init__(self, engine_id: _Optional[int] = ..., arena_id: _Optional[str] = ..., slot_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ..., confirmed_leases: _Optional[_Iterable[int]] = ..., lost_leases: _Optional[_Iterable[int]] = ..., kvd_version: _Optional[str] = ...) -> None: ...
+    max_queue_jobs: int
+    def __init__(self, engine_id: _Optional[int] = ..., arena_id: _Optional[str] = ..., slot_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ..., confirmed_leases: _Optional[_Iterable[int]] = ..., lost_leases: _Optional[_Iterable[int]] = ..., kvd_version: _Optional[str] = ..., max_queue_jobs: _Optional[int] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ("deadline_s",)
@@ -314,35 +316,43 @@ class EndSessionResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class QueueJob(_message.Message):
-    __slots__ = ("tenant", "session_id", "history_tokens", "starts_in_s")
-    TENANT_FIELD_NUMBER: _ClassVar[int]
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+class QueueJobs(_message.Message):
+    __slots__ = ("numbers", "session_ids", "tenants", "priorities", "start_tags", "history_tokens")
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITIES_FIELD_NUMBER: _ClassVar[int]
+    START_TAGS_FIELD_NUMBER: _ClassVar[int]
     HISTORY_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    STARTS_IN_S_FIELD_NUMBER: _ClassVar[int]
-    tenant: str
-    session_id: str
-    history_tokens: int
-    starts_in_s: float
-    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., history_tokens: _Optional[int] = ..., starts_in_s: _Optional[float] = ...) -> None: ...
+    numbers: _containers.RepeatedScalarFieldContainer[int]
+    session_ids: _containers.RepeatedScalarFieldContainer[str]
+    tenants: _containers.RepeatedScalarFieldContainer[int]
+    priorities: _containers.RepeatedScalarFieldContainer[int]
+    start_tags: _containers.RepeatedScalarFieldContainer[float]
+    history_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, numbers: _Optional[_Iterable[int]] = ..., session_ids: _Optional[_Iterable[str]] = ..., tenants: _Optional[_Iterable[int]] = ..., priorities: _Optional[_Iterable[int]] = ..., start_tags: _Optional[_Iterable[float]] = ..., history_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class QueueSnapshot(_message.Message):
-    __slots__ = ("engine_id", "sequence", "full", "base_sequence", "jobs", "left", "digest")
+    __slots__ = ("engine_id", "sequence", "base_sequence", "digest", "start_interval_s", "tenants", "waiting", "running", "left")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
-    FULL_FIELD_NUMBER: _ClassVar[int]
     BASE_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
-    JOBS_FIELD_NUMBER: _ClassVar[int]
-    LEFT_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    START_INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
     engine_id: int
     sequence: int
-    full: bool
     base_sequence: int
-    jobs: _containers.RepeatedCompositeFieldContainer[QueueJob]
-    left: _containers.RepeatedCompositeFieldContainer[QueueJob]
-    digest: bytes
-    def __init__(self, engine_id: _Optional[int] = ..., sequence: _Optional[int] = ..., full: bool = ..., base_sequence: _Optional[int] = ..., jobs: _Optional[_Iterable[_Union[QueueJob, _Mapping]]] = ..., left: _Optional[_Iterable[_Union[QueueJob, _Mapping]]] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    digest: int
+    start_interval_s: float
+    tenants: _containers.RepeatedScalarFieldContainer[str]
+    waiting: QueueJobs
+    running: QueueJobs
+    left: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, engine_id: _Optional[int] = ..., sequence: _Optional[int] = ..., base_sequence: _Optional[int] = ..., digest: _Optional[int] = ..., start_interval_s: _Optional[float] = ..., tenants: _Optional[_Iterable[str]] = ..., waiting: _Optional[_Union[QueueJobs, _Mapping]] = ..., running: _Optional[_Union[QueueJobs, _Mapping]] = ..., left: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class QueueAck(_message.Message):
     __slots__ = ("sequence", "send_full")
@@ -700,7 +710,7 @@ class LayoutStats(_message.Message):
     def __init__(self, layout: _Optional[str] = ..., model: _Optional[str] = ..., block_tokens: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_sessions: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., dirty_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., orphan_leases: _Optional[int] = ..., quarantined_slots: _Optional[int] = ..., unverified_blocks: _Optional[int] = ..., soft_pins: _Optional[int] = ..., hard_pins: _Optional[int] = ..., arena: _Optional[_Union[ArenaStats, _Mapping]] = ..., volume: _Optional[_Union[VolumeStats, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("engine_id", "name", "layout", "pid", "command", "rss_bytes", "attached_s", "queue_jobs")
+    __slots__ = ("engine_id", "name", "layout", "pid", "command", "rss_bytes", "attached_s", "queue_jobs", "running_jobs")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -709,6 +719,7 @@ class EngineInfo(_message.Message):
     RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_S_FIELD_NUMBER: _ClassVar[int]
     QUEUE_JOBS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_JOBS_FIELD_NUMBER: _ClassVar[int]
     engine_id: int
     name: str
     layout: str
@@ -717,7 +728,8 @@ class EngineInfo(_message.Message):
     rss_bytes: int
     attached_s: float
     queue_jobs: int
-    def __init__(self, engine_id: _Optional[int] = ..., name: _Optional[str] = ..., layout: _Optional[str] = ..., pid: _Optional[int] = ..., command: _Optional[str] = ..., rss_bytes: _Optional[int] = ..., attached_s: _Optional[float] = ..., queue_jobs: _Optional[int] = ...) -> None: ...
+    running_jobs: int
+    def __init__(self, engine_id: _Optional[int] = ..., name: _Optional[str] = ..., layout: _Optional[str] = ..., pid: _Optional[int] = ..., command: _Optional[str] = ..., rss_bytes: _Optional[int] = ..., attached_s: _Optional[float] = ..., queue_jobs: _Optional[int] = ..., running_jobs: _Optional[int] = ...) -> None: ...
 
 class ProcessStats(_message.Message):
     __slots__ = ("pid", "rss_bytes", "open_files", "threads", "cpu_s", "memory_available_bytes", "uptime_s")
@@ -750,6 +762,62 @@ class GetStatsResponse(_message.Message):
     process: ProcessStats
     verifying: bool
     def __init__(self, version: _Optional[str] = ..., layouts: _Optional[_Iterable[_Union[LayoutStats, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[EngineInfo, _Mapping]]] = ..., process: _Optional[_Union[ProcessStats, _Mapping]] = ..., verifying: bool = ...) -> None: ...
+
+class ListRecentTurnsRequest(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
+
+class RecentTurn(_message.Message):
+    __slots__ = ("session", "turn", "arrived_s", "started_s", "ended_s", "wanted_tokens", "dram_tokens", "ssd_tokens", "stored_tokens", "asked", "ended")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_S_FIELD_NUMBER: _ClassVar[int]
+    STARTED_S_FIELD_NUMBER: _ClassVar[int]
+    ENDED_S_FIELD_NUMBER: _ClassVar[int]
+    WANTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SSD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STORED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ASKED_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    turn: int
+    arrived_s: float
+    started_s: float
+    ended_s: float
+    wanted_tokens: int
+    dram_tokens: int
+    ssd_tokens: int
+    stored_tokens: int
+    asked: bool
+    ended: bool
+    def __init__(self, session: _Optional[int] = ..., turn: _Optional[int] = ..., arrived_s: _Optional[float] = ..., started_s: _Optional[float] = ..., ended_s: _Optional[float] = ..., wanted_tokens: _Optional[int] = ..., dram_tokens: _Optional[int] = ..., ssd_tokens: _Optional[int] = ..., stored_tokens: _Optional[int] = ..., asked: bool = ..., ended: bool = ...) -> None: ...
+
+class RecentTurns(_message.Message):
+    __slots__ = ("layout", "model", "block_tokens", "block_bytes", "dram_bytes", "ssd_bytes", "policy", "ttl_s", "max_turns", "turns")
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DRAM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SSD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    MAX_TURNS_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    layout: str
+    model: str
+    block_tokens: int
+    block_bytes: int
+    dram_bytes: int
+    ssd_bytes: int
+    policy: str
+    ttl_s: float
+    max_turns: int
+    turns: _containers.RepeatedCompositeFieldContainer[RecentTurn]
+    def __init__(self, layout: _Optional[str] = ..., model: _Optional[str] = ..., block_tokens: _Optional[int] = ..., block_bytes: _Optional[int] = ..., dram_bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., policy: _Optional[str] = ..., ttl_s: _Optional[float] = ..., max_turns: _Optional[int] = ..., turns: _Optional[_Iterable[_Union[RecentTurn, _Mapping]]] = ...) -> None: ...
 
 class WatchEventsRequest(_message.Message):
     __slots__ = ()

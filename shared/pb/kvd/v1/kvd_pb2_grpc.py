@@ -758,6 +758,11 @@ class ReaderStub(object):
                 request_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.GetStatsRequest.SerializeToString,
                 response_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.GetStatsResponse.FromString,
                 _registered_method=True)
+        self.ListRecentTurns = channel.unary_stream(
+                '/kvd.v1.Reader/ListRecentTurns',
+                request_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ListRecentTurnsRequest.SerializeToString,
+                response_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.RecentTurns.FromString,
+                _registered_method=True)
         self.WatchEvents = channel.unary_stream(
                 '/kvd.v1.Reader/WatchEvents',
                 request_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.WatchEventsRequest.SerializeToString,
@@ -792,6 +797,12 @@ class ReaderServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListRecentTurns(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def WatchEvents(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -820,6 +831,11 @@ def add_ReaderServicer_to_server(servicer, server):
                     servicer.GetStats,
                     request_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.GetStatsRequest.FromString,
                     response_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.GetStatsResponse.SerializeToString,
+            ),
+            'ListRecentTurns': grpc.unary_stream_rpc_method_handler(
+                    servicer.ListRecentTurns,
+                    request_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ListRecentTurnsRequest.FromString,
+                    response_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.RecentTurns.SerializeToString,
             ),
             'WatchEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchEvents,
@@ -935,6 +951,33 @@ class Reader(object):
             '/kvd.v1.Reader/GetStats',
             shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.GetStatsRequest.SerializeToString,
             shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.GetStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRecentTurns(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvd.v1.Reader/ListRecentTurns',
+            shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ListRecentTurnsRequest.SerializeToString,
+            shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.RecentTurns.FromString,
             options,
             channel_credentials,
             insecure,

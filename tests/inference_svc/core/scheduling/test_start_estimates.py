@@ -17,19 +17,18 @@ def request(number, prompt_tokens=100, history_tokens=0):
 
 def test_nothing_is_known_at_first():
     """Starts are unknown, and a refused client is told to come back in a second."""
-    estimates, one = StartEstimates(Rates()), request(1)
-    assert estimates.starts_in_s([], [one]) == [(one, 0.0)]
+    estimates = StartEstimates(Rates())
+    assert estimates.interval_s([]) == estimates.interval_s([request(1)]) == 0
     assert estimates.retry_after_s() == UNKNOWN_RETRY_S
 
 
 def test_places_become_free_as_often_as_of_late():
-    """The n-th in the queue waits for n ends."""
+    """One end, one start."""
     estimates = StartEstimates(Rates())
     estimates.waits(0)
     for end_s in (2, 4, 6):
         estimates.ended(end_s * S, somebody_waits=True)
-    waiting = [request(1), request(2)]
-    assert [seconds for _, seconds in estimates.starts_in_s([], waiting)] == [2.0, 4.0]
+    assert estimates.interval_s([request(1)]) == estimates.interval_s([]) == 2.0
     assert estimates.retry_after_s() == 2.0
 
 
@@ -45,12 +44,10 @@ def test_pauses_do_not_count():
     assert estimates.retry_after_s() == 3.0
 
 
-def test_before_anything_has_ended_the_prompts_ahead_count():
+def test_before_anything_has_ended_the_prompts_count():
     """What is computed or stored of them does not."""
     rates = Rates()
     for num_tokens in (1, 10, 100, 1000, 10, 100):
         rates.steps.note(num_tokens, pairs(0, num_tokens), 0.005 + 0.001 * num_tokens)
-    running, first, second = request(0, 200), request(1, 300, history_tokens=200), request(2)
-    running.computed_tokens = 150
-    waits_s = [s for _, s in StartEstimates(rates).starts_in_s([running], [first, second])]
-    assert waits_s == pytest.approx([0.05, 0.15], rel=0.1)
+    waiting = [request(1, 350, history_tokens=200), request(2, 50)]
+    assert StartEstimates(rates).interval_s(waiting) == pytest.approx(0.1, rel=0.1)

@@ -6,6 +6,8 @@ import pytest
 
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.scheduling.waiting_queue import WaitingQueue
+from shared.queue_change import QueuedJob, RunningJob
+from shared.queue_feed import QueueFeed
 from shared.session_key import SessionKey
 
 
@@ -19,6 +21,10 @@ def request(number, tenant="a", *, priority=0, new_tokens=10, max_tokens=10, his
         history_tokens=history_tokens,
         priority=priority,
     )
+
+
+def queue_of(weights=None):
+    return WaitingQueue(weights or {}, QueueFeed())
 
 
 def numbers(queue):
@@ -35,7 +41,7 @@ def admit_head(queue):
 
 def test_equals_are_served_in_the_order_they_came():
     """One tenant, one priority: first come, first served."""
-    queue = WaitingQueue({})
+    queue = queue_of()
     for number in range(5):
         queue.add(request(number))
     assert numbers(queue) == [0, 1, 2, 3, 4]
@@ -43,7 +49,7 @@ def test_equals_are_served_in_the_order_they_came():
 
 def test_higher_priorities_go_first():
     """Whatever their tenant has had before."""
-    queue = WaitingQueue({})
+    queue = queue_of()
     for number, priority in enumerate([0, -1, 5, 0, 5]):
         queue.add(request(number, priority=priority))
     assert numbers(queue) == [2, 4, 0, 3, 1]
@@ -51,7 +57,7 @@ def test_higher_priorities_go_first():
 
 def test_a_tenant_that_floods_the_queue_waits_behind_its_own_requests():
     """A newcomer of another tenant is served after one of the flood, not after all."""
-    queue = WaitingQueue({})
+    queue = queue_of()
     for number in range(50):
         queue.add(request(number, "flood"))
     admit_head(queue)
@@ -61,7 +67,7 @@ def test_a_tenant_that_floods_the_queue_waits_behind_its_own_requests():
 
 def test_tenants_share_by_their_weights():
     """With weight 3 against 1, a tenant is admitted three times as often."""
-    queue = WaitingQueue({"heavy": 3.0})
+    queue = queue_of({"heavy": 3.0})
     for number in range(80):
         queue.add(request(number, "heavy" if number % 2 else "light"))
     served = Counter(admit_head(queue).key.tenant for _ in range(40))
@@ -70,7 +76,7 @@ def test_tenants_share_by_their_weights():
 
 def test_work_is_counted_in_tokens_without_the_history():
     """A tenant with short turns is admitted more often; what is only loaded costs nothing."""
-    queue = WaitingQueue({})
+    queue = queue_of()
     for number in range(80):
         if number % 2:
             queue.add(request(number, "short", new_tokens=1, max_tokens=9, history_tokens=500))
@@ -82,7 +88,7 @@ def test_work_is_counted_in_tokens_without_the_history():
 
 def test_an_idle_tenant_saves_up_nothing():
     """Who comes late starts at the present, not where it left off."""
-    queue = WaitingQueue({})
+    queue = queue_of()
     for number in range(20):
         queue.add(request(number, "a"))
     for _ in range(10):
@@ -94,7 +100,7 @@ def test_an_idle_tenant_saves_up_nothing():
 
 def test_who_gave_up_does_not_pay():
     """A tenant whose requests were cancelled before they were admitted is as well off as before."""
-    queue = WaitingQueue({})
+    queue = queue_of()
     cancelled = [request(number, "a") for number in range(10)]
     queue.add(request(10, "b"))
     for one in cancelled:
@@ -108,7 +114,7 @@ def test_who_gave_up_does_not_pay():
 
 def test_who_was_admitted_before_pays_although_it_gives_up():
     """Cancelling after a preemption is no way to be served for nothing."""
-    queue = WaitingQueue({})
+    queue = queue_of()
     for number in range(3):
         queue.add(request(number, "a"))
     back = admit_head(queue)
@@ -121,7 +127,7 @@ def test_who_was_admitted_before_pays_although_it_gives_up():
 
 def test_a_preempted_request_has_its_old_place():
     """It is before its equals that came after it."""
-    queue = WaitingQueue({})
+    queue = queue_of()
     for number in range(4):
         queue.add(request(number))
     first = admit_head(queue)
@@ -132,7 +138,7 @@ def test_a_preempted_request_has_its_old_place():
 
 def test_when_nobody_waits_nobody_owes_anything():
     """Shares matter among those that wait at the same time."""
-    queue = WaitingQueue({})
+    queue = queue_of()
     for number in range(5):
         queue.add(request(number, "a"))
     while queue.head is not None:
@@ -145,7 +151,7 @@ def test_when_nobody_waits_nobody_owes_anything():
 
 def test_cancelling_when_the_tenant_owes_nothing_is_harmless():
     """A request that outlives the backlog it was charged in is not refunded."""
-    queue = WaitingQueue({})
+    queue = queue_of()
     first, second = request(0, "a"), request(1, "a")
     queue.add(first)
     queue.admit(first)
@@ -157,7 +163,7 @@ def test_cancelling_when_the_tenant_owes_nothing_is_harmless():
 
 def test_ranks_are_those_of_sessions_that_wait():
     """A session's rank is that of its first request; it has none when none waits."""
-    queue = WaitingQueue({})
+    queue = queue_of()
     first, other, later = request(0), request(1), request(2, priority=1)
     later.key = first.key
     for one in (first, other, later):
@@ -170,25 +176,30 @@ def test_ranks_are_those_of_sessions_that_wait():
     assert numbers(queue) == [1]
 
 
-def test_the_version_tells_when_to_look_again():
-    """Whatever comes or goes changes it."""
-    queue = WaitingQueue({})
-    one = request(0)
-    versions = {queue.version}
+def test_the_feed_is_told_who_waits_and_who_runs():
+    """Whatever comes, goes, or comes back."""
+    feed = QueueFeed()
+    queue, one = WaitingQueue({}, feed), request(0, priority=3, history_tokens=5)
+
+    def news():
+        change = feed.next_update(10).change
+        feed.acknowledged(feed._sequence, send_full=False)
+        return change.waiting, change.running, change.left
+
     queue.add(one)
-    versions.add(queue.version)
+    waits = QueuedJob((-3, 0.0, 0), one.key, 5)
+    assert news() == ([waits], [], [])
     queue.admit(one)
-    versions.add(queue.version)
+    assert news() == ([], [RunningJob(0, one.key)], [])
     queue.put_back(one)
-    versions.add(queue.version)
+    assert news() == ([waits], [], [])
     queue.remove(one)
-    versions.add(queue.version)
-    assert len(versions) == 5
+    assert news() == ([], [], [0])
 
 
 def test_what_does_not_wait_cannot_be_removed():
     """A broken invariant of the caller's is not passed over."""
-    queue = WaitingQueue({})
+    queue = queue_of()
     queue.add(request(0))
-    with pytest.raises((AssertionError, KeyError, IndexError)):
+    with pytest.raises(ValueError, match="not in list"):
         queue.remove(request(1))

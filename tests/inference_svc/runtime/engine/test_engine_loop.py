@@ -132,13 +132,14 @@ class MemoryStore:
         return ""
 
     async def end_session(self, key):
+        self.order.append("end")
         self.ended.append(key)
 
     async def forget(self, key, token_ids):
         self.rows.pop(key, None)
 
-    def push_queue(self, jobs):
-        pass
+    def follow_queue(self, feed):
+        self.queue = feed
 
 
 def _pairs(olds, news):
@@ -212,12 +213,12 @@ class Engine:
         )
         self._number = 0
 
-    def job(self, token_ids, max_tokens=8, session="s", **fields):
+    def job(self, token_ids, max_tokens=8, session="s", *, is_final=False, **fields):
         self._number += 1
         key = SessionKey("default", "m", session)
         return EngineJob(
             Request(self._number, key, list(token_ids), max_tokens, 0, **fields),
-            is_final=False,
+            is_final=is_final,
             sampler=Sampler(SamplingParams()),
             sink=Sink(max_tokens),
             done=asyncio.get_running_loop().create_future(),
@@ -507,6 +508,74 @@ async def test_a_deleted_session_is_gone_from_memory_too(model):
         assert not engine.scheduler.num_resident
         assert not engine.store.rows
         await engine.all_given_back()
+
+
+@pytest.mark.parametrize("saves", [True, False])
+async def test_the_end_of_a_session_is_told_after_its_last_save(model, saves):
+    """Once, and its slab is not kept: nobody comes back to it."""
+    async with running_engine(model, saves=saves) as engine:
+        engine.store.saves = saves
+        await engine.run(range(20, 60), session="other")
+        assert engine.store.ended == []
+        last = await engine.run(range(20, 60), is_final=True)
+        await engine.loop.wait_idle()
+        assert engine.store.ended == [last.key]
+        assert engine.store.order[-1] == "end"
+        assert engine.scheduler.num_resident == 1
+        await engine.all_given_back()
+
+
+async def test_the_end_of_a_session_is_told_after_preemptions_and_failed_loads(model):
+    """Whatever its last turn went through; the save that counts is the last one."""
+    async with running_engine(model, keeps_residents=False, answer_tokens=8) as engine:
+        first = await engine.run(range(20, 60))
+        engine.store.num_failing_loads = 1
+        prompt = [*first.request.token_ids, *range(30, 50)]
+        last = await engine.run(prompt, 40, is_final=True)
+        assert last.request.num_preemptions
+        assert last.num_failed_loads
+        await engine.loop.wait_idle()
+        assert engine.store.ended == [last.key]
+        assert engine.store.order[-2:] == ["save", "end"]
+        await engine.all_given_back()
+
+
+async def test_a_session_whose_last_turn_was_given_up_goes_on(model):
+    """Its end was never part of it."""
+    async with running_engine(model) as engine:
+        job = engine.job(range(20, 60), is_final=True)
+        await engine.loop.generate(job)
+        engine.loop.drop(job)
+        await engine.all_given_back()
+        assert engine.store.ended == []
+
+
+async def test_a_turn_runs_until_it_is_kept_or_dropped(model):
+    """As its store is told; who is preempted waits again, who is resident does neither."""
+
+    def told():
+        change = engine.store.queue.next_update(100).change
+        engine.store.queue.restart()
+        waiting = [job.key.session_id for job in change.waiting]
+        return waiting, [job.key.session_id for job in change.running]
+
+    async with running_engine(model, max_running=1, max_loading=1, answer_tokens=200) as engine:
+        low = engine.job(range(20, 60), 100, session="low")
+        answer = asyncio.create_task(engine.loop.generate(low))
+        await low.sink.has_token.wait()
+        assert told() == ([], ["low"])
+        high = engine.job(range(30, 70), 4, session="high", priority=1)
+        await engine.loop.generate(high)
+        assert low.request.num_preemptions == 1
+        waiting, running = told()
+        assert "high" in running
+        assert "low" in waiting + running
+        engine.loop.keep(high, high.request.token_ids[:-1])
+        await answer
+        assert told() == ([], ["low"])
+        engine.loop.drop(low)
+        await engine.all_given_back()
+        assert told() == ([], [])
 
 
 def test_token_bytes_are_little_endian():

@@ -58,6 +58,7 @@ class Peer:
         self.words = ProgressWords(self.progress.fd, 4)
         self.num_layers = len(layout.layers)
         self.dram_tokens = 1000  # what is beyond is on SSD
+        self.ended = []
 
     def pending_progress(self, lease_id):
         """A load that ends as it was told, in a thread of its own; "never" has no end."""
@@ -137,6 +138,15 @@ class Peer:
             refused_reason="",
             arena=self.arena,
         )
+
+    async def discard(self, key, token_ids, ranges):
+        self.maybe_fail("discard")
+        self.stored = b""
+        return 0
+
+    async def end_session(self, key):
+        self.ended.append(key)
+        self.maybe_fail("end_session")
 
     async def complete_store(self, grant, success):
         self.open_leases.discard(grant.lease_id)
@@ -349,6 +359,23 @@ def clock_is_awaited(clock):
     """Return when a thread is blocked at a gate."""
     while not clock._changed._waiters:
         pass
+
+
+@pytest.mark.parametrize("fail_at", ["", "discard"])
+async def test_what_is_of_a_deleted_session_is_of_no_use(model, copy_threads, fail_at):
+    """It is dropped; if kvd is away it hears of the session's end, when it is back."""
+    scene = await saved_scene(model, copy_threads, fail_at=fail_at)
+    await scene.store.forget(KEY, as_token_bytes(PROMPT))
+    assert scene.peer.ended == ([KEY] if fail_at else [])
+    assert bool(scene.peer.stored) == bool(fail_at)
+    await scene.store.forget(KEY, b"")  # of a session without turns there is nothing
+
+
+async def test_an_end_that_kvd_does_not_hear_costs_nothing(model, copy_threads):
+    """The client tells it later; nobody waits for that."""
+    scene = Scene(model, copy_threads, fail_at="end_session")
+    await scene.store.end_session(KEY)
+    assert scene.peer.ended == [KEY]
 
 
 async def test_load_policy_never_does_not_ask(model, copy_threads):

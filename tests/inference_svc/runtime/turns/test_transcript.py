@@ -82,6 +82,19 @@ async def test_fork_copies_the_first_turns_and_refuses_an_existing_id(tmp_path):
     )
 
 
+async def test_an_end_is_recorded_once(tmp_path):
+    """It survives a restart; a session that nobody knows cannot end."""
+    store = TranscriptStore(tmp_path)
+    await append(store, KEY, 0)
+    await store.end(KEY)
+    size = store._path(KEY).stat().st_size
+    await store.end(KEY)
+    assert store._path(KEY).stat().st_size == size
+    assert (await TranscriptStore(tmp_path).get(KEY)).has_ended
+    with pytest.raises(UnknownSessionError):
+        await store.end(KEY._replace(session_id="nobody"))
+
+
 async def test_delete_removes_the_session_for_good(tmp_path):
     """Neither memory nor disk knows it afterwards; its id can be used again."""
     store = TranscriptStore(tmp_path)

@@ -1,0 +1,143 @@
+"""Whatever schedulers do and connections suffer, kvd knows what it was told last, in order.
+
+Several engines go round at random, and tell one queue window of it in between, over connections
+that break before or after an update has arrived, to a kvd that forgets. After each update that is
+acknowledged the window has what the scheduler has, as far as kvd takes it.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from kvd.core.queue_window import QueueWindow
+from kvd.queue_messages import queue_update
+from kvd.told_queue import ToldQueue
+from shared.pb.kvd.v1 import kvd_pb2
+from shared.queue_change import QueueUpdate
+from shared.queue_message import snapshot_message
+from tests.property.scheduler_world import KEYS, SchedulerWorld
+from tests.property.test_scheduler import go_round, random_limits
+
+MODEL = KEYS[0].model
+
+
+class TellingEngine:
+    """An engine whose scheduler goes round, and its end of the connection to kvd."""
+
+    def __init__(self, owner: int, window: QueueWindow, random: Random) -> None:
+        self.owner = owner
+        self.random = random
+        self.most_jobs = random.choice([1, 3, 8, 1000])
+        limits = random_limits(random)
+        self.world = SchedulerWorld(replace(limits, max_waiting=random.choice([8, 40])))
+        self.window = window
+        self.told = ToldQueue(self._apply)
+        self.now_ns = 0
+        self.is_forgotten = False  # by kvd, of which we hear with the next update
+
+    def go_round(self) -> None:
+        random, world = self.random, self.world
+        for _ in range(random.choice([0, 1, 1, 6])):
+            world.submit(
+                random.choice(KEYS),
+                random.randint(1, 12),
+                random.randint(1, 12),
+                priority=random.choice([0, 0, 0, 1, 2]),
+            )
+        go_round(world, random, Counter())
+
+    def tell(self, seen: Counter[str]) -> None:
+        """Send an update over a connection that may break."""
+        feed = self.world.scheduler.feed
+        feed.interval_s = self.random.choice([0.0, 0.1, 0.2])
+        update = feed.next_update(self.most_jobs)
+        if update is None:
+            seen["nothing"] += 1
+            if not self.is_forgotten:
+                self.check()
+            return
+        sent = snapshot_message(self.owner, update).SerializeToString()
+        luck = self.random.random()
+        if luck < 0.05:
+            seen["lost"] += 1
+            self.reconnect()
+            return
+        received = kvd_pb2.QueueSnapshot.FromString(sent)
+        is_known = self.told.take(queue_update(received, MODEL, self.most_jobs))
+        if luck < 0.1:
+            seen["acknowledgement lost"] += 1
+            self.reconnect()
+            return
+        feed.acknowledged(update.sequence, send_full=not is_known)
+        if is_known:
+            seen["changes" if update.base_sequence else "full"] += 1
+            self.is_forgotten = False
+            self.check()
+        else:
+            seen["asked for all"] += 1
+
+    def reconnect(self) -> None:
+        """The stream ends, and with it what kvd knows."""
+        self.window.forget(self.owner)
+        self.told = ToldQueue(self._apply)
+        self.world.scheduler.feed.restart()
+
+    def check(self) -> None:
+        """Kvd has the head of the scheduler's queue."""
+        engine = self.window._engines.get(self.owner)
+        known = []
+        if engine is not None:
+            known = [(number, None) for number in sorted(engine.running)]
+            known += [(rank[2], rank) for rank in engine.order]
+            keys = engine.running | {n: place.key for n, place in engine.places.items()}
+            for number, key in keys.items():
+                assert self.world.jobs[number].request.key == key
+        assert known == self.world.queue()[: self.most_jobs]
+
+    def _apply(self, update: QueueUpdate) -> int:
+        self.now_ns += 50_000_000
+        take = self.window.change if update.base_sequence else self.window.replace
+        return take(self.owner, update.change, self.now_ns)
+
+
+def exchange(seed: int, num_rounds: int) -> Counter[str]:
+    """Engines go round, and tell of it now and then; returns what happened."""
+    random, seen = Random(seed), Counter[str]()  # noqa: S311  # test data
+    window = QueueWindow(lambda _: None)
+    engines = [TellingEngine(owner, window, random) for owner in range(random.randint(1, 3))]
+    for _ in range(num_rounds):
+        engine = random.choice(engines)
+        engine.go_round()
+        if random.random() < 0.7:
+            engine.tell(seen)
+        if random.random() < 0.02:
+            engine.is_forgotten = True
+            window.forget(engine.owner)
+        window.check()
+    for engine in engines:
+        engine.world.drain()
+        engine.reconnect()
+        while engine.told._taken == 0:
+            engine.tell(seen)
+    window.check()
+    assert len(window) == 0
+    return seen
+
+
+def check_exchanges(seeds: range, num_rounds: int) -> None:
+    seen = sum((exchange(seed, num_rounds) for seed in seeds), Counter[str]())
+    wanted = ("lost", "acknowledgement lost", "nothing", "changes", "full", "asked for all")
+    assert min(seen[what] for what in wanted) > 0, f"the connections are too good: {seen}"
+
+
+def test_kvd_knows_what_it_was_told() -> None:
+    """For some histories."""
+    check_exchanges(range(20), 120)
+
+
+@pytest.mark.long
+def test_kvd_knows_what_it_was_told_for_long() -> None:
+    """For many, and longer ones."""
+    check_exchanges(range(1000, 1300), 500)
