@@ -1,0 +1,240 @@
+"""What the command line of `kvd plan` says, and the plan that it asks for.
+
+Pure but for the files that it names. Everything that can be wrong with the options is found here,
+before the first replay.
+"""
+
+import math
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvd.core.eviction.registry import POLICIES
+from kvd.plan.belady import BeladyPolicy
+from kvd.plan.calibration import calibrated
+from kvd.plan.figures import Capacity
+from kvd.plan.generate import sharegpt_like
+from kvd.plan.hardware import EngineConstants, Hardware, PlannedModel
+from kvd.plan.load import engine_at_load
+from kvd.plan.model_choice import choose_model
+from kvd.plan.planning import PlanRequest, check_window, footprint_bytes
+from kvd.plan.prices import GPUS_OF_MODEL, Prices, read_prices
+from kvd.plan.replay_options import Charge, LoadPolicy, ReplayOptions, TierMode
+from kvd.plan.sizes import (
+    DEFAULT_SHARES,
+    BadOptionError,
+    policies_of,
+    rate_of,
+    share_of,
+    shared_capacities,
+    size_of,
+    swept_capacities,
+    ttl_of,
+    turns_of,
+)
+from kvd.plan.workload import Workload, read_workload
+
+GENERATORS = ("sharegpt-like",)
+KNOWN_POLICIES = (*POLICIES, BeladyPolicy.name)
+MS_PER_S = 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivalArguments:
+    """Which sessions come, and when."""
+
+    trace: Path | None = None
+    generate: str = ""
+    sessions: int = 9000
+    rate: float = 1.0
+    seed: int = 0
+    arrival_rate: float | None = None
+    think_scale: float = 1.0
+    warmup_turns: str = "20%"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineArguments:
+    """The model and how fast it computes; None: as calibrated, or the default."""
+
+    model: str = "llama-13b"
+    kv_bytes_per_token: str = ""
+    window: int = 0
+    slots: int | None = None
+    prefill_ms_per_token: float | None = None
+    fixed_ms: float | None = None
+    decode_step_ms: float | None = None
+    calibration: tuple[Path, ...] = ()
+    load: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityArguments:
+    """Sizes and speeds of the tiers."""
+
+    hbm: str = "0"
+    dram: str = ""
+    ssd: str = ""
+    capacity_share: str = ""
+    dram_share: str = "1/16"
+    ssd_bandwidth: str = "5GB/s"
+    pcie_bandwidth: str = "25GB/s"
+
+
+@dataclass(frozen=True, slots=True)
+class KvdArguments:
+    """What kvd does: as `kvd serve` does it by default, but that whatever is held is loaded.
+
+    A policy is judged by what it keeps; "auto" shows besides what is not worth loading.
+    """
+
+    policy: str = "lru,predictive,belady"
+    tiers: TierMode = "inclusive"
+    charge: Charge = "packed"
+    ttl: str = "7d"
+    watermark: str = "2%"
+    load_policy: LoadPolicy = "always"
+    end_hints: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CostArguments:
+    """Prices, and who computes the plan."""
+
+    prices: Path | None = None
+    gpus: int = 0
+    jobs: int = 0
+
+
+def request_of(
+    arrivals: ArrivalArguments,
+    engine: EngineArguments,
+    capacity: CapacityArguments,
+    kvd: KvdArguments,
+    cost: CostArguments,
+    command: tuple[str, ...],
+) -> PlanRequest:
+    """The plan that is asked for.
+
+    Raises:
+        ReportedError: an option or a file is not usable.
+    """
+    model = _model(engine)
+    workload = _workload(arrivals, model)
+    check_window(workload, model, kvd.charge)
+    hardware = Hardware(
+        dram_bytes=0,
+        ssd_bytes=0,
+        ssd_bytes_per_s=rate_of(capacity.ssd_bandwidth, "--ssd-bandwidth"),
+        pcie_bytes_per_s=rate_of(capacity.pcie_bandwidth, "--pcie-bandwidth"),
+        engine=_engine(engine, workload),
+    )
+    return PlanRequest(
+        workload=workload,
+        model=model,
+        hardware=hardware,
+        options=_options(arrivals, kvd, model, workload),
+        capacities=_capacities(capacity, footprint_bytes(workload, model, kvd.charge)),
+        policies=policies_of(kvd.policy, KNOWN_POLICIES),
+        prices=read_prices(cost.prices) if cost.prices else Prices(),
+        num_gpus=cost.gpus or GPUS_OF_MODEL.get(model.name, 1),
+        num_workers=cost.jobs or len(os.sched_getaffinity(0)),
+        command=command,
+    )
+
+
+def _model(asked: EngineArguments) -> PlannedModel:
+    kv_bytes = None
+    if asked.kv_bytes_per_token:
+        kv_bytes = size_of(asked.kv_bytes_per_token, "--kv-bytes-per-token")
+        if not kv_bytes:
+            raise BadOptionError("--kv-bytes-per-token is 0", "give what a token takes, e.g. 320KB")
+    return choose_model(asked.model, kv_bytes, asked.window)
+
+
+def _workload(asked: ArrivalArguments, model: PlannedModel) -> Workload:
+    if (asked.trace is None) == (not asked.generate):
+        raise BadOptionError(
+            "which sessions to replay is not clear",
+            "give --trace FILE, or --generate sharegpt-like",
+        )
+    if asked.trace is not None:
+        workload = read_workload(asked.trace)
+    elif asked.generate in GENERATORS:
+        rate = positive(asked.rate, "--rate")
+        drawn = sharegpt_like(asked.sessions, rate, model.window_tokens, asked.seed)
+        workload = Workload(f"{asked.generate}, seed {asked.seed}", drawn)
+    else:
+        raise BadOptionError(
+            f"no such generator: {asked.generate}", f"name {', '.join(GENERATORS)}"
+        )
+    if asked.arrival_rate is not None:
+        return workload.with_arrival_rate(positive(asked.arrival_rate, "--arrival-rate"))
+    return workload
+
+
+def _engine(asked: EngineArguments, workload: Workload) -> EngineConstants:
+    """Defaults, then calibration, then what is given, then the load that is asked for."""
+    engine = calibrated(EngineConstants(), asked.calibration)
+    if asked.slots is not None:
+        engine = replace(engine, slots=asked.slots)
+    engine = replace(
+        engine,
+        prefill_s_per_token=_seconds(
+            asked.prefill_ms_per_token, "--prefill-ms-per-token", engine.prefill_s_per_token
+        ),
+        fixed_s=_seconds(asked.fixed_ms, "--fixed-ms", engine.fixed_s),
+        decode_step_s=_seconds(asked.decode_step_ms, "--decode-step-ms", engine.decode_step_s),
+    )
+    if asked.load is None:
+        return engine
+    workload.check_rate("--load")
+    return engine_at_load(workload.sessions, engine, positive(asked.load, "--load"))
+
+
+def _seconds(given_ms: float | None, option: str, otherwise_s: float) -> float:
+    return (
+        otherwise_s if given_ms is None else positive(given_ms, option, may_be_zero=True) / MS_PER_S
+    )
+
+
+def _options(
+    arrivals: ArrivalArguments, kvd: KvdArguments, model: PlannedModel, workload: Workload
+) -> ReplayOptions:
+    return ReplayOptions(
+        policy="",
+        kv_bytes_per_token=model.kv_bytes_per_token,
+        charge=kvd.charge,
+        window_tokens=model.window_tokens,
+        tiers=kvd.tiers,
+        ttl_s=ttl_of(kvd.ttl, "--ttl"),
+        watermark=share_of(kvd.watermark, "--watermark"),
+        warmup_turns=turns_of(arrivals.warmup_turns, "--warmup-turns", workload.num_turns),
+        load_policy=kvd.load_policy,
+        end_hints=kvd.end_hints,
+        think_scale=positive(arrivals.think_scale, "--think-scale", may_be_zero=True),
+    )
+
+
+def _capacities(asked: CapacityArguments, footprint: int) -> list[Capacity]:
+    has_sizes = bool(asked.dram or asked.ssd)
+    if has_sizes and asked.capacity_share:
+        raise BadOptionError(
+            "sizes and shares do not go together", "give --dram and --ssd, or --capacity-share"
+        )
+    if has_sizes:
+        return swept_capacities(asked.hbm, asked.dram, asked.ssd)
+    shares = asked.capacity_share or DEFAULT_SHARES
+    return shared_capacities(asked.hbm, shares, asked.dram_share, footprint)
+
+
+def positive(value: float, option: str, *, may_be_zero: bool = False) -> float:
+    """Check a number of the command line.
+
+    Raises:
+        BadOptionError: it is not above 0, or not finite.
+    """
+    if math.isfinite(value) and (value > 0 or (may_be_zero and not value)):
+        return value
+    remedy = "give 0 or more" if may_be_zero else "give a number above 0"
+    raise BadOptionError(f"{option} {value:g} makes no sense", remedy)

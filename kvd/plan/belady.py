@@ -1,0 +1,94 @@
+"""Policy `belady`: knows when each session comes back. For the planner only. Pure.
+
+The bound that the other policies are measured against: sessions that never return go first, then
+those that return last; a queued one is as near as its place. Exact for sessions of equal size,
+greedy otherwise. Thinking sessions are read ahead in the order in which they return.
+
+*Source:* L. A. Belady, A study of replacement algorithms for a virtual-storage computer, 1966.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from sortedcontainers import SortedDict
+
+from kvd.core.eviction.lookahead_queue import later_first
+from kvd.core.eviction.policy import PolicyContext
+from kvd.core.eviction.ranked import ENDED, IDLE, QUEUED, RankedPolicy, SessionFacts
+from kvd.core.eviction.session_order import Warmth
+from kvd.core.queue_window import QueuePlace
+from kvd.core.records import Tier
+from shared.session_key import SessionKey
+
+
+class BeladyPolicy(RankedPolicy):
+    """See the module docstring.
+
+    Args:
+        returns_ns: when what is kept of each session is wanted next; absent: never. An entry is set
+            before the session is touched, and stays until its next turn comes.
+    """
+
+    name = "belady"
+    looks_ahead = True
+
+    def __init__(self, context: PolicyContext, returns_ns: Mapping[SessionKey, int]) -> None:
+        super().__init__(context)
+        self._returns_ns = returns_ns
+        self._absent: SortedDict[tuple[int, SessionKey], None] = SortedDict()  # on SSD, thinking
+        self._absent_until: dict[SessionKey, int] = {}
+
+    def engaged(
+        self, key: SessionKey, place: QueuePlace | None, now_ns: int, *, is_running: bool
+    ) -> None:
+        """See EvictionPolicy."""
+        super().engaged(key, place, now_ns, is_running=is_running)
+        self._look_at(key)
+
+    def touched(self, key: SessionKey, now_ns: int) -> None:
+        """See EvictionPolicy."""
+        super().touched(key, now_ns)
+        self._look_at(key)
+
+    def entered(self, key: SessionKey, tier: Tier) -> None:
+        """See EvictionPolicy."""
+        super().entered(key, tier)
+        self._look_at(key)
+
+    def left(self, key: SessionKey, tier: Tier) -> None:
+        """See EvictionPolicy."""
+        super().left(key, tier)
+        self._look_at(key)
+
+    def removed(self, key: SessionKey) -> None:
+        """See EvictionPolicy."""
+        super().removed(key)
+        self._look_at(key)
+
+    def returning(self, now_ns: int) -> Iterator[SessionKey]:  # noqa: ARG002
+        """See EvictionPolicy."""
+        return (key for _, key in self._absent)
+
+    def _warmth(
+        self,
+        key: SessionKey,
+        facts: SessionFacts,
+        tier: Tier | None,  # noqa: ARG002
+    ) -> Warmth:
+        place = self._queue.place(key)
+        if place is not None:
+            return QUEUED, *later_first(place)
+        returns_ns = self._returns_ns.get(key)
+        if returns_ns is None:
+            return ENDED, facts.last_use
+        return IDLE, -returns_ns, facts.first_use
+
+    def _look_at(self, key: SessionKey) -> None:
+        """Note whether the session thinks and is on SSD only."""
+        before_ns = self._absent_until.pop(key, None)
+        if before_ns is not None:
+            del self._absent[before_ns, key]
+        returns_ns = self._returns_ns.get(key)
+        if returns_ns is None or self.ranks(key, Tier.DRAM) or not self.ranks(key, Tier.SSD):
+            return
+        self._absent[returns_ns, key] = None
+        self._absent_until[key] = returns_ns

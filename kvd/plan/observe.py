@@ -1,0 +1,168 @@
+"""kvd plan --observe: what larger tiers would have found of a daemon's own recent turns. Pure.
+
+The log begins in the middle: of a session's first turn in it nobody knows when its history was
+stored, and the replay begins with empty tiers. So only turns are judged whose session has an
+earlier one in the log, and only those in its second half; what the daemon really had is counted
+over the same turns.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+from kvd.core.records import Tier
+from kvd.core.turn_log import RecordedTurn
+from kvd.plan.recorded_replay import ObservedCache, replay_recorded
+from shared.units import NS_PER_S
+
+SCALES = (1, 2, 4)
+MIN_JUDGED = 200  # below, a share is off by several points by chance alone
+MIN_SESSIONS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class HitRates:
+    """Shares between 0 and 1.
+
+    Attributes:
+        tok: of the history tokens that were wanted, those found.
+        fu: of the turns with history, those that found all of it.
+        dram: of the tokens found, those in DRAM.
+    """
+
+    tok: float
+    fu: float
+    dram: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reachable:
+    """What tiers of one size would have found.
+
+    Attributes:
+        is_filled: whether the turns that were seen fill these tiers at all. If they do not, no
+            session had to go, and more room would find nothing more.
+    """
+
+    dram_scale: int
+    ssd_scale: int
+    dram_bytes: int
+    ssd_bytes: int
+    rates: HitRates
+    is_filled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What is told of one layout.
+
+    Attributes:
+        had: what the daemon really handed out.
+        num_judged: turns that the rates are of.
+        is_log_full: whether older turns have been forgotten.
+        is_too_few: whether the rates say little.
+        footprint_bytes: of all sessions seen, at their largest.
+    """
+
+    num_turns: int
+    num_sessions: int
+    num_judged: int
+    span_s: float
+    is_log_full: bool
+    is_too_few: bool
+    footprint_bytes: int
+    had: HitRates
+    reachable: tuple[Reachable, ...]
+
+    def as_dict(self) -> dict[str, object]:
+        """All of it, by name."""
+        return asdict(self)
+
+
+def observe(
+    turns: Sequence[RecordedTurn],
+    cache: ObservedCache,
+    max_turns: int,
+    on_progress: Callable[[int], None] = lambda _: None,
+) -> Observation:
+    """Replay a daemon's recent turns against its tiers, once, twice and four times as large.
+
+    Args:
+        turns: as the daemon tells them, oldest first.
+        cache: the daemon as it is.
+        max_turns: that it remembers.
+        on_progress: told how many replays are done.
+    """
+    judged = [index for index in range(len(turns) // 2, len(turns)) if _is_judged(turns[index])]
+    footprint = _footprint_bytes(turns, cache)
+    reachable: list[Reachable] = []
+    for dram_scale, ssd_scale in _sizes(cache):
+        dram_bytes, ssd_bytes = cache.dram_bytes * dram_scale, cache.ssd_bytes * ssd_scale
+        found = replay_recorded(turns, cache, dram_bytes, ssd_bytes)
+        rates = _rates(
+            cache,
+            [
+                (turns[i].wanted_tokens, found[i].tokens, found[i].tokens * _in_dram(found[i].tier))
+                for i in judged
+            ],
+        )
+        is_filled = footprint > max(dram_bytes, ssd_bytes)  # tiers are inclusive
+        reachable.append(Reachable(dram_scale, ssd_scale, dram_bytes, ssd_bytes, rates, is_filled))
+        on_progress(len(reachable))
+    num_sessions = len({turn.session for turn in turns})
+    return Observation(
+        num_turns=len(turns),
+        num_sessions=num_sessions,
+        num_judged=len(judged),
+        span_s=(turns[-1].started_ns - turns[0].started_ns) / NS_PER_S if turns else 0.0,
+        is_log_full=len(turns) >= max_turns,
+        is_too_few=len(judged) < MIN_JUDGED or num_sessions < MIN_SESSIONS,
+        footprint_bytes=footprint,
+        had=_rates(cache, [_had(turns[index]) for index in judged]),
+        reachable=tuple(reachable),
+    )
+
+
+def num_replays(cache: ObservedCache) -> int:
+    """How many replays an observation takes."""
+    return len(_sizes(cache))
+
+
+def _is_judged(turn: RecordedTurn) -> bool:
+    return turn.turn > 1 and turn.is_asked and turn.wanted_tokens > 0
+
+
+def _sizes(cache: ObservedCache) -> list[tuple[int, int]]:
+    """Factors of DRAM and SSD; of a tier that is not there, only one."""
+    ssd_scales = SCALES if cache.ssd_bytes else SCALES[:1]
+    return [(dram, ssd) for ssd in ssd_scales for dram in SCALES]
+
+
+def _had(turn: RecordedTurn) -> tuple[int, int, int]:
+    return turn.wanted_tokens, turn.dram_tokens + turn.ssd_tokens, turn.dram_tokens
+
+
+def _in_dram(tier: Tier | None) -> bool:
+    return tier is Tier.DRAM
+
+
+def _rates(cache: ObservedCache, turns: Iterable[tuple[int, int, int]]) -> HitRates:
+    """Sum up tokens wanted, found, and found in DRAM. All but a part of a block is all."""
+    num_turns = num_hits = wanted = found = in_dram = 0
+    for turn_wanted, turn_found, turn_in_dram in turns:
+        num_turns += 1
+        num_hits += turn_found + cache.block_tokens > turn_wanted
+        wanted += turn_wanted
+        found += turn_found
+        in_dram += turn_in_dram
+    return HitRates(_share(found, wanted), _share(num_hits, num_turns), _share(in_dram, found))
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
+def _footprint_bytes(turns: Sequence[RecordedTurn], cache: ObservedCache) -> int:
+    largest: dict[int, int] = {}
+    for turn in turns:
+        largest[turn.session] = max(turn.stored_tokens, largest.get(turn.session, 0))
+    return sum(cache.num_bytes(num_tokens) for num_tokens in largest.values())

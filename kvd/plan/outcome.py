@@ -1,0 +1,181 @@
+"""What a replay measures. Pure.
+
+Turns count from the end of the warm-up on; in the order in which they start. A hit is a turn with
+history whose history is loaded, all of it. A turn's TTFT has two forms: as the user sees it, from
+the turn's arrival; and from its start, without the wait in the queue (the paper's).
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+from kvd.core.records import Tier
+from shared.units import NS_PER_S
+
+BUSY_QUEUE = 4  # jobs ahead: from here on there is time to read a session ahead
+_S_PER_H = 3600
+
+
+@dataclass(slots=True)
+class TurnRecord:
+    """One turn, measured.
+
+    Attributes:
+        history_tokens: of its prompt.
+        loaded_tokens: of these, how many were loaded.
+        found_in: the tier that they were in when it started; None: not held.
+        num_ahead: jobs that waited when it arrived.
+    """
+
+    arrived_ns: int
+    num_ahead: int
+    history_tokens: int
+    new_tokens: int
+    started_ns: int = 0
+    loaded_tokens: int = 0
+    found_in: Tier | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Shares are between 0 and 1; 0 if there is nothing to have a share of.
+
+    Attributes:
+        num_turns: of the trace.
+        num_turns_measured: of these, after the warm-up.
+        hits_all: hits per turn; first turns cannot hit.
+        hits_fu: hits per turn that has history.
+        hits_tok: history tokens loaded per history token: the prefill saved.
+        dram_share: of the hits, those in DRAM when the turn started.
+        dram_share_4_ahead: the same, of hits with at least four jobs waiting when they arrived.
+        num_guarded: turns whose history was held but faster to compute.
+        ttft_mean_s: from arrival to the first token.
+        start_ttft_mean_s: from the turn's start to the first token, without the wait in the queue.
+        queue_mean: jobs that waited when a turn arrived.
+        prefill_tokens_per_s: prompt tokens per second of prefill.
+        gpu_hours: time in which the engine computed.
+        prefill_hours: of these, prefills.
+        ssd_bytes_written: by saves and evictions.
+        recompute_load: of the whole trace, without a cache: see `kvd.plan.load`.
+    """
+
+    num_turns: int
+    num_turns_measured: int
+    hits_all: float
+    hits_fu: float
+    hits_tok: float
+    dram_share: float
+    dram_share_4_ahead: float
+    num_hits: int
+    num_hits_4_ahead: int
+    num_guarded: int
+    ttft_mean_s: float
+    ttft_p99_s: float
+    start_ttft_mean_s: float
+    start_ttft_p99_s: float
+    queue_mean: float
+    queue_p99: int
+    prefill_tokens_per_s: float
+    gpu_hours: float
+    prefill_hours: float
+    span_s: float
+    ssd_bytes_written: int
+    ssd_bytes_read: int
+    recompute_load: float
+
+    def as_dict(self) -> dict[str, float | int]:
+        """All of it, by name."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Counters of a moment; those of the warm-up are taken off."""
+
+    now_ns: int = 0
+    busy_ns: int = 0
+    prefill_ns: int = 0
+    bytes_written: int = 0
+    bytes_read: int = 0
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over the measured turns; `started` and `answered` are told of each of them once."""
+
+    num_turns: int = 0
+    num_with_history: int = 0
+    num_hits: int = 0
+    num_dram_hits: int = 0
+    num_hits_4_ahead: int = 0
+    num_dram_hits_4_ahead: int = 0
+    num_guarded: int = 0
+    history_tokens: int = 0
+    loaded_tokens: int = 0
+    prompt_tokens: int = 0
+    ttfts_ns: list[int] = field(default_factory=list)
+    start_ttfts_ns: list[int] = field(default_factory=list)
+    ahead: list[int] = field(default_factory=list)
+
+    def started(self, turn: TurnRecord) -> None:
+        """Count a turn by what it found."""
+        self.num_turns += 1
+        self.num_with_history += turn.history_tokens > 0
+        self.history_tokens += turn.history_tokens
+        self.loaded_tokens += turn.loaded_tokens
+        self.prompt_tokens += turn.history_tokens + turn.new_tokens
+        self.ahead.append(turn.num_ahead)
+        if not turn.loaded_tokens:
+            self.num_guarded += turn.found_in is not None
+            return
+        in_dram, was_busy = turn.found_in is Tier.DRAM, turn.num_ahead >= BUSY_QUEUE
+        self.num_hits += 1
+        self.num_dram_hits += in_dram
+        self.num_hits_4_ahead += was_busy
+        self.num_dram_hits_4_ahead += in_dram and was_busy
+
+    def answered(self, turn: TurnRecord, now_ns: int) -> None:
+        """Count a turn's first token."""
+        self.ttfts_ns.append(now_ns - turn.arrived_ns)
+        self.start_ttfts_ns.append(now_ns - turn.started_ns)
+
+    def outcome(self, num_turns: int, load: float, since: Totals, until: Totals) -> Outcome:
+        """Sum up."""
+        prefill_ns = until.prefill_ns - since.prefill_ns
+        return Outcome(
+            num_turns=num_turns,
+            num_turns_measured=self.num_turns,
+            hits_all=_share(self.num_hits, self.num_turns),
+            hits_fu=_share(self.num_hits, self.num_with_history),
+            hits_tok=_share(self.loaded_tokens, self.history_tokens),
+            dram_share=_share(self.num_dram_hits, self.num_hits),
+            dram_share_4_ahead=_share(self.num_dram_hits_4_ahead, self.num_hits_4_ahead),
+            num_hits=self.num_hits,
+            num_hits_4_ahead=self.num_hits_4_ahead,
+            num_guarded=self.num_guarded,
+            ttft_mean_s=_mean(self.ttfts_ns) / NS_PER_S,
+            ttft_p99_s=_p99(self.ttfts_ns) / NS_PER_S,
+            start_ttft_mean_s=_mean(self.start_ttfts_ns) / NS_PER_S,
+            start_ttft_p99_s=_p99(self.start_ttfts_ns) / NS_PER_S,
+            queue_mean=_mean(self.ahead),
+            queue_p99=_p99(self.ahead),
+            prefill_tokens_per_s=_share(self.prompt_tokens * NS_PER_S, prefill_ns),
+            gpu_hours=(until.busy_ns - since.busy_ns) / NS_PER_S / _S_PER_H,
+            prefill_hours=prefill_ns / NS_PER_S / _S_PER_H,
+            span_s=(until.now_ns - since.now_ns) / NS_PER_S,
+            ssd_bytes_written=until.bytes_written - since.bytes_written,
+            ssd_bytes_read=until.bytes_read - since.bytes_read,
+            recompute_load=load,
+        )
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _mean(values: Sequence[int]) -> float:
+    return _share(sum(values), len(values))
+
+
+def _p99(values: Sequence[int]) -> int:
+    """The smallest value that 99 % of them do not exceed."""
+    return sorted(values)[-(-len(values) * 99 // 100) - 1] if values else 0

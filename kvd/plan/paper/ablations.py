@@ -1,0 +1,258 @@
+"""Figures 21 to 25: policies, overflow, capacity, media and arrival rates. Pure."""
+
+from collections.abc import Iterator
+
+from kvd.plan.paper import numbers, reasons
+from kvd.plan.paper.numbers import (
+    CA,
+    FIFO,
+    HBM_DRAM,
+    HBM_ONLY,
+    LARGE,
+    LLAMA_13B,
+    LLAMA_65B,
+    LRU,
+    PAPER,
+    PAPER_MODELS,
+    PREPRINT,
+    SMALL,
+)
+from kvd.plan.paper.runs import (
+    CA_POLICY,
+    DRAM_BYTES,
+    HBM_CACHE_BYTES,
+    LARGE_SSD_BYTES,
+    LETTER_POLICY,
+    SMALL_SSD_BYTES,
+    TTL_S,
+    Charge,
+    Run,
+    window_bytes,
+)
+from kvd.plan.paper.tables import OutcomeOf, Row, Table, notes, ratio
+
+POLICY_OF = {LRU: "lru", FIFO: "fifo", CA: CA_POLICY}
+SSD_OF = {SMALL: SMALL_SSD_BYTES, LARGE: LARGE_SSD_BYTES}
+MEDIA = {HBM_ONLY: HBM_CACHE_BYTES, HBM_DRAM: HBM_CACHE_BYTES + DRAM_BYTES}
+RATES = (0.5, 1.0, 2.0)
+RATIOS = tuple(numbers.CAPACITY_HIT_RATE)
+KEEPING_UP = 3.0  # times as fast: an engine that computes what arrives
+HOUR_SESSIONS = 3600  # that begin in an hour at 1 a second: the paper's DSpUT
+
+
+def runs() -> Iterator[Run]:
+    """What these figures need."""
+    for storage in (SMALL, LARGE):
+        for policy in (LRU, FIFO, CA):
+            yield _policy_run(policy, storage)
+        yield _letter_run(storage)
+        for policy in (LRU, CA):
+            yield _policy_run(policy, storage, "packed")
+    for model in PAPER_MODELS:
+        yield Run(model=model, overflow="turn")
+        for media in MEDIA:
+            yield _media_run(model, media)
+    for model in (LLAMA_13B, LLAMA_65B):
+        yield Run(model=model, overflow="session")
+    for share in RATIOS:
+        yield from _capacity_runs(share).values()
+    for rate in RATES:
+        yield Run(rate=rate)
+        yield Run(rate=rate, policy="lru")
+
+
+def tables(of: OutcomeOf) -> Iterator[Table]:
+    """The figures."""
+    yield _policies(of)
+    yield _overflow(of)
+    yield _capacity(of)
+    yield _media(of)
+    yield _rates(of)
+
+
+def _policy_run(policy: str, storage: str, charge: Charge = "window") -> Run:
+    return Run(policy=POLICY_OF[policy], ssd_bytes=SSD_OF[storage], charge=charge)
+
+
+def _letter_run(storage: str) -> Run:
+    return Run(policy=LETTER_POLICY, ssd_bytes=SSD_OF[storage])
+
+
+def _media_run(model: str, media: str) -> Run:
+    return Run(model=model, dram_bytes=MEDIA[media], ssd_bytes=0)
+
+
+def _capacity_runs(share: float) -> dict[str, Run]:
+    """Run by what is assumed of the server and its users."""
+    capacity_bytes = int(share * HOUR_SESSIONS * window_bytes(LLAMA_13B))
+    ssd_bytes = capacity_bytes - DRAM_BYTES
+    fast = Run(ssd_bytes=ssd_bytes, ttl_s=TTL_S, speed=KEEPING_UP)
+    return {
+        "overloaded": Run(ssd_bytes=ssd_bytes, ttl_s=TTL_S),
+        "overloaded, packed": Run(ssd_bytes=ssd_bytes, ttl_s=TTL_S, charge="packed"),
+        "3 x faster engine": fast,
+        "3 x faster engine, users think": Run(
+            ssd_bytes=ssd_bytes, ttl_s=TTL_S, speed=KEEPING_UP, is_thinking=True
+        ),
+    }
+
+
+def _policies(of: OutcomeOf) -> Table:
+    rows = []
+    for storage in (SMALL, LARGE):
+        for policy in (LRU, FIFO, CA):
+            outcome, key = of(_policy_run(policy, storage)), (policy, storage)
+            rows.append(
+                Row(
+                    f"{storage} {policy}",
+                    "%",
+                    100 * outcome.hits_all,
+                    numbers.POLICY_HIT_RATE[PAPER][key],
+                    numbers.POLICY_HIT_RATE[PREPRINT][key],
+                )
+            )
+            rows.append(
+                Row(
+                    f"{storage} {policy}, in DRAM",
+                    "%",
+                    100 * outcome.hits_all * outcome.dram_share,
+                    numbers.POLICY_DRAM_RATE[PAPER].get(key),
+                    numbers.POLICY_DRAM_RATE[PREPRINT].get(key),
+                )
+            )
+        letter = of(_letter_run(storage))
+        stated = numbers.POLICY_HIT_RATE[PAPER][CA, storage]
+        rows.append(Row(f"{storage} L_ew to the letter", "%", 100 * letter.hits_all, stated))
+        for policy in (LRU, CA):
+            packed = of(_policy_run(policy, storage, "packed"))
+            stated = numbers.POLICY_HIT_RATE[PAPER][policy, storage]
+            rows.append(Row(f"{storage} {policy}, packed", "%", 100 * packed.hits_all, stated))
+    rows.append(_largest_speedup(of))
+    return Table(
+        "Figure 21",
+        "hit rate of all turns by policy and storage, LLaMA-13B",
+        tuple(rows),
+        notes(reasons.POLICIES),
+    )
+
+
+def _largest_speedup(of: OutcomeOf) -> Row:
+    speedups = []
+    for storage in (SMALL, LARGE):
+        ca_hours = of(_policy_run(CA, storage)).gpu_hours
+        speedups += [
+            ratio(of(_policy_run(policy, storage)).gpu_hours, ca_hours) for policy in (LRU, FIFO)
+        ]
+    return Row(
+        "GPU time, largest factor",
+        "x",
+        max(speedups),
+        numbers.POLICY_GPU_SPEEDUP[PAPER],
+        numbers.POLICY_GPU_SPEEDUP[PREPRINT],
+    )
+
+
+def _overflow(of: OutcomeOf) -> Table:
+    def loss(run: Run) -> float:
+        return 100 * (of(Run(model=run.model)).hits_all - of(run).hits_all)
+
+    rows = [
+        Row(
+            model,
+            "points",
+            loss(Run(model=model, overflow="turn")),
+            numbers.OVERFLOW_LOSS[PAPER][model],
+            numbers.OVERFLOW_LOSS[PREPRINT][model],
+        )
+        for model in PAPER_MODELS
+    ]
+    rows += [
+        Row(
+            f"{model}, never hits again",
+            "points",
+            loss(Run(model=model, overflow="session")),
+            numbers.OVERFLOW_LOSS[PAPER][model],
+            numbers.OVERFLOW_LOSS[PREPRINT][model],
+        )
+        for model in (LLAMA_13B, LLAMA_65B)
+    ]
+    return Table(
+        "Figure 22",
+        "hit rate lost if positions are stored with the keys (OF), 128G/10T",
+        tuple(rows),
+        notes(reasons.OVERFLOW),
+    )
+
+
+def _capacity(of: OutcomeOf) -> Table:
+    rows = [
+        Row(
+            f"RCC/CCpUT {share}, {assumed}",
+            "%",
+            100 * of(run).hits_fu,
+            numbers.CAPACITY_HIT_RATE[share],
+        )
+        for share in RATIOS
+        for assumed, run in _capacity_runs(share).items()
+    ]
+    return Table(
+        "Figure 23 (preprint: 25)",
+        "hit rate of turns with history by capacity, TTL of an hour, LLaMA-13B",
+        tuple(rows),
+        notes(reasons.CAPACITY),
+    )
+
+
+def _media(of: OutcomeOf) -> Table:
+    rows = [
+        Row(
+            f"{model} {media}",
+            "%",
+            100 * of(_media_run(model, media)).hits_all,
+            numbers.MEDIA_HIT_RATE[PAPER][media][model],
+            numbers.MEDIA_HIT_RATE[PREPRINT][media][model],
+        )
+        for media in MEDIA
+        for model in PAPER_MODELS
+    ]
+    rows += [
+        Row(
+            f"{model} {numbers.ALL_TIERS}",
+            "%",
+            100 * of(Run(model=model)).hits_all,
+            numbers.MEDIA_HIT_RATE[PAPER][numbers.ALL_TIERS][model],
+            numbers.MEDIA_HIT_RATE[PREPRINT][numbers.ALL_TIERS][model],
+        )
+        for model in PAPER_MODELS
+    ]
+    return Table(
+        "Figure 24 (preprint: 26)",
+        "hit rate of all turns by what KV is kept in",
+        tuple(rows),
+        notes(reasons.MEDIA),
+    )
+
+
+def _rates(of: OutcomeOf) -> Table:
+    rows = []
+    for rate in RATES:
+        outcome, at = of(Run(rate=rate)), f"{rate:g} a second"
+        lru = of(Run(rate=rate, policy="lru"))
+        rows += [
+            Row(f"{at}: hit rate", "%", 100 * outcome.hits_all, numbers.RATE_HIT_RATE.get(rate)),
+            Row(f"{at}: hit rate, lru", "%", 100 * lru.hits_all),
+            Row(f"{at}: TTFT", "s", outcome.start_ttft_mean_s, numbers.RATE_TTFT_S.get(rate)),
+            Row(
+                f"{at}: prefill throughput",
+                "tokens/s",
+                outcome.prefill_tokens_per_s,
+                numbers.RATE_PREFILL_TOKENS_PER_S.get(rate),
+            ),
+            Row(f"{at}: GPU time", "h", outcome.gpu_hours, numbers.RATE_GPU_HOURS.get(rate)),
+        ]
+    return Table(
+        "Figure 25",
+        "by sessions that begin a second, LLaMA-13B, 128G/10T",
+        tuple(rows),
+        notes(reasons.RATES),
+    )

@@ -1,0 +1,95 @@
+"""All figures in one call: draw the sessions, replay them as often as needed, make the tables."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvd.plan.paper import ablations, end_to_end, long_sequences
+from kvd.plan.paper.runs import Run, Sample, Workload, cell_of, sessions_of
+from kvd.plan.paper.tables import Table
+from kvd.plan.sweep import run_cells
+from kvd.plan.trace import Session
+
+if TYPE_CHECKING:
+    from kvd.plan.outcome import Outcome
+
+SCHEMA = "kvd.plan.paper/1"
+_FIGURES = (end_to_end, ablations, long_sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class PaperReport:
+    """All tables.
+
+    Attributes:
+        num_turns: replayed, over all replays.
+    """
+
+    sample: Sample
+    num_replays: int
+    num_turns: int
+    tables: tuple[Table, ...]
+
+    def as_dict(self) -> dict[str, object]:
+        """All of it, by name."""
+        return {
+            "schema": SCHEMA,
+            "seed": self.sample.seed,
+            "scale": self.sample.scale,
+            "num_replays": self.num_replays,
+            "num_turns": self.num_turns,
+            "tables": [table.as_dict() for table in self.tables],
+        }
+
+
+def all_runs() -> tuple[Run, ...]:
+    """What all figures need, each replay once."""
+    return tuple(dict.fromkeys(run for figures in _FIGURES for run in figures.runs()))
+
+
+class Reproduction:
+    """The replays of one sample.
+
+    Attributes:
+        num_turns: to be replayed.
+    """
+
+    def __init__(self, sample: Sample) -> None:
+        self._sample = sample
+        self._runs: dict[Workload, list[Run]] = {}
+        for run in all_runs():
+            self._runs.setdefault(run.workload, []).append(run)
+        self._sessions = {workload: sessions_of(workload, sample) for workload in self._runs}
+        self.num_turns = sum(
+            len(runs) * _num_turns(self._sessions[workload])
+            for workload, runs in self._runs.items()
+        )
+
+    def make(self, num_workers: int, on_progress: Callable[[int], None]) -> PaperReport:
+        """Replay it all.
+
+        Args:
+            num_workers: processes; 1: this one.
+            on_progress: told how many turns are replayed.
+
+        Raises:
+            WorkerEndedError: the system has ended a worker, or a bug has.
+        """
+        outcomes: dict[Run, Outcome] = {}
+        num_before = 0
+        for workload, runs in self._runs.items():
+            sessions = self._sessions[workload]
+
+            def tell(num_done: int, num_before: int = num_before) -> None:
+                on_progress(num_before + num_done)
+
+            cells = [cell_of(run, self._sample) for run in runs]
+            found = run_cells(sessions, cells, num_workers, tell)
+            outcomes.update(zip(runs, found, strict=True))
+            num_before += len(runs) * _num_turns(sessions)
+        tables = [table for figures in _FIGURES for table in figures.tables(outcomes.__getitem__)]
+        return PaperReport(self._sample, len(outcomes), self.num_turns, tuple(tables))
+
+
+def _num_turns(sessions: list[Session]) -> int:
+    return sum(len(session.turns) for session in sessions)

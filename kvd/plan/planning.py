@@ -1,0 +1,177 @@
+"""A plan from what was asked for: which replays there are, and what their outcomes cost.
+
+Pure but for the processes that replay, and for the time that they take.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from kvd.plan.figures import RECOMPUTE, Capacity, PlanReport, Result, WorkloadFacts
+from kvd.plan.hardware import Hardware, PlannedModel
+from kvd.plan.load import recompute_load
+from kvd.plan.outcome import Outcome
+from kvd.plan.prices import Prices, cost_of
+from kvd.plan.replay_options import ReplayOptions
+from kvd.plan.sizes import BadOptionError
+from kvd.plan.sweep import Cell, run_cells
+from kvd.plan.workload import Workload
+from shared.version import __version__
+
+_S_PER_H = 3600.0
+BASELINE_POLICY = "lru"  # of the replay that keeps nothing: none is asked
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What is to be planned.
+
+    Attributes:
+        hardware: its tiers are replaced by the capacities.
+        options: its policy is replaced by the policies.
+        num_workers: processes.
+    """
+
+    workload: Workload
+    model: PlannedModel
+    hardware: Hardware
+    options: ReplayOptions
+    capacities: Sequence[Capacity]
+    policies: Sequence[str]
+    prices: Prices
+    num_gpus: int
+    num_workers: int
+    command: tuple[str, ...]
+
+    @property
+    def num_replays(self) -> int:
+        """The baselines among them."""
+        return len(_baselines(self)) + len(self.capacities) * len(self.policies)
+
+
+def footprint_bytes(workload: Workload, model: PlannedModel, charge: str) -> int:
+    """Room for all sessions at their largest, as tiers are charged."""
+    if charge == "window":
+        return len(workload.sessions) * model.window_tokens * model.kv_bytes_per_token
+    return workload.footprint_tokens * model.kv_bytes_per_token
+
+
+def check_window(workload: Workload, model: PlannedModel, charge: str) -> None:
+    """Charging windows makes sense only if contexts fit in them.
+
+    Raises:
+        BadOptionError: one does not.
+    """
+    longest = workload.longest_tokens
+    if charge == "window" and longest > 2 * model.window_tokens:
+        raise BadOptionError(
+            f"a context of {longest} tokens is charged a window of {model.window_tokens}",
+            "give a larger --window, or --charge packed",
+        )
+
+
+def make_plan(request: PlanRequest, on_progress: Callable[[int], None]) -> PlanReport:
+    """Replay everything.
+
+    Args:
+        request: what is to be planned.
+        on_progress: told how many turns were replayed, over all replays, now and then.
+
+    Raises:
+        ReportedError: a process ended.
+    """
+    started_s = time.monotonic()
+    baselines = _baselines(request)
+    wanted = [(cap, policy) for cap in request.capacities for policy in request.policies]
+    cells = [
+        _cell(request, capacity, BASELINE_POLICY, load_policy="never") for capacity in baselines
+    ]
+    cells += [_cell(request, capacity, policy) for capacity, policy in wanted]
+    outcomes = run_cells(request.workload.sessions, cells, request.num_workers, on_progress)
+    of_baselines = tuple(
+        _result(request, RECOMPUTE, capacity, outcome, None)
+        for capacity, outcome in zip(baselines, outcomes, strict=False)
+    )
+    totals = {found.capacity.hbm_bytes: found.cost.total for found in of_baselines}
+    results = tuple(
+        _result(request, policy, capacity, outcome, totals[capacity.hbm_bytes])
+        for (capacity, policy), outcome in zip(wanted, outcomes[len(baselines) :], strict=True)
+    )
+    return PlanReport(
+        command=request.command,
+        version=__version__,
+        elapsed_s=time.monotonic() - started_s,
+        workload=_facts(request),
+        model=request.model,
+        engine=request.hardware.engine,
+        num_gpus=request.num_gpus,
+        prices=request.prices,
+        options=_options(request),
+        baselines=of_baselines,
+        results=results,
+    )
+
+
+def _baselines(request: PlanRequest) -> list[Capacity]:
+    """Nothing is kept: only HBM makes a difference."""
+    hbms = dict.fromkeys(capacity.hbm_bytes for capacity in request.capacities)
+    return [Capacity(hbm_bytes, 0, 0) for hbm_bytes in hbms]
+
+
+def _cell(request: PlanRequest, capacity: Capacity, policy: str, **changes: Any) -> Cell:
+    return Cell(
+        replace(request.hardware, **asdict(capacity)),
+        replace(request.options, policy=policy, **changes),
+    )
+
+
+def _result(
+    request: PlanRequest,
+    policy: str,
+    capacity: Capacity,
+    outcome: Outcome,
+    baseline_cost: float | None,
+) -> Result:
+    """Put a price on an outcome; without a baseline's, it is one."""
+    cost = cost_of(
+        request.prices,
+        num_gpus=request.num_gpus,
+        gpu_hours=outcome.gpu_hours,
+        storage_hours=outcome.span_s / _S_PER_H,
+        dram_bytes=capacity.dram_bytes,
+        ssd_bytes=capacity.ssd_bytes,
+    )
+    whole = cost.total if baseline_cost is None else baseline_cost
+    return Result(policy, capacity, outcome, cost, cost.total / whole if whole else 0.0)
+
+
+def _facts(request: PlanRequest) -> WorkloadFacts:
+    workload, engine = request.workload, request.hardware.engine
+    return WorkloadFacts(
+        origin=workload.origin,
+        num_sessions=len(workload.sessions),
+        num_turns=workload.num_turns,
+        footprint_tokens=workload.footprint_tokens,
+        footprint_bytes=footprint_bytes(workload, request.model, request.options.charge),
+        longest_tokens=workload.longest_tokens,
+        span_s=workload.span_s,
+        recompute_load=recompute_load(workload.sessions, engine),
+    )
+
+
+def _options(request: PlanRequest) -> dict[str, Any]:
+    """What was told and is not elsewhere in the report."""
+    hardware, options = request.hardware, request.options
+    return {
+        "tiers": options.tiers,
+        "charge": options.charge,
+        "ttl_s": options.ttl_s,
+        "watermark": options.watermark,
+        "warmup_turns": options.warmup_turns,
+        "load_policy": options.load_policy,
+        "end_hints": options.end_hints,
+        "think_scale": options.think_scale,
+        "ssd_bytes_per_s": hardware.ssd_bytes_per_s,
+        "pcie_bytes_per_s": hardware.pcie_bytes_per_s,
+    }

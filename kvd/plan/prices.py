@@ -1,0 +1,102 @@
+"""What a server costs, and what a replay would have cost. Pure but for reading the file.
+
+An engine without a cache pays for its GPUs alone. One with a cache pays for DRAM and SSD besides,
+for as long as the replay took: memory is there while no GPU computes. Where the engine is always
+busy, as in the paper's experiment, both times are the same, and so is the sum.
+
+*Source:* CachedAttention §4.2, "Inference cost": on-demand prices of AWS EC2. With them, an hour of
+128 GB of DRAM and 10 TB of SSD is 16.3 % of the sum with two GPUs, 8.9 % with four; the paper has
+16.4 % and 9.0 % (it counts 1 TB as 1,024 GB).
+"""
+
+import tomllib
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from kvd.plan.decimal_sizes import GB
+from shared.errors import InvalidInputError
+
+GPUS_OF_MODEL = {"llama-13b": 2, "llama-65b": 4, "llama-70b": 4, "falcon-40b": 4}  # of the paper
+
+
+class BadPricesError(InvalidInputError):
+    """A file that has no prices."""
+
+    reason = "bad_prices"
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Of an hour, in dollars or whatever the reader likes; the names are those of the file."""
+
+    gpu: float = 5.0
+    dram_gb: float = 0.0088
+    ssd_gb: float = 0.000082
+
+    def as_dict(self) -> dict[str, float]:
+        """By name."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one replay."""
+
+    gpu: float
+    dram: float
+    ssd: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.gpu + self.dram + self.ssd
+
+    @property
+    def storage_share(self) -> float:
+        """Of the total; 0 if nothing costs anything."""
+        return (self.dram + self.ssd) / self.total if self.total else 0.0
+
+    def as_dict(self) -> dict[str, float]:
+        """By field, with the total."""
+        return {**asdict(self), "total": self.total}
+
+
+def cost_of(
+    prices: Prices,
+    *,
+    num_gpus: int,
+    gpu_hours: float,
+    storage_hours: float,
+    dram_bytes: int,
+    ssd_bytes: int,
+) -> Cost:
+    """What it costs to compute for so long with so many GPUs, and to keep the tiers for so long."""
+    return Cost(
+        gpu=prices.gpu * num_gpus * gpu_hours,
+        dram=prices.dram_gb * dram_bytes / GB * storage_hours,
+        ssd=prices.ssd_gb * ssd_bytes / GB * storage_hours,
+    )
+
+
+def read_prices(path: Path) -> Prices:
+    """Read a TOML file of prices; those that it leaves out are the paper's.
+
+    Raises:
+        BadPricesError: it cannot be read, or has something else in it.
+    """
+    names = [field.name for field in fields(Prices)]
+    remedy = f"give TOML with prices of an hour: {', '.join(names)}"
+    try:
+        found: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadPricesError(f"{path}: cannot be read ({error.strerror})", remedy) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadPricesError(f"{path}: not TOML ({error})", remedy) from error
+    for name, value in found.items():
+        if name not in names:
+            raise BadPricesError(f"{path}: no such price: {name}", remedy)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value < float("inf"):
+            raise BadPricesError(f"{path}: {name} = {value!r} is no price", remedy)
+    return Prices(**{name: float(value) for name, value in found.items()})

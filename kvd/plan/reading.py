@@ -1,0 +1,107 @@
+"""Reads from SSD: those that turns wait for, and those ahead of turns. Pure.
+
+At most one session is read ahead at a time, chosen when the channel falls idle: the first in the
+order of the queue within the window that is on SSD only, and can be read before its turn starts
+(PrefetchOrder); while no turn waits, one that is likely to return. Only colder sessions give way
+to it.
+
+*Source:* look-ahead prefetching, CachedAttention §3.3.1.
+"""
+
+from collections.abc import Callable
+from itertools import islice
+
+from kvd.core.records import Tier
+from kvd.core.session_placement import SessionPlacement
+from kvd.plan.ssd_channel import Read, SsdChannel
+from kvd.plan.tiers import Tiers
+from shared.session_key import SessionKey
+
+MOST_RETURNING = 4  # sessions that are likely to return looked at, per look
+
+
+class Reading:
+    """See the module docstring.
+
+    Args:
+        dram_bytes: whose share of sessions is the prefetch window.
+        wanted_bytes: what a session's next turn needs of what is held.
+    """
+
+    def __init__(
+        self,
+        placement: SessionPlacement,
+        tiers: Tiers,
+        channel: SsdChannel,
+        dram_bytes: int,
+        wanted_bytes: Callable[[SessionKey], int],
+    ) -> None:
+        self._placement = placement
+        self._tiers = tiers
+        self._channel = channel
+        self._dram_bytes = dram_bytes
+        self._wanted_bytes = wanted_bytes
+        self._wanted: dict[int, Read] = {}  # by session; under way, or demands that wait for it
+
+    # ------------------------------------------------------------------------------ for a turn
+
+    def expected_ns(self, key: SessionKey, num_bytes: int, now_ns: int) -> int:
+        """How long a turn would wait."""
+        if _session_of(key) in self._wanted:
+            return self._channel.remaining_ns(now_ns)
+        return self._channel.waits_ns(now_ns) + self._channel.duration_ns(num_bytes)
+
+    def demand(self, key: SessionKey, num_bytes: int, now_ns: int) -> None:
+        """Read a session for its turn, unless it is what is read ahead just now."""
+        session = _session_of(key)
+        if session not in self._wanted:
+            self._tiers.begin_reading(key)
+            self._wanted[session] = self._channel.read(session, num_bytes, now_ns)
+
+    def cancel(self, key: SessionKey) -> None:
+        """The session is not wanted any more; what is being read of it is not kept."""
+        self._wanted.pop(_session_of(key), None)
+
+    def ended(self, key: SessionKey, read: Read) -> bool:
+        """Note that a read ended; returns whether it is wanted still."""
+        if self._wanted.get(read.session) != read:
+            return False
+        del self._wanted[read.session]
+        self._tiers.end_reading(key)
+        return True
+
+    # ---------------------------------------------------------------------------------- ahead
+
+    def look_ahead(self, now_ns: int) -> None:
+        """Begin to read one session into DRAM, if one is wanted there."""
+        if not self._placement.policy.looks_ahead or not self._channel.is_idle:
+            return
+        window = max(1, self._placement.window(self._dram_bytes))
+        prefetching = self._placement.prefetching
+        while (key := prefetching.pick(window, self._is_in_time)) is not None:
+            if self._tiers.find(key) is Tier.SSD:
+                if self._read_ahead(key, now_ns):
+                    prefetching.settle(key)
+                return
+            prefetching.settle(key)
+        if len(self._placement.queue):
+            return
+        for key in [*islice(self._placement.policy.returning(now_ns), MOST_RETURNING)]:
+            if self._tiers.find(key) is Tier.SSD and self._read_ahead(key, now_ns):
+                return
+
+    def _read_ahead(self, key: SessionKey, now_ns: int) -> bool:
+        if not self._tiers.reserve(key, now_ns):
+            return False
+        session = _session_of(key)
+        self._wanted[session] = self._channel.read(session, self._wanted_bytes(key), now_ns)
+        return True
+
+    def _is_in_time(self, key: SessionKey, starts_in_ns: int) -> bool:
+        return not starts_in_ns or (
+            self._channel.duration_ns(self._wanted_bytes(key)) <= starts_in_ns
+        )
+
+
+def _session_of(key: SessionKey) -> int:
+    return int(key.session_id)

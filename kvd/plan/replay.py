@@ -1,0 +1,341 @@
+"""Replay of a trace in virtual time: one engine, its queue, and kvd's placement over byte counts.
+
+Pure. Closed loop: a turn comes when its session's previous answer is complete and the user has
+thought. A turn takes a slot in the order of the queue, waits for its history if that is on SSD,
+is prefilled (DRAM to HBM overlaps with it), decoded, and stored.
+
+What is placed is decided by the daemon's own code: SessionPlacement is told of the queue as an
+engine tells it, and asked for victims, windows and what to read ahead.
+
+Of what happens at one moment, prefills end first, then decodes, then reads; then turns arrive, then
+TTLs pass. After each, turns start that can, and reading ahead is looked at.
+
+*Source:* the closed loop and the engine's constants follow CachedAttention §4.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+
+from kvd.core.eviction.policy import EvictionPolicy, PolicyContext
+from kvd.core.eviction.registry import make_policy
+from kvd.core.queue_window import QueueChange, QueuedJob, RunningJob
+from kvd.core.records import Tier
+from kvd.core.retention import RECHECK_NS
+from kvd.core.session_placement import SessionPlacement
+from kvd.core.ttl import TtlClock
+from kvd.plan.belady import BeladyPolicy
+from kvd.plan.costs import Costs
+from kvd.plan.gpu import Gpu, Prefill
+from kvd.plan.hardware import Hardware
+from kvd.plan.load import recompute_load
+from kvd.plan.outcome import Outcome, Tally, Totals, TurnRecord
+from kvd.plan.reading import Reading
+from kvd.plan.replay_options import ReplayOptions
+from kvd.plan.ssd_channel import Read, SsdChannel
+from kvd.plan.tiers import Tiers
+from kvd.plan.trace import Session, Turn
+from shared.session_key import SessionKey
+from shared.units import NS_PER_S
+
+__all__ = ["Replay", "ReplayOptions", "replay"]
+
+ENGINE = 1  # there is one
+PROGRESS_TURNS = 256  # between two reports
+INTERVAL_SHARE = 1 / 16  # of the newest interval between two starts in the running mean
+
+
+def replay(
+    sessions: Sequence[Session],
+    hardware: Hardware,
+    options: ReplayOptions,
+    on_progress: Callable[[int], None] = lambda _: None,
+) -> Outcome:
+    """Replay a trace, start to end.
+
+    `on_progress` is told how many turns are complete, now and then and at the end.
+
+    Raises:
+        KeyError: there is no such policy.
+    """
+    return Replay(sessions, hardware, options).run(on_progress)
+
+
+@dataclass(slots=True)
+class _Job:
+    """A turn that waits or runs."""
+
+    session: int
+    number: int
+    turn: Turn
+    record: TurnRecord
+    hbm_bytes: int
+
+
+class Replay:
+    """See the module docstring; for one run."""
+
+    def __init__(
+        self, sessions: Sequence[Session], hardware: Hardware, options: ReplayOptions
+    ) -> None:
+        self._sessions = sessions
+        self._hardware = hardware
+        self._options = options
+        self._costs = Costs(sessions, hardware, options)
+        self._keys = [SessionKey("plan", "plan", str(i)) for i in range(len(sessions))]
+        self._returns_ns: dict[SessionKey, int] = {}  # when what is kept is wanted next
+        self._placement = SessionPlacement(
+            self._make_policy, lambda: hardware.dram_bytes + hardware.ssd_bytes
+        )
+        self._tiers = Tiers(
+            self._placement,
+            {Tier.DRAM: hardware.dram_bytes, Tier.SSD: hardware.ssd_bytes},
+            charge=self._costs.charge,
+            are_exclusive=options.tiers == "exclusive",
+            watermark=options.watermark,
+        )
+        self._gpu = Gpu()
+        self._channel = SsdChannel(hardware.ssd_bytes_per_s)
+        self._reading = Reading(
+            self._placement, self._tiers, self._channel, hardware.dram_bytes, self._wanted_bytes
+        )
+        self._ttl = TtlClock()
+        self._deadlines_ns: dict[SessionKey, int] = {}
+        self._now_ns = 0
+        self._arrivals: list[tuple[int, int]] = []  # heap: when, which session
+        self._next_turn = [0] * len(sessions)
+        self._waiting: deque[_Job] = deque()
+        self._running: dict[int, _Job] = {}  # by session
+        self._num_arrived = 0
+        self._num_turns = sum(len(session.turns) for session in sessions)
+        self._started_ns: int | None = None  # the last turn
+        self._interval_ns = 0.0
+        self._hbm_bytes = 0
+        self._tally = Tally()
+        self._since = Totals()
+
+    def run(self, on_progress: Callable[[int], None]) -> Outcome:
+        """Replay it all."""
+        self.begin()
+        num_done = 0
+        while num_done < self._num_turns:
+            if self.step():
+                num_done += 1
+                if num_done % PROGRESS_TURNS == 0 or num_done == self._num_turns:
+                    on_progress(num_done)
+        return self.outcome()
+
+    def begin(self) -> None:
+        """Have every session's first turn come; `step` is to be called for each turn."""
+        starts = (round(session.start_s * NS_PER_S) for session in self._sessions)
+        self._arrivals = [(start_ns, session) for session, start_ns in enumerate(starts)]
+        heapify(self._arrivals)
+
+    def step(self) -> bool:
+        """Let one thing happen, and what follows from it; returns whether a turn is complete."""
+        self._now_ns = self._next_ns()
+        is_complete = False
+        if (session := self._gpu.end_prefill(self._now_ns)) is not None:
+            self._answered(self._running[session])
+        elif (session := self._gpu.end_decode(self._now_ns)) is not None:
+            self._complete(self._running.pop(session))
+            is_complete = True
+        elif (read := self._channel.end(self._now_ns)) is not None:
+            self._was_read(read)
+        elif self._arrivals and self._arrivals[0][0] <= self._now_ns:
+            self._arrive(heappop(self._arrivals)[1])
+        else:
+            self._expire()
+        while self._waiting and self._has_room(self._waiting[0]):
+            self._start(self._waiting.popleft())
+        self._reading.look_ahead(self._now_ns)
+        return is_complete
+
+    def outcome(self) -> Outcome:
+        """Say what was measured so far."""
+        load = recompute_load(self._sessions, self._hardware.engine)
+        return self._tally.outcome(self._num_turns, load, self._since, self._totals())
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken."""
+        self._tiers.check()
+        self._placement.queue.check()
+
+    # --------------------------------------------------------------------------------------- events
+
+    def _next_ns(self) -> int:
+        """When something happens next."""
+        times = (
+            self._gpu.next_ns(),
+            self._channel.next_ns(),
+            self._arrivals[0][0] if self._arrivals else None,
+            self._ttl.next_deadline_ns(),
+        )
+        return max(self._now_ns, min(time for time in times if time is not None))
+
+    def _arrive(self, session: int) -> None:
+        key, turn = self._keys[session], self._turn(session)
+        self._returns_ns.pop(key, None)
+        record = TurnRecord(self._now_ns, len(self._waiting), turn.history_tokens, turn.new_tokens)
+        hbm_bytes = self._costs.num_bytes(turn.kept_tokens)
+        job = _Job(session, self._num_arrived, turn, record, hbm_bytes)
+        self._num_arrived += 1
+        self._waiting.append(job)
+        waiting = QueuedJob((0, 0.0, job.number), key, turn.history_tokens)
+        self._tell_queue(QueueChange(waiting=[waiting], interval_ns=round(self._interval_ns)))
+
+    def _start(self, job: _Job) -> None:
+        """Give a job a slot, and its history if that is held and loading pays."""
+        self._note_start()
+        key, record = self._keys[job.session], job.record
+        self._running[job.session] = job
+        self._hbm_bytes += job.hbm_bytes
+        self._tell_queue(QueueChange(running=[RunningJob(job.number, key)]))
+        record.started_ns = self._now_ns
+        record.found_in, record.loaded_tokens = self._lookup(key, job.turn)
+        if job.number == self._options.warmup_turns:
+            self._since = self._totals()
+        if self._is_measured(job):
+            self._tally.started(record)
+        if record.found_in is Tier.SSD and record.loaded_tokens:
+            self._reading.demand(key, self._costs.num_bytes(record.loaded_tokens), self._now_ns)
+        else:
+            self._prefill(job)
+
+    def _answered(self, job: _Job) -> None:
+        if self._is_measured(job):
+            self._tally.answered(job.record, self._now_ns)
+
+    def _complete(self, job: _Job) -> None:
+        """End a turn: its session is stored, and thinks."""
+        key, turns = self._keys[job.session], self._sessions[job.session].turns
+        self._hbm_bytes -= job.hbm_bytes
+        self._next_turn[job.session] += 1
+        is_last = self._next_turn[job.session] == len(turns)
+        if not is_last:
+            turn = self._turn(job.session)
+            think_ns = round(turn.think_s * self._options.think_scale * NS_PER_S)
+            returns_ns = self._now_ns + think_ns
+            if turn.history_tokens:
+                self._returns_ns[key] = returns_ns
+            heappush(self._arrivals, (returns_ns, job.session))
+        self._tell_queue(QueueChange(left=[job.number]))
+        if self._options.load_policy == "never":
+            return
+        if is_last and self._options.end_hints:
+            self._placement.policy.ended(key)
+            self._tiers.drop(key)  # an engine does not store a session's last turn
+        else:
+            self._store(key, job.turn)
+
+    def _was_read(self, read: Read) -> None:
+        """A session was read from SSD: for its turn, or ahead of it."""
+        if self._reading.ended(self._keys[read.session], read) and read.session in self._running:
+            self._prefill(self._running[read.session])
+
+    def _expire(self) -> None:
+        """Drop sessions whose TTL has passed, but none of which a turn waits or runs."""
+        while (key := self._ttl.pop_due(self._now_ns)) is not None:
+            deadline_ns = self._deadlines_ns[key]
+            if deadline_ns > self._now_ns:
+                self._ttl.schedule(key, deadline_ns)
+            elif self._placement.is_busy(key):
+                continue  # it gets another when it is stored
+            elif self._tiers.is_reading(key):
+                self._ttl.schedule(key, self._now_ns + RECHECK_NS)
+            else:
+                self._tiers.drop(key)
+
+    # --------------------------------------------------------------------------------------- pieces
+
+    def _has_room(self, job: _Job) -> bool:
+        if len(self._running) >= self._hardware.engine.slots:
+            return False
+        hbm_bytes = self._hardware.hbm_bytes
+        return not hbm_bytes or not self._running or self._hbm_bytes + job.hbm_bytes <= hbm_bytes
+
+    def _lookup(self, key: SessionKey, turn: Turn) -> tuple[Tier | None, int]:
+        """Where a turn's history is, and how many tokens of it are to be loaded."""
+        found_in = self._tiers.find(key)
+        if found_in is None:
+            return None, 0
+        tokens = min(turn.history_tokens, self._costs.num_tokens(self._tiers.num_bytes(key)))
+        if not tokens:
+            return None, 0
+        if self._options.load_policy == "auto":
+            load_ns = self._costs.load_ns(tokens)
+            if found_in is Tier.SSD:
+                num_bytes = self._costs.num_bytes(tokens)
+                load_ns += self._reading.expected_ns(key, num_bytes, self._now_ns)
+            if load_ns > self._costs.compute_ns(tokens):
+                return found_in, 0
+        return found_in, tokens
+
+    def _prefill(self, job: _Job) -> None:
+        """Queue a job's prefill; the engine has what is held of its session, or does without."""
+        key, record = self._keys[job.session], job.record
+        self._reading.cancel(key)
+        if record.found_in is None:
+            self._tiers.drop(key)  # what is held is no part of this prompt
+        else:
+            self._tiers.run(key)
+        prefill_ns = self._costs.prefill_ns(job.turn, record.loaded_tokens)
+        decode_ns = self._costs.decode_ns(job.turn)
+        self._gpu.add(Prefill(job.session, prefill_ns, decode_ns), self._now_ns)
+
+    def _store(self, key: SessionKey, turn: Turn) -> None:
+        tokens = self._costs.kept_tokens(turn)
+        num_bytes = self._costs.num_bytes(tokens)
+        if not num_bytes:
+            self._tiers.drop(key)
+            return
+        self._placement.policy.touched(key, self._now_ns)
+        self._placement.sized(self._costs.charge(num_bytes))
+        self._placement.policy.sized(key, tokens)
+        clean_bytes = self._costs.num_bytes(turn.history_tokens)
+        self._tiers.store(key, num_bytes, clean_bytes, self._now_ns)
+        if self._options.ttl_s is not None:
+            self._deadlines_ns[key] = self._now_ns + round(self._options.ttl_s * NS_PER_S)
+            self._ttl.schedule(key, self._deadlines_ns[key])
+
+    def _turn(self, session: int) -> Turn:
+        """The session's turn that waits, runs or is still to come."""
+        return self._sessions[session].turns[self._next_turn[session]]
+
+    def _wanted_bytes(self, key: SessionKey) -> int:
+        """What is to be read of a session: of one that thinks all, nobody knows its next prompt."""
+        num_bytes = self._tiers.num_bytes(key)
+        if not self._placement.is_busy(key):
+            return num_bytes
+        history_tokens = self._turn(int(key.session_id)).history_tokens
+        return min(num_bytes, self._costs.num_bytes(history_tokens))
+
+    def _make_policy(self, context: PolicyContext) -> EvictionPolicy:
+        if self._options.policy == BeladyPolicy.name:
+            return BeladyPolicy(context, self._returns_ns)
+        return make_policy(self._options.policy, context)
+
+    def _tell_queue(self, change: QueueChange) -> None:
+        self._placement.change_queue(ENGINE, change, self._now_ns)
+
+    def _note_start(self) -> None:
+        """Keep the mean interval between two starts, as an engine does."""
+        if self._started_ns is not None:
+            passed_ns = self._now_ns - self._started_ns
+            share = INTERVAL_SHARE if self._interval_ns else 1.0
+            self._interval_ns += share * (passed_ns - self._interval_ns)
+        self._started_ns = self._now_ns
+
+    def _is_measured(self, job: _Job) -> bool:
+        return job.number >= self._options.warmup_turns
+
+    def _totals(self) -> Totals:
+        """The counters of now."""
+        return Totals(
+            self._now_ns,
+            self._gpu.busy_ns,
+            self._gpu.prefill_ns,
+            self._tiers.bytes_written,
+            self._channel.bytes_read,
+        )

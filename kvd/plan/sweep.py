@@ -1,0 +1,201 @@
+"""Many replays of the same sessions: one after another, or by several processes.
+
+Each worker is a fresh interpreter that gets the sessions once, and then one cell after the other
+through its pipe; back come counts of turns done, and outcomes. A worker whose parent is gone ends
+at its next word; Ctrl-C is the parent's business, which ends its workers on every way out.
+Workers never see it: they are started with the signal blocked.
+
+A replay depends on nothing but its cell, so results do not depend on who computed them, or when.
+"""
+
+import multiprocessing
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import cast
+
+from kvd.plan.hardware import Hardware
+from kvd.plan.outcome import Outcome
+from kvd.plan.replay import replay
+from kvd.plan.replay_options import ReplayOptions
+from kvd.plan.trace import Session
+from shared.errors import ReportedError
+
+JOIN_S = 10.0  # for a worker to be gone, once it is told to go
+OnProgress = Callable[[int], None]
+
+
+class WorkerEndedError(ReportedError):
+    """A process of the plan ended before it had its result."""
+
+    reason = "worker_ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One replay."""
+
+    hardware: Hardware
+    options: ReplayOptions
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    """A process, as its parent sees it."""
+
+    process: BaseProcess
+    connection: Connection
+
+
+def run_cells(
+    sessions: Sequence[Session], cells: Sequence[Cell], num_workers: int, on_progress: OnProgress
+) -> list[Outcome]:
+    """Replay the sessions once for each cell; outcomes are in the cells' order.
+
+    Args:
+        sessions: by their begin.
+        cells: replays to make.
+        num_workers: processes; 1: this one.
+        on_progress: told how many turns were replayed, over all cells, now and then.
+
+    Raises:
+        WorkerEndedError: the system has ended a worker, or a bug has.
+    """
+    num_workers = min(num_workers, len(cells))
+    if num_workers <= 1:
+        return list(_run_here(sessions, cells, on_progress))
+    context = multiprocessing.get_context("spawn")
+    resource_tracker.ensure_running()  # its start would undo what _no_interrupts does
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(_worker(context, sessions, number)) for number in range(num_workers)
+        ]
+        return _run_there(workers, cells, on_progress)
+
+
+def _run_here(
+    sessions: Sequence[Session], cells: Sequence[Cell], on_progress: OnProgress
+) -> Iterator[Outcome]:
+    num_turns = sum(len(session.turns) for session in sessions)
+    for index, cell in enumerate(cells):
+        before = index * num_turns
+
+        def tell(num_done: int, before: int = before) -> None:
+            on_progress(before + num_done)
+
+        yield replay(sessions, cell.hardware, cell.options, tell)
+
+
+def _run_there(
+    workers: Sequence[_Worker], cells: Sequence[Cell], on_progress: OnProgress
+) -> list[Outcome]:
+    """Deal cells out, one to each worker that is free, until all outcomes are there."""
+    waiting = iter(range(len(cells)))
+    busy: dict[Connection, tuple[_Worker, int]] = {}
+    num_done = [0] * len(cells)
+    outcomes: dict[int, Outcome] = {}
+    for worker in workers:
+        _deal(worker, cells, waiting, busy)
+    while busy:
+        for ready in wait(list(busy)):
+            connection = cast("Connection", ready)
+            worker, index = busy[connection]
+            found = _received(worker)
+            if isinstance(found, int):
+                num_done[index] = found
+                on_progress(sum(num_done))
+            else:
+                outcomes[index] = found
+                del busy[connection]
+                _deal(worker, cells, waiting, busy)
+    return [outcomes[index] for index in range(len(cells))]
+
+
+def _deal(
+    worker: _Worker,
+    cells: Sequence[Cell],
+    waiting: Iterator[int],
+    busy: dict[Connection, tuple[_Worker, int]],
+) -> None:
+    index = next(waiting, None)
+    if index is None:
+        return
+    busy[worker.connection] = (worker, index)
+    try:
+        worker.connection.send(cells[index])
+    except OSError as error:
+        raise _ended(worker) from error
+
+
+def _received(worker: _Worker) -> int | Outcome:
+    try:
+        found: int | Outcome = worker.connection.recv()
+    except (EOFError, OSError) as error:
+        raise _ended(worker) from error
+    return found
+
+
+def _ended(worker: _Worker) -> WorkerEndedError:
+    worker.process.join(JOIN_S)
+    return WorkerEndedError(
+        f"a process of the plan ended with code {worker.process.exitcode}",
+        "see above what it said; if it was killed for memory, try --jobs 1",
+    )
+
+
+@contextmanager
+def _worker(
+    context: multiprocessing.context.SpawnContext, sessions: Sequence[Session], number: int
+) -> Iterator[_Worker]:
+    """A worker, gone at the end."""
+    ours, theirs = context.Pipe()
+    process = context.Process(
+        target=_work, args=(theirs, sessions), name=f"kvd-plan-{number}", daemon=True
+    )
+    with ours:
+        try:
+            with theirs, _no_interrupts():
+                process.start()
+            yield _Worker(process, ours)
+        finally:
+            if process.pid is not None:
+                process.terminate()
+                process.join(JOIN_S)
+
+
+@contextmanager
+def _no_interrupts() -> Iterator[None]:
+    """Ctrl-C is held back meanwhile, and for good in processes that begin here.
+
+    They inherit the blocked signal. Here blocking is not enough, for numpy's threads take it too,
+    and a start that is broken off would leave a process that nobody knows.
+    """
+    noted: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    usual = (
+        signal.signal(signal.SIGINT, lambda number, _: noted.append(number)) if is_main else None
+    )
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if is_main:
+            signal.signal(signal.SIGINT, usual)
+    if noted:
+        raise KeyboardInterrupt
+
+
+def _work(connection: Connection, sessions: Sequence[Session]) -> None:
+    """A worker's life."""
+    try:
+        while True:
+            cell: Cell = connection.recv()
+            connection.send(replay(sessions, cell.hardware, cell.options, connection.send))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the parent is gone

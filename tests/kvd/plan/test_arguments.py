@@ -1,0 +1,173 @@
+"""The plan that a command line asks for."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvd.plan.arguments import (
+    KNOWN_POLICIES,
+    ArrivalArguments,
+    CapacityArguments,
+    CostArguments,
+    EngineArguments,
+    KvdArguments,
+    request_of,
+)
+from kvd.plan.decimal_sizes import GB
+from kvd.plan.load import recompute_load
+from kvd.plan.prices import Prices
+from shared.errors import ReportedError
+
+TRACE = Path("tests/data/trace_sample.jsonl.gz")
+ARRIVALS = ArrivalArguments(trace=TRACE)
+NO_BYTES = EngineArguments(kv_bytes_per_token="0B")  # noqa: S106 - tokens of text
+
+
+def _request(
+    arrivals=ARRIVALS,
+    engine=EngineArguments(),  # noqa: B008
+    capacity=CapacityArguments(),  # noqa: B008
+    kvd=KvdArguments(policy="lru"),  # noqa: B008
+    cost=CostArguments(),  # noqa: B008
+):
+    return request_of(arrivals, engine, capacity, kvd, cost, ("kvd", "plan"))
+
+
+def test_without_sizes_shares_of_the_footprint_are_tried():
+    """Six of them, a sixteenth of each in DRAM; two policies make twelve replays, and RE's."""
+    request = _request(kvd=KvdArguments(policy="lru,belady"))
+    footprint = request.workload.footprint_tokens * request.model.kv_bytes_per_token
+    totals = [capacity.total_bytes for capacity in request.capacities]
+    shares = [0.01, 0.02, 0.05, 0.1, 0.2, 0.4]
+    assert totals == pytest.approx([share * footprint for share in shares], abs=1)
+    assert request.capacities[0].dram_bytes == pytest.approx(totals[0] / 16, abs=1)
+    assert request.num_replays == 13
+
+
+def test_charged_windows_make_a_larger_footprint():
+    """Every session has a whole one."""
+    charged = KvdArguments(policy="lru", charge="window")
+    (capacity,) = _request(
+        capacity=CapacityArguments(capacity_share="100%"), kvd=charged
+    ).capacities
+    assert capacity.total_bytes == 12 * 4096 * 780_000
+
+
+def test_sizes_are_tried_as_given():
+    """Each HBM, DRAM and SSD together; every HBM has a baseline of its own."""
+    request = _request(capacity=CapacityArguments(hbm="8GB,16GB", dram="2GB", ssd="4GB,8GB"))
+    assert [capacity.ssd_bytes // GB for capacity in request.capacities] == [4, 8, 4, 8]
+    assert request.num_replays == 4 + 2
+
+
+def test_a_load_is_had_by_the_engine_s_speed():
+    """Begins and think times stay as recorded; all of the engine's times are scaled alike."""
+    request = _request(engine=EngineArguments(load=0.5))
+    engine = request.hardware.engine
+    assert recompute_load(request.workload.sessions, engine) == pytest.approx(0.5)
+    assert engine.fixed_s / engine.decode_step_s == pytest.approx(1.0)
+    assert request.workload.sessions == _request().workload.sessions
+
+
+def test_a_rate_is_had_by_the_begins():
+    """The engine stays as it is."""
+    request = _request(replace(ARRIVALS, arrival_rate=0.01))
+    assert request.workload.span_s == pytest.approx(11 / 0.01)
+    assert request.hardware.engine == _request().hardware.engine
+
+
+def test_what_is_given_overrides_the_engine_s_constants():
+    """Milliseconds become seconds."""
+    engine = _request(
+        engine=EngineArguments(slots=3, prefill_ms_per_token=2.0, fixed_ms=0.0, decode_step_ms=5.0)
+    ).hardware.engine
+    assert (engine.slots, engine.prefill_s_per_token, engine.fixed_s, engine.decode_step_s) == (
+        3, 0.002, 0.0, 0.005,
+    )  # fmt: skip
+
+
+def test_what_is_given_overrides_what_was_measured(tmp_path: Path):
+    """And that the defaults."""
+    path = tmp_path / "decode.json"
+    values = {"steps_per_s": {"low": 20.0, "median": 25.0, "high": 30.0}}
+    variants = [{"variant": "ours", "values": values}]
+    case = {"facts": {"batch": 8}, "variants": variants}
+    document = {"schema": "inference_svc.bench/1", "part": "decode", "cases": [case]}
+    path.write_text(json.dumps(document), encoding="utf-8")
+    measured = EngineArguments(calibration=(path,))
+    assert _request(engine=measured).hardware.engine.decode_step_s == pytest.approx(0.04)
+    given = replace(measured, decode_step_ms=7.0)
+    assert _request(engine=given).hardware.engine.decode_step_s == pytest.approx(0.007)
+
+
+def test_sessions_are_drawn():
+    """In the model's window, or the one that is given; as many as are asked for."""
+    drawn = ArrivalArguments(generate="sharegpt-like", sessions=300, rate=2.0, seed=5)
+    request = _request(drawn, EngineArguments(window=1024))
+    prompts = [
+        turn.history_tokens + turn.new_tokens
+        for session in request.workload.sessions
+        for turn in session.turns
+    ]
+    assert (len(request.workload.sessions), max(prompts) <= 1024) == (300, True)
+    assert request.options.window_tokens == 1024
+    assert "seed 5" in request.workload.origin
+
+
+def test_kvd_s_defaults_are_planned_for():
+    """TTL, watermark, load policy, warm-up: what is asked for, as the replay is told."""
+    options = _request().options
+    assert (options.ttl_s, options.watermark, options.load_policy) == (7 * 86400, 0.02, "always")
+    assert (options.tiers, options.charge, options.end_hints) == ("inclusive", "packed", False)
+    assert options.warmup_turns == 17  # of 88
+
+
+def test_gpus_are_the_paper_s_unless_given():
+    """Two for LLaMA-13B, four for the larger ones."""
+    assert _request().num_gpus == 2
+    assert _request(engine=EngineArguments(model="llama-70b")).num_gpus == 4
+    assert _request(cost=CostArguments(gpus=8)).num_gpus == 8
+    assert _request().prices == Prices()
+
+
+def test_all_policies_include_the_bound():
+    """Those of the daemon, and the one that only a plan can have."""
+    assert _request(kvd=KvdArguments(policy="all")).policies == list(KNOWN_POLICIES)
+    assert KNOWN_POLICIES[-1] == "belady"
+
+
+@pytest.mark.parametrize(
+    ("parts", "complaint"),
+    [
+        ({"arrivals": ArrivalArguments()}, "which sessions to replay is not clear"),
+        ({"arrivals": replace(ARRIVALS, generate="sharegpt-like")}, "is not clear"),
+        ({"arrivals": ArrivalArguments(generate="poisson")}, "no such generator: poisson"),
+        ({"arrivals": ArrivalArguments(generate="sharegpt-like", rate=0.0)}, "--rate 0"),
+        ({"arrivals": replace(ARRIVALS, arrival_rate=-1.0)}, "--arrival-rate -1"),
+        ({"arrivals": replace(ARRIVALS, think_scale=float("nan"))}, "--think-scale nan"),
+        ({"arrivals": replace(ARRIVALS, warmup_turns="88")}, "none of 88 turns"),
+        ({"engine": NO_BYTES}, "--kv-bytes-per-token is 0"),
+        ({"engine": EngineArguments(load=0.0)}, "--load 0"),
+        ({"engine": EngineArguments(fixed_ms=-1.0)}, "--fixed-ms -1"),
+        (
+            {"capacity": CapacityArguments(dram="1GB", capacity_share="1%")},
+            "sizes and shares do not go together",
+        ),
+        (
+            {
+                "engine": EngineArguments(window=1000),
+                "kvd": KvdArguments(policy="lru", charge="window"),
+            },
+            "is charged a window of 1000",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_is_replayed(parts, complaint):
+    """One line, exit 2, and what to do."""
+    with pytest.raises(ReportedError) as raised:
+        _request(**parts)
+    assert complaint in str(raised.value)
+    assert (raised.value.exit_code, "\n" in str(raised.value)) == (2, False)
+    assert raised.value.remedy

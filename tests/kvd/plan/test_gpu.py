@@ -1,0 +1,40 @@
+"""The engine's time: prefills one after another, decodes on a clock that prefills stop."""
+
+from kvd.plan.gpu import Gpu, Prefill
+
+
+def test_a_prefill_stalls_the_decodes_before_it():
+    """A decode ends later by the whole prefill that came between."""
+    gpu = Gpu()
+    gpu.add(Prefill(1, prefill_ns=10, decode_ns=100), now_ns=0)
+    assert gpu.next_ns() == 10
+    assert gpu.end_prefill(9) is None
+    assert gpu.end_prefill(10) == 1
+    assert gpu.next_ns() == 110
+    gpu.add(Prefill(2, prefill_ns=30, decode_ns=20), now_ns=50)
+    assert gpu.next_ns() == 80
+    assert gpu.end_decode(80) is None
+    assert gpu.end_prefill(80) == 2
+    assert gpu.next_ns() == 100  # the second one's, which is shorter
+    assert gpu.end_decode(100) == 2
+    assert gpu.next_ns() == 140
+    assert gpu.end_decode(140) == 1
+    assert gpu.next_ns() is None
+    assert (gpu.busy_ns, gpu.prefill_ns) == (140, 40)
+
+
+def test_prefills_run_in_the_order_in_which_they_came():
+    """The second begins when the first ends, and time without work is not busy."""
+    gpu = Gpu()
+    gpu.add(Prefill(1, prefill_ns=10, decode_ns=5), now_ns=100)
+    gpu.add(Prefill(2, prefill_ns=10, decode_ns=5), now_ns=105)
+    assert gpu.end_prefill(110) == 1
+    assert gpu.end_prefill(110) is None
+    assert gpu.next_ns() == 120
+    assert gpu.end_prefill(120) == 2
+    assert gpu.end_decode(125) == 1
+    assert gpu.end_decode(125) == 2
+    gpu.add(Prefill(3, prefill_ns=0, decode_ns=0), now_ns=1000)
+    assert gpu.end_prefill(1000) == 3
+    assert gpu.end_decode(1000) == 3
+    assert (gpu.busy_ns, gpu.prefill_ns) == (25, 20)

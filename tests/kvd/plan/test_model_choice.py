@@ -1,0 +1,86 @@
+"""KV bytes per token, by name or from a model directory."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvd.plan.model_choice import UnknownModelError, choose_model
+
+LLAMA = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "hidden_size": 512,
+    "max_position_embeddings": 2048,
+    "dtype": "bfloat16",
+}
+
+
+def _directory(path: Path, config: object) -> str:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return str(path)
+
+
+def _without(*names):
+    return {name: value for name, value in LLAMA.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("name", "megabytes"),
+    [("llama-13b", 0.78), ("llama-65b", 2.5), ("llama-70b", 0.31), ("falcon-40b", 0.12)],
+)
+def test_models_of_the_paper_have_its_sizes(name, megabytes):
+    """§4.2, as it writes them."""
+    assert choose_model(name, None, 0).kv_bytes_per_token == pytest.approx(megabytes * 1e6)
+
+
+@pytest.mark.parametrize(
+    ("config", "kv_bytes"),
+    [
+        (LLAMA, 2 * 4 * 2 * 64 * 2),
+        (LLAMA | {"head_dim": 128}, 2 * 4 * 2 * 128 * 2),
+        (LLAMA | {"dtype": "float32"}, 2 * 4 * 2 * 64 * 4),
+        (_without("dtype") | {"torch_dtype": "torch.float16"}, 2 * 4 * 2 * 64 * 2),
+        (_without("num_key_value_heads"), 2 * 4 * 8 * 64 * 2),
+        (_without("num_key_value_heads") | {"multi_query": True}, 2 * 4 * 1 * 64 * 2),
+        ({"text_config": LLAMA, "vision_config": {"num_hidden_layers": 9}}, 2 * 4 * 2 * 64 * 2),
+    ],
+)
+def test_a_directory_says_how_large_a_token_is(tmp_path: Path, config, kv_bytes):
+    """Two of them, for each layer and KV head, of the head's width."""
+    model = choose_model(_directory(tmp_path / "model", config), None, 0)
+    assert (model.name, model.kv_bytes_per_token, model.window_tokens) == ("model", kv_bytes, 2048)
+
+
+def test_what_is_given_counts():
+    """Size and window of the command line are taken; without a model, nothing else is known."""
+    model = choose_model("llama-13b", 1000, 512)
+    assert (model.kv_bytes_per_token, model.window_tokens) == (1000, 512)
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ({"num_hidden_layers": 4}, "no num_attention_heads"),
+        (_without("num_hidden_layers"), "no num_hidden_layers"),
+        (LLAMA | {"kv_lora_rank": 512}, "latents"),
+        ([], "no JSON object"),
+    ],
+)
+def test_a_directory_that_does_not_say_it_is_refused(tmp_path: Path, config, complaint):
+    """The line names the file and the way out."""
+    with pytest.raises(UnknownModelError) as raised:
+        choose_model(_directory(tmp_path / "model", config), None, 0)
+    assert complaint in str(raised.value)
+    assert "--kv-bytes-per-token" in str(raised.value)
+
+
+def test_an_unknown_name_is_refused(tmp_path: Path):
+    """The line names those there are."""
+    with pytest.raises(UnknownModelError, match="llama-13b, llama-65b"):
+        choose_model(str(tmp_path / "gpt"), None, 0)
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(UnknownModelError, match="cannot be read as JSON"):
+        choose_model(str(tmp_path), None, 0)

@@ -1,0 +1,77 @@
+"""From a request to priced results."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvd.plan.arguments import (
+    ArrivalArguments,
+    CapacityArguments,
+    CostArguments,
+    EngineArguments,
+    KvdArguments,
+    request_of,
+)
+from kvd.plan.decimal_sizes import GB
+from kvd.plan.planning import make_plan
+from kvd.plan.prices import Prices
+
+REQUEST = request_of(
+    ArrivalArguments(trace=Path("tests/data/trace_sample.jsonl.gz"), warmup_turns="0"),
+    EngineArguments(),
+    CapacityArguments(hbm="0,20GB", dram="1GB", ssd="4GB,16GB"),
+    KvdArguments(policy="lru"),
+    CostArguments(jobs=1),
+    ("kvd", "plan"),
+)
+
+
+@pytest.fixture(scope="module")
+def report():
+    """Two HBMs with two SSDs each."""
+    told = []
+    found = make_plan(REQUEST, told.append)
+    assert told[-1] == REQUEST.num_replays * 88
+    return found
+
+
+def test_results_stand_in_the_order_of_the_sweep(report):
+    """Each HBM with each SSD; one baseline an HBM."""
+    sizes = [(each.capacity.hbm_bytes, each.capacity.ssd_bytes // GB) for each in report.results]
+    assert sizes == [(0, 4), (0, 16), (20 * GB, 4), (20 * GB, 16)]
+    assert [each.capacity.hbm_bytes for each in report.baselines] == [0, 20 * GB]
+
+
+def test_gpus_are_paid_while_they_compute_and_tiers_all_the_time(report):
+    """Cost is GPU hours, and the hours of the whole replay for each GB."""
+    result, prices = report.results[1], Prices()
+    hours = result.outcome.span_s / 3600
+    assert result.cost.gpu == pytest.approx(2 * prices.gpu * result.outcome.gpu_hours)
+    assert result.cost.dram == pytest.approx(1 * prices.dram_gb * hours)
+    assert result.cost.ssd == pytest.approx(16 * prices.ssd_gb * hours)
+    assert result.outcome.gpu_hours <= hours
+
+
+def test_recomputing_pays_no_tiers(report):
+    """It is what the others are compared with: the one of the same HBM."""
+    baseline = report.baselines[1]
+    assert (baseline.cost.dram, baseline.cost.ssd, baseline.cost_ratio) == (0.0, 0.0, 1.0)
+    assert baseline.outcome.num_hits == 0
+    found = report.results[2]
+    assert found.cost_ratio == pytest.approx(found.cost.total / baseline.cost.total)
+
+
+def test_everything_asked_for_is_in_the_report(report):
+    """So that a document says how it came about."""
+    assert report.workload.num_turns == 88
+    assert report.workload.footprint_bytes == report.workload.footprint_tokens * 780_000
+    assert report.options["tiers"] == "inclusive"
+    assert (report.command, report.num_gpus) == (("kvd", "plan"), 2)
+
+
+def test_free_machines_have_no_ratio():
+    """Nothing by nothing is no number."""
+    free = replace(REQUEST, prices=Prices(0.0, 0.0, 0.0), capacities=REQUEST.capacities[:1])
+    (found,) = make_plan(free, lambda _: None).results
+    assert (found.cost.total, found.cost_ratio) == (0.0, 0.0)

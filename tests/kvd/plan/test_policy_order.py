@@ -1,0 +1,52 @@
+"""Policies in a replay of a generated chat trace compare as an independent simulator found.
+
+A tenth of the paper's experiment: sessions, capacities, slots and bandwidths are divided alike.
+"""
+
+import pytest
+
+from kvd.plan.generate import sharegpt_like
+from kvd.plan.hardware import EngineConstants, Hardware
+from kvd.plan.outcome import Outcome
+from kvd.plan.replay import ReplayOptions, replay
+
+WINDOW_TOKENS = 4096
+SLOT_BYTES = 3_200_000_000
+ENGINE = EngineConstants(slots=24, prefill_s_per_token=5e-3, decode_step_s=0.2, fixed_s=0.2)
+
+
+def outcome_of(policy: str, ssd_slots: int, dram_slots: int = 4) -> Outcome:
+    sessions = sharegpt_like(900, 0.1, WINDOW_TOKENS, seed=3)
+    hardware = Hardware(dram_slots * SLOT_BYTES, ssd_slots * SLOT_BYTES, 0, 5e8, 25e8, ENGINE)
+    return replay(
+        sessions,
+        hardware,
+        ReplayOptions(
+            policy,
+            780_000,
+            charge="window",
+            window_tokens=WINDOW_TOKENS,
+            tiers="exclusive",
+            warmup_turns=1000,
+            load_policy="always",
+            think_scale=0.0,
+        ),
+    )
+
+
+@pytest.mark.parametrize("ssd_slots", [62, 313])
+def test_the_more_of_the_queue_a_policy_sees_the_more_hits(ssd_slots):
+    """The paper's window beats LRU, the whole queue beats the window, and is as good as any."""
+    tok = {
+        policy: outcome_of(policy, ssd_slots).hits_tok
+        for policy in ("lru", "lookahead", "lookahead_queue", "belady")
+    }
+    assert tok["lru"] + 0.05 < tok["lookahead"]
+    assert tok["lookahead"] < tok["lookahead_queue"]
+    assert tok["lookahead_queue"] == pytest.approx(tok["belady"], abs=0.02)
+
+
+def test_a_long_queue_has_the_histories_in_dram_in_time():
+    """LRU reads on demand; with a window of 16 jobs, what hits is in DRAM when its turn starts."""
+    assert outcome_of("lru", 313, 16).dram_share < 0.25
+    assert outcome_of("lookahead_queue", 313, 16).dram_share_4_ahead >= 0.99

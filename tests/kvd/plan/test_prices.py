@@ -1,0 +1,61 @@
+"""Prices, and what a replay costs."""
+
+from pathlib import Path
+
+import pytest
+
+from kvd.plan.decimal_sizes import GB
+from kvd.plan.prices import BadPricesError, Prices, cost_of, read_prices
+
+
+@pytest.mark.parametrize(("num_gpus", "share"), [(2, 0.164), (4, 0.090)])
+def test_storage_has_the_paper_s_share_of_the_cost(num_gpus, share):
+    """128 GB and 10 TB: 16.4 % of the cost on two GPUs, 9.0 % on four (§4.2, a TB of 1,024 GB)."""
+    cost = cost_of(
+        Prices(),
+        num_gpus=num_gpus,
+        gpu_hours=6.25,
+        storage_hours=6.25,
+        dram_bytes=128 * GB,
+        ssd_bytes=10 * 1024 * GB,
+    )
+    assert cost.storage_share == pytest.approx(share, abs=0.0006)
+    assert cost.total == cost.gpu + cost.dram + cost.ssd
+    assert cost.gpu == num_gpus * 5 * 6.25
+
+
+def test_nothing_costs_nothing():
+    """Free GPUs and no tiers have no share of anything."""
+    cost = cost_of(
+        Prices(gpu=0), num_gpus=1, gpu_hours=1, storage_hours=1, dram_bytes=0, ssd_bytes=0
+    )
+    assert (cost.total, cost.storage_share) == (0, 0)
+
+
+def test_prices_that_a_file_leaves_out_are_the_paper_s(tmp_path: Path):
+    """A file says only what is different."""
+    path = tmp_path / "prices.toml"
+    path.write_text("gpu = 2\nssd_gb = 0.0001\n", encoding="utf-8")
+    assert read_prices(path) == Prices(gpu=2.0, dram_gb=0.0088, ssd_gb=0.0001)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("gpu = -1", "gpu = -1 is no price"),
+        ("gpu = true", "gpu = True is no price"),
+        ("gpu = nan", "gpu = nan is no price"),
+        ("cpu = 1", "no such price: cpu"),
+        ("gpu == 1", "not TOML"),
+    ],
+)
+def test_a_bad_file_is_refused(tmp_path: Path, text, complaint):
+    """One line that names the prices there are."""
+    path = tmp_path / "prices.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(BadPricesError) as raised:
+        read_prices(path)
+    assert complaint in str(raised.value)
+    assert "gpu, dram_gb, ssd_gb" in str(raised.value)
+    with pytest.raises(BadPricesError, match="cannot be read"):
+        read_prices(tmp_path / "none.toml")

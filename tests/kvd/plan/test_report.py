@@ -1,0 +1,81 @@
+"""The document that scripts read, and the tables that people read."""
+
+import io
+import json
+
+from rich.console import Console
+
+from kvd.plan.decimal_sizes import GB
+from kvd.plan.figures import SCHEMA
+from kvd.plan.report import as_document, tables
+from tests.kvd.plan.plans import plan, result, swept
+
+
+def _text(report):
+    out = io.StringIO()
+    console = Console(file=out, width=200)
+    for table in tables(report):
+        console.print(table)
+    return out.getvalue()
+
+
+def test_the_document_has_everything_flat():
+    """A row a result, in the order of the sweep, as JSON without inf or nan."""
+    document = json.loads(json.dumps(as_document(swept()), allow_nan=False))
+    assert (document["schema"], document["workload"]["recompute_load"]) == (SCHEMA, 1.25)
+    assert [row["policy"] for row in document["results"][:3]] == ["lru", "belady", "lru"]
+    row = document["results"][2]
+    assert (row["dram_bytes"], row["ssd_bytes"]) == (8 * GB, 120 * GB)
+    assert (row["hits_tok"], row["cost"]["total"], row["cost_against_re"]) == (0.6, 6.0, 0.6)
+    assert (row["queue_mean"], row["recompute_load"]) == (37.0, 1.25)
+    assert document["baselines"][0]["policy"] == "re"
+    assert document["curves"][0]["knee"]["ssd_bytes"] == 120 * GB
+    assert document["curves"][0]["cheapest"]["ssd_bytes"] == 240 * GB
+
+
+def test_load_and_queue_stand_beside_every_hit_rate():
+    """In the same row."""
+    rows = [line.split() for line in _text(swept()).splitlines()]
+    found = [row for row in rows if "lru" in row and "60.0%" in row]
+    assert found
+    row = found[0]
+    assert row.index("1.25") < row.index("37") < row.index("60.0%")
+
+
+def test_the_tables_say_what_was_replayed_and_how_much_is_enough():
+    """Sessions, model, engine, prices; the knee with its hit rate, and the cheapest."""
+    text = _text(swept())
+    assert "a<b>.jsonl: 9 sessions, 110 turns" in text
+    assert "KV 780 KB a token, window 4096" in text
+    assert "2 GPUs at 5, DRAM 0.0088 and SSD 8.2e-05 a GB" in text
+    assert "8 GB + 120 GB (tok 60.0%)" in text
+    assert "16 GB + 240 GB (5.50, tok 70.0%)" in text
+
+
+def test_one_capacity_has_no_curve():
+    """Then there is nothing to say about how much."""
+    text = _text(plan(result("lru", 8, 100, 0.5, 4.0)))
+    assert "how much" not in text
+    assert "8 GB + 100 GB" in text
+    assert "40.0%" in text  # of RE's cost
+
+
+def test_a_missing_knee_says_why():
+    """Too few capacities, or a range in which every byte brings as much."""
+    two = plan(*(result("lru", 8, size, size / 500, 4.0) for size in (100, 200)))
+    straight = plan(*(result("lru", 0, size, size / 500, 4.0) for size in (100, 200, 300)))
+    assert "takes 3 capacities" in _text(two)
+    assert "none in this range" in _text(straight)
+
+
+def test_hbm_is_shown_if_it_was_swept():
+    """Else its column would say nothing."""
+    results = [result("lru", 8, 100, 0.5, 4.0, hbm_gb=size) for size in (10, 20)]
+    assert "20 GB + 8 GB + 100 GB" in _text(plan(*results))
+
+
+def test_nothing_to_have_a_share_of_is_no_zero():
+    """Without hits there is no DRAM share; without a load (all begin at once) there is a dash."""
+    text = _text(plan(result("lru", 8, 100, 0.0, 4.0, num_hits=0, recompute_load=0.0)))
+    (row,) = [line for line in text.splitlines() if " lru " in line and "37" in line]
+    assert row.split()[-8:] == ["-", "37", "0", "0.0%", "0.0%", "0.0%", "-", "-"]

@@ -1,0 +1,36 @@
+"""Many replays, here or in other processes."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvd.plan.decimal_sizes import GB
+from kvd.plan.generate import sharegpt_like
+from kvd.plan.hardware import Hardware
+from kvd.plan.replay_options import ReplayOptions
+from kvd.plan.sweep import Cell, WorkerEndedError, run_cells
+
+SESSIONS = sharegpt_like(60, 1.0, 4096, 3)
+NUM_TURNS = sum(len(session.turns) for session in SESSIONS)
+LRU = ReplayOptions("lru", 819200)
+CELLS = [Cell(Hardware(GB, size * GB), LRU) for size in (40, 5, 20)]
+
+
+def test_outcomes_do_not_depend_on_who_computed_them():
+    """In the cells' order, whatever was ready first; all turns are told of."""
+    told = []
+    here = run_cells(SESSIONS, CELLS, 1, told.append)
+    assert (told == sorted(told), told[-1]) == (True, 3 * NUM_TURNS)
+    told.clear()
+    there = run_cells(SESSIONS, CELLS, 2, told.append)
+    assert (there, told[-1]) == (here, 3 * NUM_TURNS)
+    hits = [found.hits_tok for found in here]
+    assert hits[1] < hits[2] < hits[0]
+
+
+def test_a_worker_that_ends_is_no_endless_wait():
+    """A bug in a replay, or the system, ends it: the plan says so, and no process stays."""
+    broken = Cell(Hardware(GB, GB), replace(LRU, policy="none"))
+    with pytest.raises(WorkerEndedError, match="ended with code 1") as raised:
+        run_cells(SESSIONS, [broken, broken], 2, lambda _: None)
+    assert "--jobs 1" in raised.value.remedy

@@ -1,0 +1,171 @@
+"""DRAM and SSD as byte counts: who moves where, and what is written."""
+
+import pytest
+
+from kvd.core.eviction.registry import make_policy
+from kvd.core.queue_window import QueueChange, QueuedJob
+from kvd.core.records import Tier
+from kvd.core.session_placement import SessionPlacement
+from kvd.plan.tiers import Tiers
+from shared.session_key import SessionKey
+
+A, B, C, D = (SessionKey("t", "m", name) for name in "ABCD")
+
+
+class Shelf:
+    """Tiers with a policy, and stores that tell it."""
+
+    def __init__(self, dram: int, ssd: int, *, policy="lru", exclusive=True, watermark=0.0):
+        self.placement = SessionPlacement(
+            lambda context: make_policy(policy, context), lambda: dram + ssd
+        )
+        self.tiers = Tiers(
+            self.placement,
+            {Tier.DRAM: dram, Tier.SSD: ssd},
+            charge=lambda num_bytes: num_bytes,
+            are_exclusive=exclusive,
+            watermark=watermark,
+        )
+        self.now_ns = 0
+
+    def store(self, key: SessionKey, num_bytes: int, clean_bytes: int = 0) -> None:
+        self.now_ns += 1
+        self.placement.policy.touched(key, self.now_ns)
+        self.tiers.store(key, num_bytes, clean_bytes, self.now_ns)
+        self.tiers.check()
+
+    def queue(self, *keys: SessionKey) -> None:
+        waiting = [QueuedJob((0, 0.0, number), key) for number, key in enumerate(keys)]
+        self.placement.replace_queue(1, QueueChange(waiting=waiting), self.now_ns)
+
+    def where(self, *keys: SessionKey) -> list[Tier | None]:
+        return [self.tiers.find(key) for key in keys]
+
+
+def test_the_coldest_session_is_demoted_and_then_dropped():
+    """DRAM takes two, SSD one: the fourth store pushes the first session out."""
+    shelf = Shelf(20, 10)
+    for key in (A, B, C):
+        shelf.store(key, 10)
+    assert shelf.where(A, B, C) == [Tier.SSD, Tier.DRAM, Tier.DRAM]
+    shelf.store(D, 10)
+    assert shelf.where(A, B, C, D) == [None, Tier.SSD, Tier.DRAM, Tier.DRAM]
+    assert shelf.tiers.bytes_written == 20
+
+
+def test_a_session_too_large_for_dram_goes_to_ssd_and_evicts_nobody_there():
+    """What does not fit anywhere is not kept, and nothing gives way for it in vain."""
+    shelf = Shelf(20, 30)
+    shelf.store(A, 10)
+    shelf.store(B, 25)
+    assert shelf.where(A, B) == [Tier.DRAM, Tier.SSD]
+    shelf.store(C, 31)
+    assert shelf.where(A, B, C) == [Tier.DRAM, Tier.SSD, None]
+
+
+def test_a_session_that_runs_holds_nothing_with_exclusive_tiers():
+    """Its room in either tier is free until it is stored again."""
+    shelf = Shelf(10, 10)
+    shelf.store(A, 10)
+    shelf.store(B, 10)
+    assert shelf.where(A, B) == [Tier.SSD, Tier.DRAM]
+    for key in (A, B):
+        shelf.tiers.run(key)
+        shelf.tiers.check()
+    assert shelf.where(A, B) == [None, None]
+    shelf.store(C, 10)
+    shelf.store(D, 10)
+    assert shelf.tiers.bytes_written == 20
+
+
+def test_inclusive_tiers_keep_what_was_written():
+    """DRAM is left without a write, and a session that grew writes what is new."""
+    shelf = Shelf(10, 30, exclusive=False)
+    shelf.store(A, 8)
+    shelf.store(B, 8)
+    assert (shelf.where(A, B), shelf.tiers.bytes_written) == ([Tier.SSD, Tier.DRAM], 16)
+    shelf.tiers.run(A)
+    assert shelf.tiers.find(A) is None  # the engine has it
+    shelf.tiers.check()
+    shelf.store(A, 10, clean_bytes=8)
+    assert (shelf.where(A, B), shelf.tiers.bytes_written) == ([Tier.DRAM, Tier.SSD], 18)
+    shelf.tiers.run(A)
+    shelf.store(A, 9, clean_bytes=4)  # its history was cut
+    assert shelf.tiers.bytes_written == 23
+
+
+def test_a_copy_on_ssd_may_go_while_dram_has_the_session():
+    """SSD for one session: each is written when it is stored, and the last one stays there."""
+    shelf = Shelf(20, 10, exclusive=False)
+    shelf.store(A, 10)
+    shelf.store(B, 10)
+    assert shelf.where(A, B) == [Tier.DRAM, Tier.DRAM]
+    shelf.store(C, 10)  # A leaves DRAM; on SSD it is colder than C
+    assert shelf.where(A, B, C) == [None, Tier.DRAM, Tier.DRAM]
+
+
+@pytest.mark.parametrize("exclusive", [True, False])
+def test_reading_ahead_displaces_only_what_is_needed_later(exclusive):
+    """The head of the queue displaces its tail, and not the other way round."""
+    shelf = Shelf(10, 30, policy="lookahead_queue", exclusive=exclusive)
+    shelf.store(A, 10)
+    shelf.store(B, 10)
+    assert shelf.where(A, B) == [Tier.SSD, Tier.DRAM]
+    shelf.queue(B, A)
+    assert not shelf.tiers.reserve(A, shelf.now_ns)
+    assert not shelf.tiers.is_reading(A)
+    shelf.queue(A, B)
+    assert shelf.tiers.reserve(A, shelf.now_ns)
+    shelf.tiers.check()
+    assert (shelf.where(A, B), shelf.tiers.is_reading(A)) == ([Tier.SSD, Tier.SSD], True)
+    shelf.tiers.end_reading(A)
+    shelf.tiers.check()
+    assert shelf.where(A, B) == [Tier.DRAM, Tier.SSD]
+
+
+def test_what_is_read_is_not_evicted():
+    """A session that a turn waits for stays on SSD, though it is the coldest there."""
+    shelf = Shelf(10, 20)
+    for key in (A, B, C):
+        shelf.store(key, 10)
+    shelf.tiers.begin_reading(A)
+    shelf.store(D, 10)
+    assert shelf.where(A, B, C, D) == [Tier.SSD, None, Tier.SSD, Tier.DRAM]
+    shelf.tiers.end_reading(A)
+    shelf.tiers.run(A)
+    shelf.tiers.check()
+    assert shelf.tiers.find(A) is None
+
+
+def test_the_room_of_a_read_that_is_given_up_is_free_again():
+    """A turn that starts before its session is read, and computes instead, leaves nothing."""
+    shelf = Shelf(10, 20, policy="lookahead_queue")
+    shelf.store(A, 10)
+    shelf.store(B, 10)
+    shelf.queue(A)
+    assert shelf.tiers.reserve(A, shelf.now_ns)
+    shelf.tiers.run(A)
+    shelf.tiers.check()
+    shelf.store(C, 10)
+    assert shelf.where(A, B, C) == [None, Tier.SSD, Tier.DRAM]
+
+
+def test_a_stored_session_that_is_the_coldest_itself_goes_down():
+    """With DRAM and SSD full of sessions that wait, an idle one is not kept."""
+    shelf = Shelf(10, 10, policy="lookahead_queue")
+    shelf.store(A, 10)
+    shelf.store(B, 10)
+    shelf.queue(A, B)
+    shelf.store(C, 10)
+    assert shelf.where(A, B, C) == [Tier.SSD, Tier.DRAM, None]
+    shelf.tiers.drop(A)
+    shelf.store(C, 10)
+    assert shelf.where(A, B, C) == [None, Tier.DRAM, Tier.SSD]
+
+
+def test_the_watermark_is_never_used():
+    """A quarter of DRAM stays free."""
+    shelf = Shelf(40, 100, watermark=0.25)
+    for key in (A, B, C, D):
+        shelf.store(key, 10)
+    assert shelf.where(A, B, C, D) == [Tier.SSD, Tier.DRAM, Tier.DRAM, Tier.DRAM]

@@ -1,0 +1,125 @@
+"""Traces: what is read, and what is said of files that are none."""
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from kvd.plan.trace import BadTraceError, Session, Turn, footprint_tokens, read_trace, truncated
+
+SAMPLE = Path(__file__).parents[2] / "data" / "trace_sample.jsonl.gz"
+TURN = {
+    "t": 1.5,
+    "session": 7,
+    "turn": 1,
+    "new_tokens": 10,
+    "output_tokens": 5,
+    "history_tokens": 0,
+    "think_s": 0.0,
+}
+
+
+def line(**changes: object) -> str:
+    return json.dumps({**TURN, **changes}) + "\n"
+
+
+def test_sessions_are_read_in_the_order_in_which_they_begin(tmp_path):
+    """Turns belong to their sessions; of the times of arrival the first one counts."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        line(t=4, session="late")
+        + line(t=2, hash_ids=[1, 2])
+        + "\n"
+        + line(t=9, turn=2, new_tokens=3, history_tokens=15, think_s=6.5)
+    )
+    early = Session(2.0, (Turn(10, 5, 0, 0.0), Turn(3, 5, 15, 6.5)))
+    assert read_trace(path) == [early, Session(4.0, (Turn(10, 5, 0, 0.0),))]
+    assert footprint_tokens(read_trace(path)) == 23 + 15
+
+
+def test_gzip_and_plain_files_read_the_same(tmp_path):
+    """Whether a file is compressed shows in its first bytes, not in its name."""
+    sessions = read_trace(SAMPLE)
+    plain = tmp_path / "sample.gz"
+    plain.write_bytes(gzip.decompress(SAMPLE.read_bytes()))
+    assert read_trace(plain) == sessions
+    assert len(sessions) == 12
+
+
+@pytest.mark.parametrize(
+    ("text", "number", "what"),
+    [
+        ("nonsense\n", 1, "not JSON"),
+        (line() + "[1, 2]\n", 2, "not a JSON object"),
+        (line() + "[" * 100_000 + "\n", 2, "not JSON"),
+        (line(turn=2), 1, "turn 2 of session 7 comes where turn 1 is due"),
+        (line() + line(turn=3), 2, "turn 3 of session 7 comes where turn 2 is due"),
+        (line() + "\n" + line(), 3, "turn 1 of session 7 comes where turn 2 is due"),
+        (line(new_tokens=-1), 1, "new_tokens is -1"),
+        (line(output_tokens=1 << 40), 1, "output_tokens is 1099511627776"),
+        (line(output_tokens=int("9" * 400)), 1, "output_tokens is 999"),
+        (line(history_tokens=1.5), 1, "history_tokens is 1.5"),
+        (line(new_tokens=True), 1, "new_tokens is true"),
+        (line(new_tokens="3"), 1, 'new_tokens is "3"'),
+        (line(think_s=float("nan")), 1, "think_s is NaN"),
+        (line(think_s=float("inf")), 1, "think_s is Infinity"),
+        (line(t=-1), 1, "t is -1"),
+        (line(t=1e300), 1, "t is 1e+300"),
+        (line(t=None), 1, "t is null"),
+        (line(session=[1]), 1, "session is [1]"),
+        (line(session=False), 1, "session is false"),
+        *((line().replace(f'"{name}"', '"x"'), 1, f"no {name}") for name in TURN),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, text, number, what):
+    """The error is one line: file, line number, what is wrong, and what to do."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text(text)
+    with pytest.raises(BadTraceError) as raised:
+        read_trace(path)
+    assert raised.value.message.startswith(f"{path}:{number}: {what}")
+    assert raised.value.remedy
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"", ": no turn in it"),
+        (b"\n \n", ": no turn in it"),
+        (b"\xff\xfe\x00", ":1: not text"),
+        (gzip.compress(b""), ": no turn in it"),
+        (b"\x1f\x8b broken", ":1: the gzip data is broken"),
+        (gzip.compress(line().encode())[:-8], ":2: the gzip data is broken"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path, content, what):
+    """Empty, binary and broken files are told apart."""
+    path = tmp_path / "trace"
+    path.write_bytes(content)
+    with pytest.raises(BadTraceError) as raised:
+        read_trace(path)
+    assert raised.value.message.startswith(f"{path}{what}")
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path):
+    """A directory, a pipe that nobody writes to and a missing file end in an error at once."""
+    os.mkfifo(tmp_path / "pipe")
+    for name, what in (
+        ("", "is a directory"),
+        ("pipe", "is not a regular file"),
+        ("missing", "cannot be read (No such file or directory)"),
+    ):
+        with pytest.raises(BadTraceError, match="give the path of a") as raised:
+            read_trace(tmp_path / name)
+        assert what in raised.value.message
+
+
+def test_truncation_drops_halves_of_the_window():
+    """Half a window goes at a time, until the new tokens fit; never below nothing."""
+    assert truncated(90, 10, 100) == 90
+    assert truncated(91, 10, 100) == 41
+    assert truncated(140, 20, 100) == 40
+    assert truncated(30, 200, 100) == 0
