@@ -1,4 +1,4 @@
-"""`inference-svc bench`: turns, overlap, serve, decode. See inference_svc/bench/README.md."""
+"""`inference-svc bench`: its parts as commands. See inference_svc/bench/README.md."""
 
 import sys
 from pathlib import Path
@@ -12,6 +12,7 @@ from inference_svc.bench.options import (
     Dtype,
     ModelChoice,
     OverlapOptions,
+    PoliciesOptions,
     RunOptions,
     ServeOptions,
     Tier,
@@ -172,6 +173,69 @@ def serve(
         rounds,
         max_running,
         dram_mib << 20,
+        seed,
+    )
+    choice = _choice(model, random, layers, dtype, device, threads)
+    measure(options, choice, _run_options(directory), json_to, plot)
+
+
+@bench_app.command()
+def policies(
+    model: ModelDir = None,
+    random: RandomName = "",
+    layers: Layers = 0,
+    dtype: DtypeName = "auto",
+    device: Device = "cpu",
+    threads: Threads = 0,
+    names: Annotated[str, typer.Option("--policies", help="Of kvd's eviction.")] = ",".join(
+        PoliciesOptions().policies
+    ),
+    trace: Annotated[
+        Path | None, typer.Option(help="Sessions to replay. Default: generated.")
+    ] = None,
+    sessions: Annotated[int, typer.Option(min=1, help="How many of them.")] = 32,
+    scale: Annotated[float, typer.Option(min=0, help="Multiplies lengths.")] = 0.1,
+    think_scale: Annotated[float, typer.Option(min=0, help="Multiplies think times.")] = 0.0,
+    window: Annotated[int, typer.Option(min=16, help="A session ends before this context.")] = 1024,
+    arrival_rate: Annotated[
+        float, typer.Option(min=0, help="Sessions that begin in a second; 0: all at once.")
+    ] = 0.0,
+    dram: Annotated[
+        float, typer.Option(min=0, help="DRAM, as a part of all sessions' KV at their ends.")
+    ] = 0.2,
+    ssd: Annotated[float, typer.Option(min=0, help="SSD, in the same way.")] = 0.4,
+    max_running: Annotated[int, typer.Option(min=1, help="Turns in a batch.")] = 1,
+    end_hints: Annotated[bool, typer.Option(help="Last turns say that they are.")] = False,
+    warmup_turns: Annotated[int, typer.Option(min=0, help="First turns, not counted.")] = 0,
+    rounds: Annotated[int, typer.Option(min=1, help="Replays of each policy.")] = 1,
+    plan_trace: Annotated[
+        Path | None,
+        typer.Option(help="Write the sessions there, and say how to ask `kvd plan` the same."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of generated sessions, and of arrivals.")] = 0,
+    directory: Directory = None,
+    json_to: Json = "",
+    plot: Plot = None,
+) -> None:
+    """Eviction policies, over tiers that are too small: hits, DRAM share, TTFT, queue."""
+    chosen = tuple(name for name in names.split(",") if name)
+    if not chosen:
+        raise InvalidInputError("there is nothing to measure", "name some with --policies")
+    options = PoliciesOptions(
+        chosen,
+        trace,
+        sessions,
+        scale,
+        think_scale,
+        window,
+        arrival_rate,
+        dram,
+        ssd,
+        max_running,
+        end_hints,
+        warmup_turns,
+        rounds,
+        plan_trace,
         seed,
     )
     choice = _choice(model, random, layers, dtype, device, threads)

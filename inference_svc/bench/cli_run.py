@@ -101,3 +101,5 @@ def _write(report: Report, json_to: str) -> None:
     for table in tables(report):
         console.print(table)
         console.print()
+    for note in (note for case in report.cases for note in case.notes):
+        typer.echo(note)  # not wrapped: it may be a command

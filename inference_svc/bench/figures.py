@@ -65,12 +65,14 @@ class Case:
 
     Attributes:
         facts: history_tokens, new_tokens and whatever else makes the case.
+        notes: lines for people.
     """
 
     name: str
     facts: Mapping[str, float]
     variants: tuple[Measured, ...]
     ratios: tuple[Ratio, ...]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,7 @@ class Report:
     """Everything of one run.
 
     Attributes:
-        part: "turns", "overlap", "serve" or "decode".
+        part: "turns", "overlap", "serve", "policies" or "decode".
         metric: the one that the part is about: what a plot shows.
     """
 

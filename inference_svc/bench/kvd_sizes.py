@@ -10,16 +10,19 @@ class KvdSizes:
     Attributes:
         ssd_bytes: 0: no SSD tier.
         writes_through: to SSD at once; else only what has to leave DRAM is written.
+        policy: of eviction; "": kvd's default.
     """
 
     dram_bytes: int
     ssd_bytes: int = 0
     segment_bytes: int = 64 << 20
     writes_through: bool = True
+    policy: str = ""
 
     def toml(self) -> str:
         """Settings: nothing expires, nothing outlives the process but what is on SSD."""
         admission = "write_through" if self.writes_through else "on_evict"
+        eviction = f'[eviction]\npolicy = "{self.policy}"\n' if self.policy else ""
         return f"""
 [dram]
 bytes = {self.dram_bytes}
@@ -36,4 +39,4 @@ load_wait = "120s"
 [log]
 level = "warning"
 format = "json"
-"""
+{eviction}"""

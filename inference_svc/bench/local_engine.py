@@ -95,6 +95,7 @@ class LocalEngine:
         keep_tokens: int = 0,
         history_tokens: int | None = None,
         is_over: Callable[[], bool] | None = None,
+        is_final: bool = False,
     ) -> TurnTimes:
         """Answer one turn.
 
@@ -108,6 +109,7 @@ class LocalEngine:
                 it is given up, and the session stays as kvd has it.
             history_tokens: for kvd's look-ahead; as `keep_tokens` if not given.
             is_over: ends the answer before its length.
+            is_final: the session will not come back, and kvd is told so.
         """
         engine = self.parts.engine
         if source not in KEEPS_RESIDENT:
@@ -123,7 +125,7 @@ class LocalEngine:
                 arrived_ns=time.monotonic_ns(),
                 history_tokens=min(history, len(prompt_ids)),
             ),
-            is_final=False,
+            is_final=is_final,
             sampler=Sampler(SamplingParams(max_tokens=max_tokens, ignore_eos=True)),
             sink=sink,
             done=asyncio.get_running_loop().create_future(),

@@ -120,6 +120,37 @@ class ServeOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class PoliciesOptions:
+    """Part `policies`.
+
+    Attributes:
+        policies: of kvd's eviction.
+        trace, num_sessions, scale, think_scale, window_tokens, seed: as of `serve`.
+        arrivals_per_s: sessions that begin, in the mean; 0: all at once.
+        dram_share, ssd_share: sizes of the tiers, of the KV of all sessions at their ends.
+        end_hints: a session's last turn says that it is the last.
+        warmup_turns: the first to arrive, which are not counted.
+        plan_trace: the sessions are written there for `kvd plan`; None: nowhere.
+    """
+
+    policies: tuple[str, ...] = ("fifo", "lru", "lookahead", "lookahead_queue", "predictive")
+    trace: Path | None = None
+    num_sessions: int = 32
+    scale: float = 0.1
+    think_scale: float = 0.0
+    window_tokens: int = 1024
+    arrivals_per_s: float = 0.0
+    dram_share: float = 0.2
+    ssd_share: float = 0.4
+    max_running: int = 1
+    end_hints: bool = False
+    warmup_turns: int = 0
+    rounds: int = 1
+    plan_trace: Path | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeOptions:
     """Part `decode`."""
 

@@ -128,6 +128,8 @@ def _value(metric: str, value: float) -> str:
         return f"{value * 1e3:,.1f} ms" if value < 10 else f"{value:,.1f} s"
     if metric.endswith("_share"):
         return f"{value:.1%}"
+    if metric.endswith("_bytes"):
+        return format_bytes(round(value))
     return f"{value:g}"
 
 

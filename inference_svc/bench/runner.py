@@ -10,13 +10,14 @@ import torch
 import uvloop
 
 from inference_svc.assembly import Model
-from inference_svc.bench import decode, overlap, saving, serve, ssd_turns, turns
+from inference_svc.bench import decode, overlap, policies, saving, serve, ssd_turns, turns
 from inference_svc.bench.figures import Case, Report
 from inference_svc.bench.machine import machine_facts, subject_of
 from inference_svc.bench.options import (
     DecodeOptions,
     ModelChoice,
     OverlapOptions,
+    PoliciesOptions,
     RunOptions,
     ServeOptions,
     TurnsOptions,
@@ -25,7 +26,7 @@ from inference_svc.bench.random_model import chosen_model
 from inference_svc.bench.workspace import Workspace, workspace
 from inference_svc.runtime.model.calibration import calibrate
 
-Part = TurnsOptions | OverlapOptions | ServeOptions | DecodeOptions
+Part = TurnsOptions | OverlapOptions | ServeOptions | PoliciesOptions | DecodeOptions
 Measure = Callable[[Workspace], Awaitable[tuple[Case, ...]]]
 
 
@@ -95,6 +96,13 @@ def _plan(part: Part, options: RunOptions) -> tuple[str, str, int, Measure]:
                 serve.METRIC,
                 part.window_tokens,
                 lambda work: serve.measure_serve(part, options, work),
+            )
+        case PoliciesOptions():
+            return (
+                "policies",
+                policies.METRIC,
+                part.window_tokens,
+                lambda work: policies.measure_policies(part, options, work),
             )
         case DecodeOptions():
             window = decode.window_tokens(part)

@@ -16,13 +16,13 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 from inference_svc.bench.bench_session import in_turn
-from inference_svc.bench.chat_like import chat_like_sessions
 from inference_svc.bench.figures import Case
 from inference_svc.bench.interleaved import Interleaved
 from inference_svc.bench.local_engine import LocalEngine, running_engine
 from inference_svc.bench.options import RunOptions, ServeOptions
 from inference_svc.bench.replay_log import ReplayLog
-from inference_svc.bench.trace import Session, fitting, read_trace, scaled
+from inference_svc.bench.replayed import footprint_tokens, origin_of, replayed_sessions
+from inference_svc.bench.trace import Session
 from inference_svc.bench.workspace import Workspace
 
 METRIC = "ttft_p50_s"
@@ -33,21 +33,15 @@ async def measure_serve(
     options: ServeOptions, run: RunOptions, work: Workspace
 ) -> tuple[Case, ...]:
     """Replay the sessions with every variant."""
-    if options.trace is not None:
-        sessions = read_trace(options.trace, options.num_sessions)
-    else:
-        sessions = chat_like_sessions(options.num_sessions, options.seed)
-    sessions = scaled(sessions, options.scale, options.think_scale)
-    sessions, num_cut = fitting(sessions, options.window_tokens)
+    sessions, num_cut = replayed_sessions(options)
     facts = {
         "sessions": len(sessions),
         "turns": sum(map(len, sessions)),
         "turns_left_out": num_cut,
         "concurrent": options.concurrent,
-        "tokens": _num_tokens(sessions),
+        "tokens": footprint_tokens(sessions),
     }
-    origin = "generated" if options.trace is None else options.trace.name
-    found = Interleaved(f"{origin}, {options.concurrent} open", facts)
+    found = Interleaved(f"{origin_of(options)}, {options.concurrent} open", facts)
     for round_number in range(options.rounds):
         for name in in_turn(list(options.variants), round_number):
             run.on_progress(f"serve {name}: round {round_number + 1}/{options.rounds}")
@@ -81,7 +75,7 @@ async def _engine_of(
         async with running_engine(work.model, None, kv_rows=rows, scheduler=scheduler) as engine:
             yield engine
         return
-    num_tokens = _num_tokens(sessions)
+    num_tokens = footprint_tokens(sessions)
     async with (
         work.kvd(
             2 * num_tokens, ssd_tokens=SSD_FACTOR * num_tokens, dram_bytes=options.dram_bytes
@@ -143,8 +137,3 @@ class _Replay:
             )
             self._log.add(times, num_computed, len(prompt))
             context, num_computed = [*prompt, *times.output_ids], end - 1
-
-
-def _num_tokens(sessions: list[Session]) -> int:
-    """Of all contexts at their ends."""
-    return sum(turn.new_tokens + turn.output_tokens for turns in sessions for turn in turns)

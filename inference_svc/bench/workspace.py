@@ -44,10 +44,6 @@ class Workspace:
         self, dram_tokens: int, ssd_tokens: int = 0, dram_bytes: int = 0
     ) -> AsyncIterator[ChildKvd]:
         """Run a kvd with tiers for so many tokens; `dram_bytes` instead, if given."""
-        name = f"kvd{next(self._numbers)}"
-        paths = self.state / name, self.runtime / name
-        for path in paths:
-            path.mkdir(mode=0o700)
         sizes = KvdSizes(
             dram_bytes=dram_bytes or self._tier_bytes(dram_tokens),
             ssd_bytes=self._tier_bytes(ssd_tokens) * 5 // 4 + 4 * SEGMENT_BYTES
@@ -55,6 +51,16 @@ class Workspace:
             else 0,
             segment_bytes=max(SEGMENT_BYTES, 4 * self.layout.block_bytes),
         )
+        async with self.kvd_of(sizes) as kvd:
+            yield kvd
+
+    @asynccontextmanager
+    async def kvd_of(self, sizes: KvdSizes) -> AsyncIterator[ChildKvd]:
+        """Run a kvd of exactly these sizes."""
+        name = f"kvd{next(self._numbers)}"
+        paths = self.state / name, self.runtime / name
+        for path in paths:
+            path.mkdir(mode=0o700)
         check_memory(sizes.dram_bytes, "the DRAM tier")
         async with running_child_kvd(sizes.toml(), *paths, paths[0] / "state") as kvd:
             yield kvd

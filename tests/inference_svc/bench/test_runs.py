@@ -123,6 +123,8 @@ def test_the_command_writes_a_document(tmp_path, capsys, monkeypatch):
         ("turns --random 4x256 --tier tape", "no such tier"),
         ("overlap --random 4x256 --only half", "no such half"),
         ("serve --random 4x256 --variants ca,of", "no such variants"),
+        ("policies --random 4x256 --policies ,", "nothing to measure"),
+        ("policies --random 4x256 --layers 1 --policies none", "not a policy"),
         ("decode --random 4x256 --dtype int4", "no such dtype"),
         ("serve --random 4x256 --layers 1 --trace /dev/null", "holds no turn"),
         ("decode --random 4x256 --layers 1 --directory /nowhere", "cannot write"),

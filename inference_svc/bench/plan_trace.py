@@ -1,0 +1,110 @@
+"""The question of a replay, put to the planner: its sessions as a trace, and the command.
+
+The two processes do not import each other: what `kvd plan` needs goes through a file. Schema: see
+`trace.py`, sorted by `t`; `t` is as if answers took no time, since `kvd plan` replays closed-loop.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import join
+from typing import Protocol
+
+from inference_svc.bench.options import PoliciesOptions
+from inference_svc.bench.trace import Session
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConstants:
+    """What turns take, as the planner's linear model has it.
+
+    Attributes:
+        prefill_token_s: of each prompt token that is computed.
+        decode_step_s: of a token of every answer under way.
+        turn_s: of each turn, whatever it is.
+    """
+
+    prefill_token_s: float
+    decode_step_s: float
+    turn_s: float
+
+
+class PlannedTiers(Protocol):
+    """Sizes of the tiers that were measured."""
+
+    @property
+    def dram_bytes(self) -> int:
+        """Of DRAM."""
+        ...
+
+    @property
+    def ssd_bytes(self) -> int:
+        """Of SSD."""
+        ...
+
+
+def plan_command(
+    trace: Path,
+    options: PoliciesOptions,
+    tiers: PlannedTiers,
+    kv_bytes_per_token: int,
+    constants: EngineConstants | None,
+) -> str:
+    """Say, for a shell, how the planner is asked; it has constants of its own, if None are given.
+
+    kvd writes through: what is in DRAM is on SSD, too. It charges what a session has, packed.
+    """
+    words = {
+        "trace": trace,
+        "policy": ",".join(options.policies),
+        "kv-bytes-per-token": kv_bytes_per_token,
+        "dram": tiers.dram_bytes,
+        "ssd": tiers.ssd_bytes,
+        "tiers": "inclusive",
+        "charge": "packed",
+        "ttl": "never",
+        "slots": options.max_running,
+        "warmup-turns": options.warmup_turns,
+    }
+    if constants is not None:
+        words |= {
+            "prefill-ms-per-token": f"{constants.prefill_token_s * 1e3:.3g}",
+            "decode-step-ms": f"{constants.decode_step_s * 1e3:.3g}",
+            "fixed-ms": f"{constants.turn_s * 1e3:.3g}",
+        }
+    flags = [word for name, value in words.items() for word in (f"--{name}", str(value))]
+    return join(["kvd", "plan", *flags, *(["--end-hints"] if options.end_hints else [])])
+
+
+def write_plan_trace(path: Path, sessions: Sequence[Session], starts_s: Sequence[float]) -> None:
+    """Write the sessions, each of which begins at its time.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    turns = [
+        turn
+        for number, session in enumerate(sessions)
+        for turn in _turns(number, session, starts_s[number])
+    ]
+    turns.sort(key=lambda turn: (turn["t"], turn["turn"]))
+    lines = "".join(json.dumps(turn) + "\n" for turn in turns)
+    path.write_text(lines, encoding="utf-8")
+
+
+def _turns(number: int, session: Session, start_s: float) -> Iterator[dict[str, float]]:
+    history, now_s = 0, start_s
+    for turn_number, turn in enumerate(session, 1):
+        think_s = turn.think_s if turn_number > 1 else 0.0
+        now_s += think_s
+        yield {
+            "t": round(now_s, 6),
+            "session": number,
+            "turn": turn_number,
+            "new_tokens": turn.new_tokens,
+            "output_tokens": turn.output_tokens,
+            "history_tokens": history,
+            "think_s": think_s,
+        }
+        history += turn.new_tokens + turn.output_tokens
