@@ -1,7 +1,10 @@
 """One read through the I/O pool: its first group of layers alone, then all others at once.
 
-The header in the first group says how the others are verified. It is answered when no job of it is
-left, so that nothing writes to its slot any more.
+The header in the first group says how the others are verified. It is answered when no group of it
+is left, so that nothing writes to its slot any more.
+
+A read ahead of loads may be hurried: a load has come to wait for it. What of it is not begun is
+then queued once more, and whichever of the two jobs comes first does it.
 """
 
 import threading
@@ -44,36 +47,58 @@ class BlockReading:
         done: Done,
     ) -> None:
         self._pool = pool
-        self._read = read
+        self._read: ExtentRead | None = read
+        self._groups = read.groups
         self._priority = priority
         self._order = order
         self._advanced = advanced
         self._done = done
         self._lock = threading.Lock()
         self._outcomes: list[IoOutcome | None] = [None] * len(read.groups)
-        self._num_running = 1
+        self._queued: set[int] = set()  # groups that are not begun
+        self._num_running = 1  # queued ones included
         self._num_good = 0  # groups, from the first on
 
     def start(self) -> None:
         """Begin; returns at once."""
+        with self._lock:
+            self._queued.add(0)
         self._submit(0)
+
+    def hurry(self, load: int) -> None:
+        """Have what is not begun read for a load that waits, as `order` says."""
+        with self._lock:
+            if self._priority is Priority.READ:
+                return
+            self._priority = Priority.READ
+            self._order = load, self._order[1]
+            queued = sorted(self._queued)
+        for index in queued:
+            self._submit(index)
 
     def _submit(self, index: int) -> None:
         load, block = self._order
-        num_bytes = self._read.groups[index].num_bytes
+        num_bytes = self._groups[index].num_bytes
         job = partial(self._run, index)
         self._pool.submit(self._priority, num_bytes, job, (load, index, block))
 
     def _run(self, index: int, staging: Staging) -> None:
+        with self._lock:
+            if index not in self._queued:
+                return  # hurried, and done by the other job
+            self._queued.discard(index)
+        read = self._read
+        assert read is not None, "a group is read before the last one ends"  # noqa: S101
         try:
-            outcome = self._read.run(index, staging) if self._failure() is None else IoOutcome.OK
+            outcome = read.run(index, staging) if self._failure() is None else IoOutcome.OK
         except Exception:
             # The edge: an operation without an answer would hold its slot for ever.
             log.exception("read_failed_unexpectedly")
             outcome = IoOutcome.TRANSIENT
-        more = range(1, len(self._read.groups)) if index == 0 and outcome is IoOutcome.OK else ()
+        more = range(1, len(self._groups)) if index == 0 and outcome is IoOutcome.OK else ()
         with self._lock:
             self._outcomes[index] = outcome
+            self._queued.update(more)
             self._num_running += len(more) - 1
             is_last = not self._num_running
             if self._failure() is None:
@@ -81,8 +106,9 @@ class BlockReading:
         for following in more:
             self._submit(following)
         if is_last:
+            self._read = None  # a job that was hurried past is still queued: it must hold no slot
             failure = self._failure()
-            self._done(failure or IoOutcome.OK, None if failure else self._read.stored)
+            self._done(failure or IoOutcome.OK, None if failure else read.stored)
 
     def _advance(self) -> None:
         """Tell of the groups that are there without a gap."""
@@ -92,7 +118,7 @@ class BlockReading:
         ):
             self._num_good += 1
         if self._num_good > before:
-            self._advanced(self._read.groups[self._num_good - 1].layers.stop)
+            self._advanced(self._groups[self._num_good - 1].layers.stop)
 
     def _failure(self) -> IoOutcome | None:
         """The outcome of the first group that failed."""

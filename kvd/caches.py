@@ -276,6 +276,9 @@ class Caches:
             write_back_delay_ns=int(settings.ssd.write_back_after * NS_PER_S),
             max_write_bytes=settings.ssd.in_flight_bytes,
             verify_on_load=settings.integrity.verify_on_load,
+            watermark=settings.dram.watermark,
+            prefetch_bytes=settings.prefetch.in_flight_bytes,
+            reads_returning=settings.prefetch.returning,
             tenant_limits=self._tenant_limits,
         )
 

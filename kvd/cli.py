@@ -26,6 +26,7 @@ import typer
 from kvd import cli_sessions, cli_tiers, config
 from kvd.cli_bench import bench
 from kvd.cli_options import AsJson, Config, RuntimeDir, print_json
+from kvd.cli_plan import plan
 from kvd.errors import BrokenError
 from shared.errors import ReportedError
 from shared.log import configure_logging
@@ -108,6 +109,7 @@ for _name, _command in (
     ("stats", cli_tiers.stats),
     ("leases", cli_tiers.leases),
     ("verify", cli_tiers.verify),
+    ("plan", plan),
     ("bench", bench),
 ):
     app.command(_name)(_command)

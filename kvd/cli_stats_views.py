@@ -14,7 +14,7 @@ def stats_tables(stats: kvd_pb2.GetStatsResponse) -> list[Table]:
     tables = [_process_table(stats), _tiers_table(stats), _layouts_table(stats)]
     if any(layout.tenants for layout in stats.layouts):
         tables.append(_tenants_table(stats))
-    return [*tables, _engines_table(stats), _counters_table(stats)]
+    return [*tables, _reading_table(stats), _engines_table(stats), _counters_table(stats)]
 
 
 def _process_table(stats: kvd_pb2.GetStatsResponse) -> Table:
@@ -92,6 +92,23 @@ def _layouts_table(stats: kvd_pb2.GetStatsResponse) -> Table:
     return table
 
 
+def _reading_table(stats: kvd_pb2.GetStatsResponse) -> Table:
+    """What came from SSD, how much of it ahead of its load, and what became of that."""
+    table = _table("SSD, and what was read ahead of loads", "model")
+    for heading in ("read", "written", "blocks ahead", "hits", "late", "wasted", "cancelled"):
+        table.add_column(heading, justify="right")
+    for layout in stats.layouts:
+        counters = layout.counters
+        names = ("blocks", "hits", "late", "wasted", "cancelled")
+        table.add_row(
+            layout.model[:12],
+            format_bytes(counters.get("ssd_read_bytes", 0)),
+            format_bytes(counters.get("ssd_written_bytes", 0)),
+            *(str(counters.get(f"prefetch_{name}", 0)) for name in names),
+        )
+    return table
+
+
 def _tenants_table(stats: kvd_pb2.GetStatsResponse) -> Table:
     """The largest tenants of each layout."""
     table = _table("tenants", "tenant", "model")
@@ -114,13 +131,14 @@ def _tenants_table(stats: kvd_pb2.GetStatsResponse) -> Table:
 
 
 def _engines_table(stats: kvd_pb2.GetStatsResponse) -> Table:
-    table = _table("engines", "engine", "pid", "rss", "queue", "attached")
+    table = _table("engines", "engine", "pid", "rss", "queue", "runs", "attached")
     for engine in stats.engines:
         table.add_row(
             engine.name,
             str(engine.pid),
             format_bytes(engine.rss_bytes),
             str(engine.queue_jobs),
+            str(engine.running_jobs),
             format_duration(engine.attached_s),
         )
     return table

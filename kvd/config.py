@@ -40,6 +40,7 @@ class DramSettings(Section):
     directory: Path = Path("/dev/shm")  # noqa: S108  # kvd makes a private directory in it
     hugepages: Literal["auto", "on", "off"] = "auto"
     numa_node: IntOrAny = Field(default=None, ge=0)
+    watermark: float = Field(default=0.02, ge=0, le=0.5)
 
 
 class SsdSettings(Section):
@@ -87,7 +88,7 @@ class LayoutSettings(Section):
 class EvictionSettings(Section):
     """Who goes first."""
 
-    policy: str = "lru"
+    policy: str = "predictive"
 
     @field_validator("policy")
     @classmethod
@@ -95,6 +96,13 @@ class EvictionSettings(Section):
         if value not in POLICIES:
             raise ValueError(f"not a policy: choose one of {', '.join(sorted(POLICIES))}")
         return value
+
+
+class PrefetchSettings(Section):
+    """What is read from SSD before it is asked for."""
+
+    in_flight_bytes: ByteSize = Field(default=32 * MIB, ge=0)
+    returning: bool = True
 
 
 class LimitSettings(Section):
@@ -139,6 +147,7 @@ class Settings(Section):
     tenants: Mapping[TenantName, TenantSettings] = Field(default_factory=dict)
     layouts: Mapping[LayoutPrefix, LayoutSettings] = Field(default_factory=dict)
     eviction: EvictionSettings = EvictionSettings()
+    prefetch: PrefetchSettings = PrefetchSettings()
     limits: LimitSettings = LimitSettings()
     access: AccessSettings = AccessSettings()
     log: LogSettings = LogSettings()

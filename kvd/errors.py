@@ -20,6 +20,13 @@ class NotAttachedError(StateError):
     retryable = True
 
 
+class StreamReplacedError(ConflictError):
+    """The engine has opened another stream of this kind, which counts instead."""
+
+    reason = "stream_replaced"
+    retryable = False
+
+
 class AttachDeniedError(DeniedError):
     """The attach token is unknown, used, or its connection is closed."""
 

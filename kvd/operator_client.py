@@ -86,6 +86,18 @@ class OperatorClient:
         answer: kvd_pb2.KillHolderResponse = self._call(self._operator.KillHolder, request)
         return answer
 
+    def recent_turns(self, model: str) -> list[kvd_pb2.RecentTurns]:
+        """Return what kvd remembers of its recent turns, one message a layout."""
+        of_layout: dict[str, kvd_pb2.RecentTurns] = {}
+        with self._reported():
+            request = kvd_pb2.ListRecentTurnsRequest(model=model)
+            for part in self._reader.ListRecentTurns(request, timeout=TIMEOUT_S):
+                if part.layout in of_layout:
+                    of_layout[part.layout].turns.extend(part.turns)
+                else:
+                    of_layout[part.layout] = part
+        return list(of_layout.values())
+
     def verify(self, *, repair: bool, model: str) -> Iterator[kvd_pb2.VerifyProgress]:
         """Check every copy; yields about once a second, the final report last. Takes its time."""
         with self._reported():

@@ -122,6 +122,7 @@ class Performer:
         self._completions: Completions[_Ended | None] = Completions(self._handle)
         self._load = io_pool.ticket()  # reads are ordered by the load they came with
         self._patient: dict[int, VerifySlot] = {}  # not begun; a load that comes to wait hurries it
+        self._ahead: dict[int, BlockReading] = {}  # under way; the same
         self.num_pending = 0  # operations that will still be answered
         self.num_uncommitted = 0  # blocks on SSD that a restart would not find yet
 
@@ -153,9 +154,7 @@ class Performer:
             case TrackLoad(lease_id, owner, op_ids):
                 self._load = self._io_pool.ticket()
                 self._loads().track(lease_id, op_ids, self._owners.wake_of(owner))
-                for op_id in op_ids:
-                    if op_id in self._patient:
-                        self._submit_patient(Priority.URGENT_VERIFY, op_id)
+                self._hurry(op_ids)
             case UntrackLoad(lease_id):
                 self._loads().untrack(lease_id)
             case PutBlock(block):
@@ -182,6 +181,14 @@ class Performer:
             log.exception("completion_failed_at_close")
 
     # -------------------------------------------------------------------------------- operations
+
+    def _hurry(self, op_ids: Sequence[int]) -> None:
+        """A load waits for these operations now; some were begun when none did."""
+        for op_id in op_ids:
+            if op_id in self._patient:
+                self._submit_patient(Priority.URGENT_VERIFY, op_id)
+            elif op_id in self._ahead:
+                self._ahead.pop(op_id).hurry(self._load)
 
     def _begin(
         self, action: ReadBlock | VerifySlot | VerifyExtent | HashSlot | WriteBlock | DropBlock
@@ -224,8 +231,12 @@ class Performer:
         def advanced(num_layers: int) -> None:
             tracker.advanced(op_id, num_layers)
 
+        priority = Priority.READ_AHEAD if action.ahead else Priority.READ
         order = (self._load, op_id)
-        BlockReading(self._io_pool, read, Priority.READ, order, advanced, done).start()
+        reading = BlockReading(self._io_pool, read, priority, order, advanced, done)
+        if action.ahead:
+            self._ahead[op_id] = reading
+        reading.start()
 
     def _verify_slot(self, action: VerifySlot) -> None:
         tracker = self._loads()
@@ -329,6 +340,8 @@ class Performer:
             self.num_uncommitted -= 1
             return
         self.num_pending -= ended.num_ops
+        if ended.op_id is not None:
+            self._ahead.pop(ended.op_id, None)
         self._complete(ended.completion)
         # After the engine has had its say: it may have given the load another operation.
         if ended.op_id is not None and self._tracker is not None:

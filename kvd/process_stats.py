@@ -26,7 +26,9 @@ def process_message() -> kvd_pb2.ProcessStats:
         )
 
 
-def engine_message(engine: AttachedEngine, queue_jobs: int) -> kvd_pb2.EngineInfo:
+def engine_message(
+    engine: AttachedEngine, queue_jobs: int, running_jobs: int
+) -> kvd_pb2.EngineInfo:
     """One attached engine; what its process does not show us is left empty."""
     message = kvd_pb2.EngineInfo(
         engine_id=engine.engine_id,
@@ -35,6 +37,7 @@ def engine_message(engine: AttachedEngine, queue_jobs: int) -> kvd_pb2.EngineInf
         pid=engine.peer.pid,
         attached_s=time.monotonic() - engine.since_s,
         queue_jobs=queue_jobs,
+        running_jobs=running_jobs,
     )
     try:
         process = psutil.Process(engine.peer.pid)

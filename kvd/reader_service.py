@@ -1,6 +1,6 @@
 """The Reader service: sessions, leases, statistics and events, for monitors and operators."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from typing import Any
 
@@ -9,12 +9,14 @@ from kvd.caches import Caches
 from kvd.config import Settings
 from kvd.core.engine import CacheEngine
 from kvd.core.records import LeaseInfo, SessionPage, TenantUsage
+from kvd.core.turn_log import RecordedTurn
 from kvd.engines import Engines
 from kvd.events import EventHub
 from kvd.messages import block_message, key_of, session_message
 from kvd.operator_messages import layout_stats_message, lease_message
 from kvd.process_stats import engine_message, process_message
 from kvd.scrubber import Scrubber
+from kvd.turn_messages import recent_turns_messages
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
 from shared.version import __version__
 
@@ -100,12 +102,29 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
             version=__version__,
             layouts=[self._layout_message(cache) for cache in self._caches.of_model("")],
             engines=[
-                engine_message(engine, engine.cache.act(partial(_num_queued, engine.engine_id)))
+                engine_message(engine, *engine.cache.act(partial(_num_jobs, engine.engine_id)))
                 for engine in self._engines
             ],
             process=process_message(),
             verifying=self._scrubber.is_running,
         )
+
+    async def ListRecentTurns(  # noqa: N802
+        self, request: kvd_pb2.ListRecentTurnsRequest, _context: Any
+    ) -> AsyncIterator[kvd_pb2.RecentTurns]:
+        """The turns of the last while, layout by layout."""
+        settings = self._settings
+        for cache in self._caches.of_model(request.model):
+            turns, now_ns = cache.act(_recent_turns)
+            for message in recent_turns_messages(
+                turns,
+                cache.layout,
+                cache.stats().tiers,
+                settings.eviction.policy,
+                settings.sessions.default_ttl,
+                now_ns,
+            ):
+                yield message
 
     async def WatchEvents(  # noqa: N802
         self, _request: kvd_pb2.WatchEventsRequest, _context: Any
@@ -132,12 +151,17 @@ def _page(
     return core.sessions(tenant, after, limit), now_ns
 
 
-def _num_queued(owner: int, core: CacheEngine, _now_ns: int) -> int:
-    return core.num_queued(owner)
+def _num_jobs(owner: int, core: CacheEngine, _now_ns: int) -> tuple[int, int]:
+    """Of an engine: those that wait, those that run."""
+    return core.num_queued(owner), core.num_running(owner)
 
 
 def _leases(core: CacheEngine, now_ns: int) -> tuple[tuple[LeaseInfo, ...], int]:
     return core.leases(), now_ns
+
+
+def _recent_turns(core: CacheEngine, now_ns: int) -> tuple[Iterator[RecordedTurn], int]:
+    return core.recent_turns(), now_ns
 
 
 def _tenants(core: CacheEngine, _now_ns: int) -> tuple[TenantUsage, ...]:

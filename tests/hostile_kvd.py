@@ -29,7 +29,11 @@ class HostileEngineService(kvd_pb2_grpc.EngineServicer):
     async def Attach(self, request, context):  # noqa: N802
         """Attach whoever asks."""
         attached = kvd_pb2.Attached(
-            engine_id=1, arena_id="lies", slot_bytes=SLOT_BYTES, num_slots=NUM_SLOTS
+            engine_id=1,
+            arena_id="lies",
+            slot_bytes=SLOT_BYTES,
+            num_slots=NUM_SLOTS,
+            max_queue_jobs=1000,
         )
         yield kvd_pb2.AttachEvent(attached=attached)
         await asyncio.get_running_loop().create_future()  # until the engine goes
@@ -42,6 +46,13 @@ class HostileEngineService(kvd_pb2_grpc.EngineServicer):
     async def CompleteLoad(self, request, context):  # noqa: N802
         """Know of no lease."""
         await context.abort(grpc.StatusCode.NOT_FOUND, "what lease?")
+
+    async def PushQueue(self, requests, context):  # noqa: N802
+        """Acknowledge what nobody sent, and in the end nothing."""
+        async for snapshot in requests:
+            if snapshot.sequence % 5 == 0:
+                return
+            yield kvd_pb2.QueueAck(sequence=snapshot.sequence + 7)
 
     async def PrepareStore(self, request, context):  # noqa: N802
         """Grant a slot that does not exist."""

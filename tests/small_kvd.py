@@ -14,6 +14,8 @@ from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
 from shared.runtime_dir import DATA_SOCKET, ENGINE_SOCKET
 
 NUM_SLOTS = 4
+MAX_QUEUE_JOBS = 3
+MOST_TOLD = 3  # snapshots of a queue, after which its stream ends
 
 
 class SmallKvd(kvd_pb2_grpc.EngineServicer):
@@ -25,7 +27,9 @@ class SmallKvd(kvd_pb2_grpc.EngineServicer):
         completed: lease ids of CompleteStore and CompleteLoad with their success.
         gone: peers whose connection has ended.
         may_attach: Attach is answered once it is set.
-        mute: names of calls that are never answered: PrepareStore, CompleteStore.
+        mute: names of calls that are never answered: PrepareStore, CompleteStore, EndSession.
+        ended: ids of sessions that end, oldest first.
+        told: queue snapshots, newest last.
     """
 
     def __init__(self, arena: Arena, data_socket: DataSocket, *, confirms: bool) -> None:
@@ -37,6 +41,8 @@ class SmallKvd(kvd_pb2_grpc.EngineServicer):
         self.may_attach = asyncio.Event()
         self.may_attach.set()
         self.mute: set[str] = set()
+        self.ended: list[str] = []
+        self.told: list[kvd_pb2.QueueSnapshot] = []
         self.peer: Peer | None = None
         self.next_lease = arena.first_lease_id
         self._data_socket = data_socket
@@ -54,6 +60,7 @@ class SmallKvd(kvd_pb2_grpc.EngineServicer):
             num_slots=self.arena.slots.num_slots,
             confirmed_leases=request.held_leases if self.confirms else (),
             lost_leases=() if self.confirms else request.held_leases,
+            max_queue_jobs=MAX_QUEUE_JOBS,
         )
         yield kvd_pb2.AttachEvent(attached=attached)
         await self.peer.gone.wait()
@@ -98,9 +105,18 @@ class SmallKvd(kvd_pb2_grpc.EngineServicer):
         if call in self.mute:
             await asyncio.get_running_loop().create_future()
 
+    async def EndSession(self, request, context):  # noqa: N802
+        """Note it."""
+        await self._answer("EndSession")
+        self.ended.append(request.session.session_id)
+        return kvd_pb2.EndSessionResponse()
+
     async def PushQueue(self, requests, context):  # noqa: N802
-        """Acknowledge everything."""
+        """Acknowledge everything, but the snapshot with which the stream ends."""
         async for snapshot in requests:
+            self.told.append(snapshot)
+            if len(self.told) == MOST_TOLD:
+                return
             yield kvd_pb2.QueueAck(sequence=snapshot.sequence)
 
 

@@ -16,6 +16,7 @@ from shared.arena_map import ArenaMap
 from shared.grants import LoadSpan, Lookup, StoreGrant
 from shared.kv_layout import Component, KVLayout, Layer
 from shared.kvd_client import KvdClient
+from shared.queue_feed import QueueFeed
 from shared.session_key import SessionKey
 
 MODEL = "5e" * 16
@@ -49,9 +50,15 @@ class Loaded:
 
 
 class SyntheticEngine:
-    """Stores and loads whole sessions."""
+    """Stores and loads whole sessions.
+
+    Attributes:
+        queue: what it is about to do, told to kvd.
+    """
 
     def __init__(self, client: KvdClient, layout: KVLayout) -> None:
+        self.queue = QueueFeed()
+        client.follow_queue(self.queue)
         self.client = client
         self.layout = layout
 
@@ -150,10 +157,11 @@ async def attached_engine(
     """An engine that is attached."""
     layout = layout or small_layout()
     client = KvdClient(runtime_dir, layout, name, reconnect_delay_s=0.02)
+    engine = SyntheticEngine(client, layout)
     running = asyncio.create_task(client.run())
     try:
         await client.wait_attached(attach_s)
-        yield SyntheticEngine(client, layout)
+        yield engine
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

@@ -21,6 +21,8 @@ What the figures mean:
     control  p50 and p99 of single calls. Level "rpc": client, socket, kvd and back. Level "core":
              the pure engine in this process, its I/O done in memory. Growth: how many times longer
              the median call takes with the largest number of sessions than with the middle one.
+    queue    what a queue of ten thousand jobs costs the pure engine, parsed, decoded and taken:
+             told at once, and one change of it.
     restart  exec to SERVING over an index full of sessions, and the memory that one idle session
              costs: (RSS with them - RSS without) / their number.
 
@@ -33,7 +35,8 @@ asserted: a busy machine misses them.
 *Hashing* after a store is in the write figures, not in the arena's: no engine waits for it.
 
 Where to begin reading: runner.py; then arena.py, ssd.py with floor.py, control.py, lookups.py,
-restart.py. statistics.py, figures.py, rounds.py, goals.py, report.py and options.py are pure.
+queues.py, restart.py. statistics.py, figures.py, rounds.py, goals.py, report.py and options.py are
+pure.
 """
 
 from kvd.bench.figures import Report

@@ -68,6 +68,23 @@ class Growth:
 
 
 @dataclass(frozen=True, slots=True)
+class QueueCosts:
+    """An engine's queue, told to the pure engine: message parsed, decoded, taken.
+
+    Attributes:
+        num_jobs: that wait.
+        policy: of the eviction.
+        full_s: all of it at once.
+        change_s: one job leaves and one joins.
+    """
+
+    num_jobs: int
+    policy: str
+    full_s: Spread
+    change_s: Spread
+
+
+@dataclass(frozen=True, slots=True)
 class Restart:
     """A start over a full index.
 
@@ -137,6 +154,7 @@ class Report:
     ssd: tuple[Comparison, ...] | None = None
     latencies: tuple[Latency, ...] | None = None
     growths: tuple[Growth, ...] | None = None
+    queue: QueueCosts | None = None
     restart: Restart | None = None
 
 

@@ -10,6 +10,7 @@ from kvd.bench.figures import Report
 
 MIN_RATIO = 0.9
 MAX_GROWTH = 1.3
+MAX_QUEUE_MS = 20.0
 MAX_READY_S = 5.0
 MAX_SESSION_BYTES = 2048
 BIG_SLICE_BYTES = 1 << 20
@@ -27,7 +28,7 @@ class Goal:
 
 def goals_of(report: Report) -> tuple[Goal, ...]:
     """The goals of the parts that were run."""
-    return (*_ratios(report), *_growths(report), *_restart(report))
+    return (*_ratios(report), *_growths(report), *_queue(report), *_restart(report))
 
 
 def _ratios(report: Report) -> Iterator[Goal]:
@@ -45,6 +46,12 @@ def _growths(report: Report) -> Iterator[Goal]:
     for found in report.growths or ():
         what = f"{found.level} {found.operation}, {found.from_sessions} to {found.to_sessions}"
         yield _at_most(f"{what} sessions", found.ratio.median, MAX_GROWTH)
+
+
+def _queue(report: Report) -> Iterator[Goal]:
+    if report.queue is not None:
+        what = f"queue of {report.queue.num_jobs} jobs told at once, milliseconds"
+        yield _at_most(what, report.queue.full_s.median * 1e3, MAX_QUEUE_MS)
 
 
 def _restart(report: Report) -> Iterator[Goal]:

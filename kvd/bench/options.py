@@ -8,8 +8,8 @@ from typing import Literal
 from shared.kv_layout import Component, KVLayout, Layer
 
 MIB = 1 << 20
-Part = Literal["arena", "ssd", "control", "restart"]
-PARTS: tuple[Part, ...] = ("arena", "ssd", "control", "restart")
+Part = Literal["arena", "ssd", "control", "queue", "restart"]
+PARTS: tuple[Part, ...] = ("arena", "ssd", "control", "queue", "restart")
 
 MODEL = "be" * 16  # the fingerprint of no model
 BLOCKS_PER_SESSION = 8  # of the sessions that fill an index
@@ -42,6 +42,7 @@ class Scale:
         session_counts: small, and the two whose costs are compared.
         rounds: the session counts take turns this often, with calls_per_round calls each.
         restarts: starts over the fullest index.
+        queue_jobs: of the queue that kvd is told.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Scale:
     rounds: int
     calls_per_round: int
     restarts: int
+    queue_jobs: int = 10_000
     layouts: tuple[KVLayout, ...] = DATA_LAYOUTS
 
 

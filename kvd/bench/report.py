@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-from kvd.bench.figures import SCHEMA, Comparison, Report
+from kvd.bench.figures import SCHEMA, Comparison, QueueCosts, Report
 from kvd.bench.goals import goals_of
 from shared.statistics import Spread
 from shared.units import format_bytes, format_duration
@@ -37,6 +37,8 @@ def tables(report: Report) -> Iterator[Table]:
         yield _latency_table(report)
     if report.growths is not None:
         yield _growth_table(report)
+    if report.queue is not None:
+        yield _queue_table(report.queue)
     if report.restart is not None:
         yield _restart_table(report)
     yield _goal_table(report)
@@ -115,6 +117,14 @@ def _growth_table(report: Report) -> Table:
             f"{entry.ratio.median:.2f}",
             _quartiles(entry.ratio),
         )
+    return table
+
+
+def _queue_table(found: QueueCosts) -> Table:
+    table = _titled(f"queue of {found.num_jobs} jobs, {found.policy}", "told", "ms", "quartiles")
+    for what, seconds in (("all at once", found.full_s), ("a change", found.change_s)):
+        low, median, high = (value * 1e3 for value in (seconds.low, seconds.median, seconds.high))
+        table.add_row(what, f"{median:.2f}", f"{low:.2f} - {high:.2f}")
     return table
 
 

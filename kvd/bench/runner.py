@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import uvloop
 
-from kvd.bench import arena, control, filled_index, lookups, ssd
+from kvd.bench import arena, control, filled_index, lookups, queues, ssd
 from kvd.bench.figures import Report
 from kvd.bench.machine import machine_facts
 from kvd.bench.options import BenchOptions, fitted
@@ -90,6 +90,9 @@ async def _measure(options: BenchOptions, work: Workspace) -> Report:
         report = replace(report, restart=await measure_restart(options, work, indexes))
     if "control" in options.parts:
         report = await _measure_control(options, work, indexes, report)
+    if "queue" in options.parts:
+        options.on_progress("an engine's queue")
+        report = replace(report, queue=await asyncio.to_thread(queues.measure_queues, options))
     return replace(report, elapsed_s=time.monotonic() - started)
 
 

@@ -35,6 +35,7 @@ OWNER_DETACHED = "owner_detached"
 OWNER_REATTACHED = "owner_reattached"
 SCRUBBED = "scrubbed"
 RESTORED = "restored"
+SESSION_READ_AHEAD = "session_read_ahead"
 
 
 class IoOutcome(Enum):
@@ -53,6 +54,7 @@ class ReadBlock:
     Attributes:
         layered: part of a large load: layer by layer over all its blocks, so that the engine can
             start on layer 0 before the last layer is there.
+        ahead: no load waits for it; one that comes to wait names it in TrackLoad.
     """
 
     op_id: int
@@ -61,6 +63,7 @@ class ReadBlock:
     slot_id: int
     num_tokens: int
     layered: bool = False
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ class Block:
         token_ids: kept while the bytes are in DRAM: what a WriteBlock needs.
         checksums: of the bytes in DRAM, as in StoredBlock; b"" if they are not hashed.
         is_unverified: adopted from an earlier kvd and not compared with its checksums yet.
+        is_ahead: read into DRAM ahead of a load, and not loaded yet.
         readers: load leases on it: its slot stays.
         holders: calls and store leases that build on it: it does not leave its last tier.
         users: sessions with a span on it (a dict, for its order).
@@ -61,6 +62,7 @@ class Block:
     extent: int | None = None
     checksums: bytes = b""
     is_unverified: bool = False
+    is_ahead: bool = False
     io: BlockIo = BlockIo.IDLE
     readers: int = 0
     holders: int = 0
@@ -147,7 +149,7 @@ class BlockIndex:
         slot_id = block.slot_id
         self._recount(block, -1)
         block.slot_id, block.token_ids, block.checksums = None, b"", b""
-        block.is_unverified = False
+        block.is_unverified = block.is_ahead = False
         self._recount(block, 1)
         return slot_id
 

@@ -27,6 +27,8 @@ def check(state: CacheState) -> None:
         _check_block(state, block)
     _check_counts(state)
     _check_operations(state)
+    _check_looking_ahead(state)
+    state.turns.check()
 
 
 def _check_slots(state: CacheState) -> None:
@@ -260,3 +262,16 @@ def _check_operations(state: CacheState) -> None:
     assert blocks.num_unverified == len(state.unverified) + len(verifying), (
         "every unverified block is verified in time"
     )
+
+
+def _check_looking_ahead(state: CacheState) -> None:
+    """What is known of the queue is in order; what was read ahead is there, and not used yet."""
+    state.placement.queue.check()
+    for block in state.blocks:
+        if block.is_ahead:
+            assert block.slot_id is not None, "what was read ahead is in DRAM"
+            assert not block.readers, "what was read ahead and is loaded counts as used"
+    for key, block in state.refused.items():
+        assert state.blocks.get(key) is block, "only blocks of the index are refused"
+        assert block.dirty, "a refused block is in DRAM only"
+        assert not state.unwritten.holds(block), "a refused block does not wait to be written"

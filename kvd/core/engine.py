@@ -17,7 +17,7 @@ Calls that name an owner are made only between its attach and `owner_gone`.
 *Source:* sessions as the unit of placement: CachedAttention §3.3; the sans-I/O shape: aioquic.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvd.core import adopting, checking, discarding, inspection, restoring, retention
 from kvd.core.actions import Action, IoOutcome
@@ -26,10 +26,13 @@ from kvd.core.eviction.registry import PolicyMaker
 from kvd.core.hashing import Hasher
 from kvd.core.leases import RestoredLease
 from kvd.core.loading import Loader
+from kvd.core.matching import num_tokens_of
 from kvd.core.outbox import COUNTERS
 from kvd.core.peers import Peers
 from kvd.core.placement import Placement
+from kvd.core.prefetching import Prefetcher
 from kvd.core.queue_window import QueueChange
+from kvd.core.reading import Reader
 from kvd.core.records import (
     AdoptedSlot,
     EngineStats,
@@ -51,6 +54,7 @@ from kvd.core.records import (
 from kvd.core.scrubbing import Scrubber
 from kvd.core.state import CacheState, Limits
 from kvd.core.storing import Storer
+from kvd.core.turn_log import RecordedTurn
 from kvd.core.verifying import Verifier
 from kvd.core.writing import Writer
 from shared.kv_layout import KVLayout
@@ -81,7 +85,9 @@ class CacheEngine:
         self._writer = Writer(self._state, placement)
         self._hasher = Hasher(self._state, self._writer)
         self._verifier = Verifier(self._state)
-        self._loader = Loader(self._state, self._writer, self._verifier)
+        self._reader = Reader(self._state)
+        self._loader = Loader(self._state, self._reader, self._writer, self._verifier)
+        self._prefetcher = Prefetcher(self._state, placement, self._writer, self._reader)
         self._storer = Storer(self._state, placement, self._writer, self._hasher)
         self._peers = Peers(self._state, self._loader, self._storer)
         self._scrubber = Scrubber(self._state, self._loader, self._writer)
@@ -124,6 +130,7 @@ class CacheEngine:
         """Take an arena in; there is none. Leases on it are numbered from `first_lease_id` on."""
         self._state.slots.add(num_slots)
         self._state.leases.start_at(first_lease_id)
+        self._prefetcher.queue_changed()
 
     def release_dram(self, now_ns: int) -> bool:
         """Empty the arena as far as possible, writing what is dirty; call again on SpaceFreed.
@@ -134,6 +141,7 @@ class CacheEngine:
         self._state.advance(now_ns)
         num_slots = len(self._state.slots)
         self._state.outbox.want_wake()
+        self._prefetcher.stop()
         return self._writer.make_slots(num_slots) == num_slots
 
     def drop_slots(self) -> None:
@@ -151,10 +159,12 @@ class CacheEngine:
         The end is near: what is dirty from now on is not left to rest either.
         """
         self._state.advance(now_ns)
+        self._prefetcher.stop(for_good=True)
         self._writer.write_all()
 
     def drain(self) -> list[Action]:
         """Hand out every action since the last drain, in order. Each is to be carried out."""
+        self._prefetcher.go_on()
         self._state.fold_idle()
         return self._state.outbox.drain(self._state.sessions)
 
@@ -164,6 +174,7 @@ class CacheEngine:
         retention.expire(self._state)
         self._writer.write_back()
         self._verifier.issue()
+        self._prefetcher.go_on()
 
     def next_deadline_ns(self) -> int | None:
         """When to call `expire`; may be in the past (at once). None: not before another call."""
@@ -171,12 +182,14 @@ class CacheEngine:
             self._state.ttl.next_deadline_ns(),
             self._writer.next_deadline_ns(),
             self._verifier.retry_at_ns(),
+            self._prefetcher.next_deadline_ns(),
         )
         return min((d for d in deadlines if d is not None), default=None)
 
     def check(self) -> None:
         """Raise AssertionError on any broken invariant; O(everything)."""
         checking.check(self._state)
+        self._reader.check()
 
     # ---------------------------------------------------------------------------------------- load
 
@@ -200,7 +213,10 @@ class CacheEngine:
             InvalidRequestError: token ids or position that cannot be.
             TooManyLeasesError: at the bound.
         """
-        self._state.advance(now_ns)
+        state = self._state
+        state.advance(now_ns)
+        is_running = state.placement.queue.is_running(key)
+        state.turns.asked(key, num_tokens_of(token_ids), now_ns, is_running=is_running)
         return self._loader.prepare(key, token_ids, from_token, owner, dram_only=dram_only)
 
     def lease_state(self, lease_id: int) -> LeaseState:
@@ -243,6 +259,7 @@ class CacheEngine:
             TooManyLeasesError: at the bound.
         """
         self._state.advance(now_ns)
+        self._state.turns.stored(key, num_tokens_of(token_ids), now_ns)
         return self._storer.prepare(key, token_ids, from_token, owner)
 
     def complete_store(self, lease_id: int, owner: int, success: bool, now_ns: int) -> int:
@@ -272,11 +289,16 @@ class CacheEngine:
             InvalidRequestError: ranges that are empty or outside the tokens.
         """
         self._state.advance(now_ns)
-        return discarding.discard(self._state, key, token_ids, ranges)
+        num_kept = discarding.discard(self._state, key, token_ids, ranges)
+        if num_kept:
+            self._state.turns.discarded(key, num_kept)
+        return num_kept
 
     def end_session(self, key: SessionKey, now_ns: int) -> bool:
         """Note that the session will not come back; returns whether it is stored."""
         self._state.advance(now_ns)
+        self._state.turns.ended(key)
+        self._prefetcher.look_again()
         return retention.end_session(self._state, key)
 
     def pin(self, key: SessionKey, pin: Pin, now_ns: int) -> None:
@@ -320,6 +342,7 @@ class CacheEngine:
         """Release everything an engine holds: it is dead and will not touch its slots."""
         self._state.advance(now_ns)
         self._peers.gone(owner)
+        self._prefetcher.queue_changed()
 
     def detach(self, owner: int, now_ns: int) -> None:
         """Take note that an engine's connection is over while its process lives.
@@ -329,6 +352,7 @@ class CacheEngine:
         """
         self._state.advance(now_ns)
         self._peers.detach(owner)
+        self._prefetcher.queue_changed()
 
     def reattach(
         self, old_owner: int, new_owner: int, held: Sequence[int], now_ns: int
@@ -350,6 +374,10 @@ class CacheEngine:
         self._state.advance(now_ns)
         return self._peers.reattach(old_owner, new_owner, held)
 
+    def recent_turns(self) -> Iterator[RecordedTurn]:
+        """Yield the turns of the last while, oldest first; other calls may be made meanwhile."""
+        return iter(self._state.turns)
+
     def leases(self) -> tuple[LeaseInfo, ...]:
         """List all leases, oldest first; O(leases)."""
         return tuple(
@@ -365,16 +393,24 @@ class CacheEngine:
     def replace_queue(self, owner: int, jobs: QueueChange, now_ns: int) -> int:
         """Take all of an engine's waiting queue; returns its digest."""
         self._state.advance(now_ns)
+        self._state.turns.queue_replaced(owner, jobs, now_ns)
+        self._prefetcher.queue_changed()
         return self._state.placement.replace_queue(owner, jobs, now_ns)
 
     def change_queue(self, owner: int, change: QueueChange, now_ns: int) -> int:
         """Take a change of an engine's waiting queue; returns the digest of what it is now."""
         self._state.advance(now_ns)
+        self._state.turns.queue_changed(owner, change, now_ns)
+        self._prefetcher.queue_changed()
         return self._state.placement.change_queue(owner, change, now_ns)
 
     def num_queued(self, owner: int) -> int:
         """Jobs of an engine that wait."""
-        return self._state.placement.queue.num_jobs(owner)
+        return self._state.placement.queue.num_waiting(owner)
+
+    def num_running(self, owner: int) -> int:
+        """Jobs of an engine that are being computed."""
+        return self._state.placement.queue.num_running(owner)
 
     # --------------------------------------------------------------------------------- completions
 

@@ -12,7 +12,6 @@ from kvd.core.actions import (
     READ_FAILED,
     IoOutcome,
     LeaseReady,
-    ReadBlock,
     TrackLoad,
     UntrackLoad,
 )
@@ -20,12 +19,12 @@ from kvd.core.block import Block, BlockIo
 from kvd.core.corruption import CORRUPT, report_corrupt
 from kvd.core.leases import LoadLease
 from kvd.core.matching import Piece, check_from_token, match_tokens, num_tokens_of
+from kvd.core.reading import Reader
 from kvd.core.records import LeaseState, LoadAnswer, LoadSpan, Lookup, StoredBlock, Tier
 from kvd.core.state import Arrival, CacheState
 from kvd.core.verifying import Verifier
 from kvd.core.writing import Writer
 from shared.session_key import SessionKey
-from shared.units import SECTOR_BYTES
 
 BUSY = "busy"
 READ_ERROR = "read_error"
@@ -36,8 +35,11 @@ ON_SSD = "on_ssd"
 class Loader:
     """Prepares, settles and completes loads of one cache state."""
 
-    def __init__(self, state: CacheState, writer: Writer, verifier: Verifier) -> None:
+    def __init__(
+        self, state: CacheState, reader: Reader, writer: Writer, verifier: Verifier
+    ) -> None:
         self._state = state
+        self._reader = reader
         self._writer = writer
         self._verifier = verifier
 
@@ -95,9 +97,11 @@ class Loader:
     def complete(self, lease_id: int, owner: int) -> None:
         """See CacheEngine.complete_load."""
         lease = self._state.leases.load_of(lease_id, owner)
+        has_arrived = lease.entries and not lease.num_waiting and not lease.failure
         if not lease.is_settled:  # followed by its progress word, or given up
-            has_arrived = lease.entries and not lease.num_waiting and not lease.failure
             self._count(lease) if has_arrived else self._state.outbox.count("load_misses")
+        if has_arrived and not lease.more:
+            self._state.placement.loaded(lease.key)
         self.release(lease)
         session = self._state.sessions.get(lease.key)
         if session is not None:
@@ -123,7 +127,7 @@ class Loader:
     def read_done(self, op_id: int, outcome: IoOutcome, stored: StoredBlock | None) -> None:
         """See CacheEngine.read_done."""
         state = self._state
-        arrival = state.reads.pop(op_id)
+        arrival = self._reader.ended(op_id, outcome)
         block = self._ended(arrival)
         if outcome is IoOutcome.OK and stored is not None:
             assert block.slot_id is not None, "a block keeps its slot while it is read"
@@ -193,9 +197,9 @@ class Loader:
             state.slots.rewrite(block.slot_id)
             state.blocks.doubt(block, is_unverified=False)
             state.blocks.know(block, b"", b"")
-            read = self._begin_read(block)
+            read = self._reader.begin(block)
             read.waiting = arrival.waiting
-            state.outbox.add(self._read_action(read, is_layered=False))
+            self._reader.issue([read])
             for lease in read.waiting.values():
                 self._track(lease)
 
@@ -229,15 +233,18 @@ class Loader:
             if block.slot_id is None:
                 if not self._has_slot(pieces[index:]):
                     break
-                reads.append(self._start_read(block))
+                reads.append(self._reader.start(block))
             elif self._verifier.is_needed(block):
                 self._verifier.start(block, urgent=True)
             if block.io.is_arriving:
                 self._wait_for(lease, block)
             block.readers += 1
+            if block.is_ahead:
+                block.is_ahead = False
+                self._state.outbox.count("prefetch_hits")
             tier = Tier.DRAM if is_here else Tier.SSD
             lease.entries.append((block, _load_span(piece, lease.from_token, tier)))
-        self._issue_reads(reads)
+        self._reader.issue(reads)
         for piece in pieces if is_holding else ():
             piece.block.holders -= 1
             self._state.settle(piece.block)
@@ -248,34 +255,10 @@ class Loader:
         num_wanted = sum(piece.block.slot_id is None for piece in pieces)
         return self._writer.make_slots(num_wanted) > 0
 
-    def _start_read(self, block: Block) -> Arrival:
-        slot_id, generation = self._state.slots.allocate()
-        self._state.blocks.enter_dram(block, slot_id, generation)
-        return self._begin_read(block)
-
-    def _begin_read(self, block: Block) -> Arrival:
-        state = self._state
-        block.io = BlockIo.READING
-        read = Arrival(state.next_op_id(), block)
-        state.reads[read.op_id] = state.arrival_of[block.key] = read
-        return read
-
-    def _issue_reads(self, reads: list[Arrival]) -> None:
-        num_sectors = sum(self._state.num_sectors(read.block) for read in reads)
-        is_layered = num_sectors * SECTOR_BYTES > self._state.limits.layered_read_bytes
-        for read in reads:
-            self._state.outbox.add(self._read_action(read, is_layered=is_layered))
-
-    def _read_action(self, read: Arrival, *, is_layered: bool) -> ReadBlock:
-        block = read.block
-        assert block.extent is not None, "what is read is on SSD"
-        assert block.slot_id is not None, "what is read has a slot"
-        return ReadBlock(
-            read.op_id, block.key, block.extent, block.slot_id, block.num_tokens, is_layered
-        )
-
     def _wait_for(self, lease: LoadLease, block: Block) -> None:
-        waiting = self._state.arrival_of[block.key].waiting
+        arrival = self._state.arrival_of[block.key]
+        self._reader.join(arrival)
+        waiting = arrival.waiting
         lease.num_waiting += lease.lease_id not in waiting
         waiting[lease.lease_id] = lease
 
@@ -312,8 +295,12 @@ class Loader:
 
     def _count(self, lease: LoadLease) -> None:
         self._state.outbox.count("load_hits")
+        num_tokens = dict.fromkeys(Tier, 0)
         for _, span in lease.entries:
-            self._state.outbox.count(f"load_tokens_{span.tier.value}", span.num_tokens)
+            num_tokens[span.tier] += span.num_tokens
+        for tier, num_of_tier in num_tokens.items():
+            self._state.outbox.count(f"load_tokens_{tier.value}", num_of_tier)
+            self._state.turns.loaded(lease.key, tier, num_of_tier)
 
 
 def _is_in_dram(piece: Piece) -> bool:

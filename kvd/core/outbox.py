@@ -22,6 +22,12 @@ COUNTERS = (
     "store_tokens",  # tokens published
     "stores_waited",  # answers "wait"
     "stores_refused",  # answers "no_space", "gap" and "quota"
+    "prefetch_blocks",  # reads begun ahead of a load
+    "prefetch_tokens",  # of these blocks
+    "prefetch_hits",  # of these blocks, found in DRAM by a load
+    "prefetch_late",  # of these blocks, still being read when a load came for them
+    "prefetch_wasted",  # of these blocks, gone from DRAM before any load came
+    "prefetch_cancelled",  # sessions whose turn left the queue before all of them was read
     "evictions_dram",  # blocks that left DRAM for room
     "evictions_ssd",  # blocks that left SSD for room
     "evictions_quota",  # blocks that went because of their tenant's quota
@@ -37,6 +43,8 @@ COUNTERS = (
     "read_errors",
     "write_errors",
     "demotions",  # blocks written because their room in DRAM was wanted
+    "ssd_read_bytes",  # of reads into DRAM, by whole sectors; failed ones too
+    "ssd_written_bytes",  # by whole sectors, as they lie on SSD
     "ssd_refused",  # blocks that found no extent and stay in DRAM only
     "leases_lost",  # completions of leases that were gone
 )
@@ -49,6 +57,8 @@ class Outbox:
         self._actions: list[Action] = []
         self._changed: dict[SessionKey, None] = {}
         self._wake_wanted = False
+        self.num_freed = 0  # how often space_freed was called
+        self.num_waits = 0  # how often want_wake was
         self.counters = dict.fromkeys(COUNTERS, 0)
 
     def add(self, action: Action) -> None:
@@ -72,10 +82,12 @@ class Outbox:
 
     def want_wake(self) -> None:
         """Somebody was told to wait for space."""
+        self.num_waits += 1
         self._wake_wanted = True
 
     def space_freed(self) -> None:
         """A slot is free, or a block may be evicted that could not be."""
+        self.num_freed += 1
         if self._wake_wanted:
             self._wake_wanted = False
             self.add(SpaceFreed())

@@ -28,6 +28,7 @@ class Peers:
         for lease in leases:
             self._release(lease)
         self._state.placement.forget_engine(owner, self._state.now_ns)
+        self._state.turns.engine_gone(owner)
         self._state.outbox.emit(OWNER_GONE, None, {"owner": owner, "num_leases": len(leases)})
 
     def detach(self, owner: int) -> None:
@@ -40,6 +41,7 @@ class Peers:
                 self._state.leases.give_to(lease, owner, is_orphan=True)
                 num_slots += len(lease.slots())
         self._state.placement.forget_engine(owner, self._state.now_ns)
+        self._state.turns.engine_gone(owner)
         fields = {"owner": owner, "num_quarantined_slots": num_slots}
         self._state.outbox.emit(OWNER_DETACHED, None, fields)
 

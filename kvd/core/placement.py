@@ -7,20 +7,25 @@ that what remains is a prefix. Rules:
 2. a block that is read, moved or built on stays; a hard-pinned session's blocks stay;
 3. in DRAM clean blocks go first. Dirty ones go, and their sessions are cut there, only when the
    writer says that SSD cannot take them (`Writer.make_slots`);
-4. a queued session's blocks go only when nothing else does, and a soft-pinned one's after those;
-5. for a tenant's quota only its own sessions go, from all tiers, and no leased or queued one.
+4. a session that runs gives DRAM back early (the policy ranks it so), but only what its engine has
+   loaded and SSD holds: engines store what is new, and a gap would cost all of it. The rest goes
+   when nothing else is left;
+5. for a tenant's quota only its own sessions go, from all tiers, and no leased or busy one;
+6. what is read ahead takes room only from sessions that may give way to it, or from idle ones.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 
 from kvd.core.block import Block, BlockIo
-from kvd.core.records import Pin, Tier
+from kvd.core.records import Admission, Pin, Tier
 from kvd.core.session import Session
 from kvd.core.state import CacheState
 from shared.session_key import SessionKey
 
 EVICTED = "evicted"
+MOST_LOOKED_AT = 64  # sessions, for room that nobody waits for
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +34,7 @@ class _Rule:
 
     tier: Tier | None  # None: from all
     may_cut: bool  # take the last copy of a block
-    may_take_queued: bool = False
-    may_take_soft_pinned: bool = False
-    stop_at: SessionKey | None = None  # this session and warmer ones are no victims
+    may_take_running: bool = False  # also what rule 4 keeps
 
 
 @dataclass(slots=True)
@@ -41,6 +44,7 @@ class _Plan:
     blocks: list[Block] = field(default_factory=list)
     folded: list[tuple[Session, int]] = field(default_factory=list)  # that many of its last ones
     emptied: list[SessionKey] = field(default_factory=list)
+    passed: set[SessionKey] = field(default_factory=set)
     num_taken: int = 0  # folded blocks included
 
 
@@ -50,38 +54,75 @@ class Placement:
     def __init__(self, state: CacheState) -> None:
         self._state = state
 
+    # ---------------------------------------------------------------------------------------- DRAM
+
     def evict(self, num_wanted: int, *, may_cut: bool) -> int:
         """Evict until `num_wanted` slots are free, as far as possible; returns how many are.
 
         Dirty blocks go only if `may_cut`.
         """
-        for rule in self._rules(Tier.DRAM, may_cut=may_cut):
+        for rule in self._rules(may_cut=may_cut):
             num_short = num_wanted - self._state.slots.num_free
             if not may_cut:  # else an arena full of dirty blocks is looked through in vain
                 num_short = min(num_short, self._num_clean())
             if num_short > 0:
-                self._apply(self._plan(rule, num_short), rule)
+                self._apply(self._plan(rule, num_short, self._victims(Tier.DRAM)), rule)
         return self._state.slots.num_free
+
+    def evict_coldest(self, num_blocks: int) -> None:
+        """Evict so many clean blocks, as far as a bounded look finds them."""
+        self._evict_clean(num_blocks, self._victims(Tier.DRAM))
+
+    def evict_for(self, key: SessionKey, num_blocks: int) -> None:
+        """Evict so many clean blocks of sessions that may give way to this one; a bounded look."""
+        self._evict_clean(num_blocks, self._victims(Tier.DRAM, key))
+
+    def evict_idle(self, num_blocks: int) -> None:
+        """Evict so many clean blocks of sessions that need them no more, or not now."""
+        self._evict_clean(num_blocks, self._idle())
+
+    def has_idle(self) -> bool:
+        """Whether any session in DRAM is idle."""
+        return next(self._idle(), None) is not None
+
+    def coldest_dirty(self, num_wanted: int) -> list[Block]:
+        """Name the dirty blocks that would be cut next, if room had to be made so."""
+        blocks: list[Block] = []
+        for rule in self._rules(may_cut=True):
+            if len(blocks) < num_wanted:
+                blocks = self._plan(rule, num_wanted, self._victims(Tier.DRAM)).blocks
+        return [block for block in blocks if block.dirty]
+
+    def _evict_clean(self, num_blocks: int, order: Iterable[SessionKey]) -> None:
+        num_short = min(num_blocks, self._num_clean())
+        if num_short > 0:
+            rule = _Rule(Tier.DRAM, may_cut=False)
+            self._apply(self._plan(rule, num_short, islice(order, MOST_LOOKED_AT)), rule)
 
     def _num_clean(self) -> int:
         """Blocks in DRAM that are on SSD too; those being read and leased ones are among them."""
         return self._state.blocks.num_dram - self._state.blocks.num_dirty
 
-    def coldest_dirty(self, num_wanted: int) -> list[Block]:
-        """Name the dirty blocks that would be cut next, if room had to be made so."""
-        blocks: list[Block] = []
-        for rule in self._rules(Tier.DRAM, may_cut=True):
-            if len(blocks) < num_wanted:
-                blocks = self._plan(rule, num_wanted).blocks
-        return [block for block in blocks if block.dirty]
+    def _idle(self) -> Iterator[SessionKey]:
+        """Sessions that have ended, and those that run elsewhere: the first ones in the order."""
+        sessions, placement = self._state.sessions, self._state.placement
+
+        def is_early(key: SessionKey) -> bool:
+            return sessions[key].ended or placement.queue.is_running(key)
+
+        return (
+            key
+            for key in takewhile(is_early, self._victims(Tier.DRAM))
+            if sessions[key].ended or placement.is_released(key)
+        )
+
+    # --------------------------------------------------------------------------------- other tiers
 
     def make_extents(self, num_short: int, warmest: SessionKey | None) -> None:
-        """Start to drop `num_short` rows of sessions colder than `warmest`, as far as possible."""
-        for rule in self._rules(Tier.SSD, may_cut=True, stop_at=warmest):
-            if num_short > 0:
-                num_drops = len(self._state.drops)
-                self._apply(self._plan(rule, num_short), rule)
-                num_short -= len(self._state.drops) - num_drops
+        """Start to drop `num_short` rows of sessions that may give way to `warmest` (None: all)."""
+        if num_short > 0:
+            rule = _Rule(Tier.SSD, may_cut=True)
+            self._apply(self._plan(rule, num_short, self._victims(Tier.SSD, warmest)), rule)
 
     def make_quota(self, tenant: str, num_wanted: int) -> bool:
         """Have a tenant's coldest sessions give way to its next blocks, if its quota asks for it.
@@ -93,66 +134,68 @@ class Placement:
         order = tenants.order_of(tenant)
         if order is None or not tenants.may_ever_have(tenant, num_wanted):
             return order is None  # nobody goes for what cannot be
-        for may_take_soft_pinned in (False, True):
-            num_over = tenants.num_over(tenant, num_wanted)
-            if num_over:
-                rule = _Rule(None, may_cut=True, may_take_soft_pinned=may_take_soft_pinned)
-                self._apply(self._plan(rule, num_over, order), rule)
+        num_over = tenants.num_over(tenant, num_wanted)
+        if num_over:
+            rule = _Rule(None, may_cut=True)
+            self._apply(self._plan(rule, num_over, order), rule)
         return not tenants.num_over(tenant, num_wanted)
 
     def drop_coldest(self) -> bool:
-        """Drop the coldest session that nobody leases, pins or queues; returns if there was one."""
-        state = self._state
-        for key in state.placement.victims(None, state.now_ns):
-            if not state.leases.num_of_session(key) and not state.placement.queue.is_queued(key):
-                state.outbox.count("sessions_dropped")
-                state.cut(state.sessions[key], 0, EVICTED)
+        """Drop the coldest session that is neither leased, pinned nor busy; False: there is none.
+
+        Costs O(sessions that are leased or busy).
+        """
+        for key in self._victims(None):
+            if self._may_drop(key):
+                self._state.outbox.count("sessions_dropped")
+                self._state.cut(self._state.sessions[key], 0, EVICTED)
                 return True
         return False
 
     # ------------------------------------------------------------------------------------ planning
 
-    def _rules(
-        self, tier: Tier, *, may_cut: bool, stop_at: SessionKey | None = None
-    ) -> Iterable[_Rule]:
-        """What to do in turn, until there is room."""
-        yield _Rule(tier, may_cut, stop_at=stop_at)
-        yield _Rule(tier, may_cut, may_take_queued=True, stop_at=stop_at)
-        if self._state.num_pins[Pin.SOFT]:
-            yield _Rule(
-                tier, may_cut, may_take_queued=True, may_take_soft_pinned=True, stop_at=stop_at
-            )
-
-    def _plan(
-        self, rule: _Rule, num_wanted: int, order: Iterable[SessionKey] | None = None
-    ) -> _Plan:
-        """Plan what to take of the sessions in the order, which is the tier's by default."""
+    def _victims(
+        self, tier: Tier | None, colder_than: SessionKey | None = None
+    ) -> Iterable[SessionKey]:
         state = self._state
+        return state.placement.victims(tier, state.now_ns, colder_than=colder_than)
+
+    def _rules(self, *, may_cut: bool) -> Iterable[_Rule]:
+        """What to do in DRAM in turn, until there is room."""
+        yield _Rule(Tier.DRAM, may_cut)
+        if self._state.placement.has_busy:
+            yield _Rule(Tier.DRAM, may_cut, may_take_running=True)
+
+    def _plan(self, rule: _Rule, num_wanted: int, order: Iterable[SessionKey]) -> _Plan:
+        """Plan what to take of the sessions in this order."""
         plan = _Plan()
-        passed: set[SessionKey] = set()
-        for key in state.placement.victims(rule.tier, state.now_ns) if order is None else order:
-            session = state.sessions[key]
-            if key == rule.stop_at:
-                break
-            if session.pin is Pin.SOFT and not rule.may_take_soft_pinned:
-                break  # all that follow are
+        for key in order:
             if not self._is_victim(key, rule):
                 continue
-            passed.add(key)
-            if self._take_from(session, rule, passed, plan, num_wanted):
+            plan.passed.add(key)
+            if self._take_from(self._state.sessions[key], rule, plan, num_wanted):
                 plan.emptied.append(key)
             if plan.num_taken >= num_wanted:
                 break
         return plan
 
     def _is_victim(self, key: SessionKey, rule: _Rule) -> bool:
-        if self._state.placement.queue.is_queued(key) and not rule.may_take_queued:
-            return False
-        return rule.tier is not None or not self._state.leases.num_of_session(key)
+        if rule.tier is None:
+            return self._may_drop(key)
+        if rule.tier is Tier.SSD or rule.may_take_running:
+            return True
+        placement = self._state.placement
+        return not placement.queue.is_running(key) or placement.is_released(key)
 
-    def _take_from(
-        self, victim: Session, rule: _Rule, passed: set[SessionKey], plan: _Plan, num_wanted: int
-    ) -> bool:
+    def _may_drop(self, key: SessionKey) -> bool:
+        state = self._state
+        return not state.leases.num_of_session(key) and not state.placement.is_busy(key)
+
+    def _may_cut(self, key: SessionKey, rule: _Rule) -> bool:
+        is_kept = rule.tier is Tier.DRAM and self._state.placement.queue.is_running(key)
+        return rule.may_cut and (rule.may_take_running or not is_kept)
+
+    def _take_from(self, victim: Session, rule: _Rule, plan: _Plan, num_wanted: int) -> bool:
         """Plan blocks of one session, tail first; returns whether it has no more in the tier."""
         is_emptied = True
         if victim.folded and rule.tier is not Tier.DRAM:
@@ -160,14 +203,14 @@ class Placement:
             plan.folded.append((victim, num_folded))
             plan.num_taken += num_folded
             is_emptied = num_folded == victim.num_folded
-        may_cut = rule.may_cut
+        may_cut = self._may_cut(victim.key, rule)
         for block_key in reversed(victim.block_keys()):
             if plan.num_taken >= num_wanted:
                 return False
             block = self._state.blocks[block_key]
-            if not _is_in(block, rule.tier) or self._is_covered(block, rule.tier, passed):
+            if not _is_in(block, rule.tier) or self._is_covered(block, rule.tier, plan.passed):
                 continue
-            if self._may_take(block, rule, may_cut=may_cut):
+            if _may_take(block, rule, may_cut=may_cut):
                 plan.blocks.append(block)
                 plan.num_taken += 1
             else:
@@ -186,15 +229,6 @@ class Placement:
 
         return self._state.warm_user(block, is_warmer)
 
-    def _may_take(self, block: Block, rule: _Rule, *, may_cut: bool) -> bool:
-        if not rule.may_take_queued and self._state.warm_user(
-            block, self._state.placement.queue.is_queued
-        ):
-            return False
-        if _is_last_copy(block, rule.tier):
-            return may_cut and block.may_vanish()
-        return block.io is BlockIo.IDLE and (rule.tier is Tier.SSD or not block.readers)
-
     # -------------------------------------------------------------------------------------- taking
 
     def _apply(self, plan: _Plan, rule: _Rule) -> None:
@@ -208,16 +242,24 @@ class Placement:
         if rule.tier is not None:
             for key in plan.emptied:
                 self._left(key, rule.tier)
+        if rule.tier is Tier.DRAM:
+            for key in filter(state.placement.queue.is_queued, plan.passed):
+                state.placement.prefetching.reopen(key)  # what goes is to be read again in time
         for block in plan.blocks:
-            if not _is_in(block, rule.tier):
-                continue  # an earlier cut took it along
-            state.outbox.count(counter)
-            if _is_last_copy(block, rule.tier):
-                state.outbox.count("sessions_dropped", state.cut_users(block, EVICTED))
-            elif rule.tier is Tier.DRAM:
-                state.leave_dram(block)
-            else:
-                state.leave_ssd(block)
+            if _is_in(block, rule.tier):  # else an earlier cut took it along
+                state.outbox.count(counter)
+                self._take(block, rule.tier)
+
+    def _take(self, block: Block, tier: Tier | None) -> None:
+        state = self._state
+        if _is_last_copy(block, tier):
+            state.outbox.count("sessions_dropped", state.cut_users(block, EVICTED))
+        elif tier is Tier.DRAM:
+            state.leave_dram(block)
+        else:
+            state.leave_ssd(block)
+            if state.limits.admission is not Admission.ON_EVICT:
+                state.refused[block.key] = block  # dirty again
 
     def _left(self, key: SessionKey, tier: Tier) -> None:
         """Note that a session has nothing more to give in the tier."""
@@ -225,6 +267,12 @@ class Placement:
             self._state.policy.left(key, tier)
             if tier is Tier.DRAM:
                 self._state.fold_later(key)
+
+
+def _may_take(block: Block, rule: _Rule, *, may_cut: bool) -> bool:
+    if _is_last_copy(block, rule.tier):
+        return may_cut and block.may_vanish()
+    return block.io is BlockIo.IDLE and (rule.tier is Tier.SSD or not block.readers)
 
 
 def _is_in(block: Block, tier: Tier | None) -> bool:

@@ -85,13 +85,17 @@ class _Restoration:
         """Count what there is, have it expire in time, and fold what could not be before."""
         state = self.state
         num_folded: Counter[str] = Counter()
+        num_spans = 0
         deadlines = []
         for key, session in state.sessions.items():
             num_folded[key.tenant] += len(session.folded) // PLACE_BYTES
+            num_spans += session.num_spans
             deadline_ns = state.expires_at_ns(session)
             if deadline_ns is not None:
                 deadlines.append((deadline_ns, key))
         state.ttl.restore(deadlines)
+        if num_spans:  # about one block each
+            state.placement.sized(num_spans * state.layout.block_bytes // len(state.sessions))
         for tenant, num_blocks in num_folded.items():
             state.tenants.charge(tenant, num_blocks)
         for tenant, num_sessions in Counter(key.tenant for key in state.sessions).items():

@@ -95,11 +95,11 @@ def set_ttl(state: CacheState, key: SessionKey, ttl_ns: int | None) -> None:
 
 def end_session(state: CacheState, key: SessionKey) -> bool:
     """Note that a session will not come back: the first to go; returns whether it is stored."""
+    state.policy.ended(key)  # be it stored: it may learn from it
     session = state.sessions.get(key)
     if session is None:
         return False
     session.ended = True
-    state.policy.ended(key)
     state.tenants.ended(key)
     state.outbox.session_changed(key)
     state.outbox.emit(SESSION_ENDED, key)

@@ -23,6 +23,7 @@ class Session:
         folded: the places of the folded blocks that follow, one span each; b"" if there are none.
         folded_spans: the spans on them, unless they are all plain.
         lost: why it holds less than was stored: "", "evicted", "corrupt".
+        num_read_ahead: blocks read ahead for it since it was last used.
     """
 
     key: SessionKey
@@ -34,12 +35,18 @@ class Session:
     pin: Pin = Pin.NONE
     ended: bool = False
     lost: str = ""
+    num_read_ahead: int = 0
 
     @property
     def num_tokens(self) -> int:
         """Stored tokens; costs O(spans)."""
         folded = self.tail_spans() if self.folded_spans else self.tail_blocks()
         return sum(span.num_tokens for span in self.spans) + sum(x.num_tokens for x in folded)
+
+    @property
+    def num_spans(self) -> int:
+        """How many spans it has; about as many blocks."""
+        return len(self.spans) + self.num_folded
 
     @property
     def num_folded(self) -> int:

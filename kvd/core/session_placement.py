@@ -41,7 +41,10 @@ class SessionPlacement:
         self._capacity_bytes = capacity_bytes
         self._mean_bytes = 0.0
         self._num_sized = 0
-        self._busy: set[SessionKey] = set()  # a turn of it waits or runs
+        self._busy: dict[SessionKey, bool] = {}  # a turn of it waits or runs -> runs
+        self._arriving: set[SessionKey] = set()  # by the change that is being taken
+        self._num_running = 0
+        self._loaded: set[SessionKey] = set()  # of these, an engine has the KV, for that turn
         self._now_ns = 0
         self.policy = make_policy(PolicyContext(self.queue, self._eviction_window))
 
@@ -50,21 +53,49 @@ class SessionPlacement:
     def replace_queue(self, owner: int, jobs: QueueChange, now_ns: int) -> int:
         """Take all of an engine's queue; returns its digest."""
         self._now_ns = now_ns
+        self._arriving = self._new_turns(owner, jobs)
         return self.queue.replace(owner, jobs, now_ns)
 
     def change_queue(self, owner: int, change: QueueChange, now_ns: int) -> int:
         """Take a change of an engine's queue; returns the digest of what it is now."""
         self._now_ns = now_ns
+        self._arriving = self._new_turns(owner, change)
+        for job in change.running:
+            if self._busy.get(job.key):  # its turn before has ended, in this very change perhaps
+                self._loaded.discard(job.key)
         return self.queue.change(owner, change, now_ns)
 
     def forget_engine(self, owner: int, now_ns: int) -> None:
         """Forget an engine's queue."""
         self._now_ns = now_ns
+        self._arriving = set()
         self.queue.forget(owner)
 
     def is_busy(self, key: SessionKey) -> bool:
         """Whether a turn of the session waits or runs."""
         return key in self._busy
+
+    @property
+    def num_running(self) -> int:
+        """Sessions of which a turn runs."""
+        return self._num_running
+
+    @property
+    def has_busy(self) -> bool:
+        """Whether any session is busy."""
+        return bool(self._busy)
+
+    def loaded(self, key: SessionKey) -> None:
+        """Note that an engine has what is stored of the session, for the turn it is busy with."""
+        if key in self._busy:
+            self._loaded.add(key)
+
+    def is_released(self, key: SessionKey) -> bool:
+        """Whether a turn runs in an engine that has its KV: DRAM need not hold what SSD does.
+
+        A session begins to run before it is loaded.
+        """
+        return key in self._loaded and self.queue.is_running(key)
 
     # ------------------------------------------------------------------------------------- windows
 
@@ -89,14 +120,31 @@ class SessionPlacement:
     def _eviction_window(self) -> int:
         return self.window(self._capacity_bytes())
 
+    def _new_turns(self, owner: int, change: QueueChange) -> set[SessionKey]:
+        """Sessions with a job that is not known, be another one's end told in the same change."""
+        queue = self.queue
+        if not queue.num_waiting(owner) and not queue.num_running(owner):
+            return {job.key for jobs in (change.waiting, change.running) for job in jobs}
+        knows = queue.knows
+        waiting = {job.key for job in change.waiting if not knows(owner, job.rank[2])}
+        return waiting | {job.key for job in change.running if not knows(owner, job.number)}
+
     def _engaged(self, key: SessionKey) -> None:
         """The queue says something else of a session than before."""
         place, is_running = self.queue.place(key), self.queue.is_running(key)
         is_busy = place is not None or is_running
-        if is_busy and key not in self._busy:
-            self._busy.add(key)
+        was_running = self._busy.pop(key, False)
+        self._num_running += is_running - was_running
+        if was_running and not is_running:
+            self._loaded.discard(key)
+        if is_busy:
+            self._busy[key] = is_running
+        else:
+            self._loaded.discard(key)
+        if key in self._arriving:
             self.policy.arrived(key, self._now_ns)
-        elif not is_busy:
-            self._busy.discard(key)
         self.policy.engaged(key, place, self._now_ns, is_running=is_running)
-        self.prefetching.reopen(key)
+        if place is None:
+            self.prefetching.settle(key)
+        else:
+            self.prefetching.reopen(key)

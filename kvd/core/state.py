@@ -29,6 +29,7 @@ from kvd.core.session_placement import SessionPlacement
 from kvd.core.slots import SlotState, SlotTable
 from kvd.core.tenants import TenantLimits, TenantTable, no_limits
 from kvd.core.ttl import TtlClock
+from kvd.core.turn_log import MAX_TURNS, TurnLog
 from kvd.core.write_queue import WriteQueue
 from shared.kv_layout import KVLayout
 from shared.session_key import SessionKey
@@ -46,6 +47,7 @@ class Limits:
     default_ttl_ns: int | None = None  # None: never expire
     max_sessions: int = 1_000_000
     max_leases: int = 65_536
+    max_turns: int = MAX_TURNS  # of the log of recent ones
     admission: Admission = Admission.WRITE_THROUGH
     write_back_delay_ns: int = 30 * NS_PER_S  # how long a session is left alone before its write
     max_write_bytes: int = 256 << 20  # of writes issued and not done
@@ -53,6 +55,9 @@ class Limits:
     layered_read_bytes: int = 32 << 20  # a load that reads more than this goes layer by layer
     tenant_limits: Callable[[str], TenantLimits] = no_limits  # asked once per tenant
     folds_sessions: bool = True  # False: idle ones stay as they are, at a price in memory
+    watermark: float = 0.0  # share of the slots that is kept free, for stores and loads only
+    prefetch_bytes: int = 0  # of reads ahead of loads, issued and not done; 0: none
+    reads_returning: bool = True  # also ahead of turns that are only likely
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +66,7 @@ class Arrival:
 
     Attributes:
         was_queued: the block was to be written, and is again once it is verified.
+        is_ahead: a read that no load has come to wait for.
         early: leases that were given the block before its verification began: they do not wait, and
             end if it turns out corrupt.
     """
@@ -68,6 +74,7 @@ class Arrival:
     op_id: int
     block: Block
     was_queued: bool = False
+    is_ahead: bool = False
     waiting: dict[int, LoadLease] = field(default_factory=dict)
     early: dict[int, LoadLease] = field(default_factory=dict)
 
@@ -102,6 +109,7 @@ class CacheState:
         self.leases = LeaseTable(limits.max_leases)
         self.placement = SessionPlacement(make_policy, self._capacity_bytes)
         self.ttl = TtlClock()
+        self.turns = TurnLog(limits.max_turns)
         self.outbox = Outbox()
         self.reads: dict[int, Arrival] = {}
         self.verifies: dict[int, Arrival] = {}
@@ -111,6 +119,9 @@ class CacheState:
         self.drops: dict[int, tuple[int, int] | None] = {}  # run to free when the row is gone
         self.unverified: dict[bytes, Block] = {}  # adopted blocks whose verification is not begun
         self.unwritten = WriteQueue(self.shape, self.extents)
+        self.refused: dict[bytes, Block] = {}  # dirty blocks that found no extent, oldest first
+        self.mean_store_blocks = 0.0  # that a store asks slots for
+        self.kept_unfolded: SessionKey | None = None  # its blocks are being read ahead
         self.journal: dict[int, SlotState] = {}  # what the journal says of each slot: a mirror
         self.scrubbed: dict[tuple[Tier, int], int] = {}  # slot or extent -> operation of a scrub
         self.tails = FoldedTails(self.blocks)
@@ -128,6 +139,11 @@ class CacheState:
 
     def _capacity_bytes(self) -> int:
         return (len(self.slots) + len(self.extents)) * self.layout.block_bytes
+
+    @property
+    def num_kept_free(self) -> int:
+        """Slots of the watermark."""
+        return int(self.limits.watermark * len(self.slots))
 
     def advance(self, now_ns: int) -> None:
         """Take the time of a call. It never goes back (D17)."""
@@ -163,6 +179,7 @@ class CacheState:
     def touch(self, session: Session) -> None:
         """Note a use of the session: O(its blocks)."""
         session.last_access_ns = self.now_ns
+        session.num_read_ahead = 0
         if session.ended:
             session.ended = False
             self.outbox.session_changed(session.key)
@@ -266,7 +283,9 @@ class CacheState:
         for _ in range(min(len(waiting), FOLD_BATCH)):
             key, _ = waiting.popitem(last=False)
             session = self.sessions.get(key)
-            if session is not None and self.tails.fold(session):
+            if session is None:
+                continue
+            if key == self.kept_unfolded or self.tails.fold(session):
                 waiting[key] = None
 
     def _drop_folded(self, session: Session, num_blocks: int) -> None:
@@ -307,6 +326,7 @@ class CacheState:
         """Take a block out of every tier and the index; a write of it then finds nobody."""
         assert block.io in (BlockIo.IDLE, BlockIo.WRITING), "a block is forgotten at rest"
         self.unwritten.discard(block)
+        self.refused.pop(block.key, None)
         if block.slot_id is not None:
             self.leave_dram(block)
         if block.extent is not None:
@@ -324,6 +344,7 @@ class CacheState:
     def leave_dram(self, block: Block) -> None:
         """Free the block's slot."""
         self.unverified.pop(block.key, None)
+        self.outbox.count("prefetch_wasted", block.is_ahead)
         self.free_slot(self.blocks.leave_dram(block))
 
     def leave_ssd(self, block: Block) -> None:

@@ -27,6 +27,7 @@ GAP = "gap"
 WAIT = "wait"
 NO_SPACE = "no_space"
 QUOTA = "quota"
+MEAN_SHARE = 1 / 16  # of the newest store in the running mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,8 @@ class Storer:
             self._commit(lease)
             held = [part for part in lease.parts if isinstance(part[1], Block)]
             self._publish(lease.key, held)
+            if self._state.placement.queue.is_running(lease.key):
+                self._state.placement.loaded(lease.key)
         self.release(lease)
         session = self._state.sessions.get(lease.key)
         return session.num_tokens if session else 0
@@ -171,8 +174,10 @@ class Storer:
             end_token = new.token_offset + new.span.num_tokens
         if not blocks:
             return None
-        self._state.leases.add(lease)
-        self._state.tenants.charge(lease.key.tenant, len(blocks))
+        state = self._state
+        state.leases.add(lease)
+        state.tenants.charge(lease.key.tenant, len(blocks))
+        state.mean_store_blocks += MEAN_SHARE * (len(blocks) - state.mean_store_blocks)
         self._journal(lease)
         more = end_token < planned[-1].token_offset + planned[-1].span.num_tokens
         return StoreAnswer(lease.lease_id, tuple(blocks), end_token, more)
@@ -258,7 +263,10 @@ class Storer:
         state.touch(session)
         state.outbox.session_changed(key)
         state.outbox.count("stores")
-        fields = {"num_tokens": session.num_tokens, "num_blocks": len(session.spans)}
+        num_tokens, num_blocks = session.num_tokens, len(session.spans)
+        state.policy.sized(key, num_tokens)
+        state.placement.sized(num_blocks * state.layout.block_bytes)
+        fields = {"num_tokens": num_tokens, "num_blocks": num_blocks}
         state.outbox.emit(SESSION_STORED, key, fields)
         self._hasher.request([state.blocks[block_key] for block_key in session.block_keys()])
 

@@ -12,7 +12,7 @@ Invariant: a session of a tenant with a quota is in that tenant's order, unless 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from kvd.core.eviction.lru import LruOrder
+from kvd.core.eviction.lru_order import LruOrder
 from kvd.core.records import TenantUsage
 from shared.session_key import SessionKey
 

@@ -8,8 +8,9 @@ Pure. The admission policy says when a dirty block that is hashed is queued for 
 
 A queued block waits for an extent (rows being dropped give theirs back), for writes under way
 (`max_write_bytes`) or, while the tier is degraded, for the next try. Blocks for which no extent can
-be had are refused: they stay in DRAM only, until their session stores again or their room is
-wanted. A partial tail that is replaced before its time is never written.
+be had are refused: they stay in DRAM only, until extents are free that nothing else waits for,
+their session stores again, or their room is wanted. A partial tail that is replaced before its time
+is never written.
 """
 
 from collections.abc import Iterable
@@ -41,6 +42,7 @@ class Writer:
         self._retry_at_ns = 0
         self._retry_delay_ns = FIRST_RETRY_NS
         self._waits_for_nothing = False  # see write_all
+        self._kept_at = -1  # Outbox.num_freed when the watermark was looked at
 
     # ------------------------------------------------------------------------------------ admission
 
@@ -87,6 +89,22 @@ class Writer:
                 num_free = self._placement.evict(num_wanted, may_cut=True)
         return num_free
 
+    def keep_free(self) -> None:
+        """Keep the watermark: clean blocks are evicted, dirty ones that rest written; none is cut.
+
+        What is short after that waits until something may have changed.
+        """
+        state = self._state
+        num_short = state.num_kept_free - state.slots.num_free
+        if num_short <= 0 or self._kept_at == state.outbox.num_freed:
+            return
+        self._placement.evict_coldest(num_short)
+        num_short = state.num_kept_free - state.slots.num_free - len(state.writes)
+        is_resting = state.limits.admission is not Admission.WRITE_THROUGH
+        if num_short > 0 and is_resting and len(state.extents) and not state.ssd_degraded:
+            self._demote(num_short)
+        self._kept_at = state.outbox.num_freed
+
     def rewrite(self, block: Block) -> None:
         """Write a block whose copy on SSD was bad, whatever the policy says."""
         self._queue((block,))
@@ -111,6 +129,7 @@ class Writer:
             self._retry_at_ns = state.now_ns  # the reason may be gone
         self._provide()
         self.issue()
+        self._take_up_refused()
 
     # --------------------------------------------------------------------------------------- writes
 
@@ -148,6 +167,7 @@ class Writer:
             self._recover()
         if outcome is IoOutcome.OK and is_kept:
             state.blocks.enter_ssd(block, op.extent)
+            state.outbox.count("ssd_written_bytes", op.num_sectors * SECTOR_BYTES)
             state.outbox.add(PutBlock(BlockRecord(block.key, op.extent, block.num_tokens)))
         else:
             state.extents.free(op.extent, op.num_sectors)
@@ -191,6 +211,19 @@ class Writer:
         if len(state.unwritten) and not state.drops and not state.writes:
             self._provide()
             self.issue()
+        self._take_up_refused()
+
+    def _take_up_refused(self) -> None:
+        """Write blocks that were refused, as far as there are extents that nobody else wants."""
+        state = self._state
+        while state.refused and not len(state.unwritten) and not self._is_holding_back():
+            block = next(iter(state.refused.values()))
+            if not state.extents.can_allocate(state.num_sectors(block)):
+                return
+            del state.refused[block.key]
+            if block.writable:
+                state.unwritten.add(block)
+                self.issue()
 
     def _queue(self, blocks: Iterable[Block]) -> int:
         """Queue those of the blocks that can be written; returns how many."""
@@ -199,6 +232,7 @@ class Writer:
         for block in blocks:
             if block.writable:
                 queue.add(block)
+                self._state.refused.pop(block.key, None)
         num_queued = len(queue) - num_before
         if num_queued:
             self._provide()
@@ -215,7 +249,9 @@ class Writer:
             return
         self._placement.make_extents(self._num_short(), state.unwritten.newest.last_user)
         while len(state.unwritten) and self._num_short():
-            state.unwritten.discard(state.unwritten.newest)
+            block = state.unwritten.newest
+            state.unwritten.discard(block)
+            state.refused[block.key] = block
             state.outbox.count("ssd_refused")
 
     def _num_short(self) -> int:

@@ -2,6 +2,7 @@
 
     READ            a load waits: ordered by (load, group of layers, block)
     URGENT_VERIFY   a load waits for a slot's bytes to be checked
+    READ_AHEAD      a load may come
     WRITE
     HASH            a stored block waits to be written
     BACKGROUND      scrubbing
@@ -10,8 +11,11 @@ Invariants:
 1. the first job in this order is the next to start; it waits when its bytes would exceed the budget
    in flight, unless nothing is in flight; meanwhile blocks are hashed, which takes no I/O. Writes
    go before hashes, so that the disk is busy from the first hashed block on;
-2. while writes or background jobs run, one more thread than configured stands by for the others,
-   and half of the budget is theirs: a read does not wait for the end of a write.
+2. while jobs run that nobody waits for, one more thread than configured stands by for the others,
+   and half of the budget is theirs: a load does not wait for the end of a write or of what is read
+   ahead;
+3. half of the threads read ahead, at most, and none begins while a load reads: it shares the disk
+   with few of them, and for a moment. Writes go on beside them.
 
 The queue has no bound of its own: what is put holds a slot, or is one scrub.
 """
@@ -37,12 +41,13 @@ class Priority(IntEnum):
 
     READ = 0
     URGENT_VERIFY = 1
-    WRITE = 2
-    HASH = 3
-    BACKGROUND = 4
+    READ_AHEAD = 2
+    WRITE = 3
+    HASH = 4
+    BACKGROUND = 5
 
 
-PATIENT = (Priority.WRITE, Priority.BACKGROUND)  # nobody waits for them
+PATIENT = (Priority.READ_AHEAD, Priority.WRITE, Priority.BACKGROUND)  # nobody waits for them
 
 
 def _done(_staging: Staging) -> None:
@@ -69,14 +74,18 @@ class IoPool:
 
     def __init__(self, num_threads: int, max_bytes_in_flight: int) -> None:
         self._num_threads = num_threads
+        self._most_ahead = max(1, num_threads // 2)
         self._max_bytes = max_bytes_in_flight
         self._queue: list[_Queued] = []  # a heap
+        self._ahead: list[_Queued] = []  # a heap; apart, because its bound must not hold up writes
         self._hashes: deque[_Queued] = deque()
         self._num_queued = 0  # ever
         self._tickets = itertools.count()
         self._bytes_in_flight = 0
         self._num_running = 0
-        self._num_patient = 0  # writes and background jobs that run
+        self._num_patient = 0  # jobs that run and nobody waits for
+        self._num_ahead = 0  # of these, reads ahead
+        self._num_reads = 0  # that run, and loads wait for
         self._patient_bytes = 0  # in flight of them
         self._changed = threading.Condition()
         self._closing = False
@@ -89,7 +98,7 @@ class IoPool:
 
     def __len__(self) -> int:
         """Jobs that have not begun."""
-        return len(self._queue) + len(self._hashes)
+        return len(self._queue) + len(self._ahead) + len(self._hashes)
 
     def start(self) -> None:
         """Start the threads."""
@@ -119,15 +128,16 @@ class IoPool:
             if priority is Priority.HASH:
                 self._hashes.append(queued)
             else:
-                heapq.heappush(self._queue, queued)
+                is_ahead = priority is Priority.READ_AHEAD
+                heapq.heappush(self._ahead if is_ahead else self._queue, queued)
             self._wake()
 
     def close(self) -> None:
         """Drop what has not begun, and wait for what has; blocks."""
         with self._changed:
             self._closing = True
-            self._queue.clear()
-            self._hashes.clear()
+            for queue in (self._queue, self._ahead, self._hashes):
+                queue.clear()
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
@@ -162,16 +172,23 @@ class IoPool:
 
     def _first(self) -> _Queued | None:
         """The job to start now, if any can start."""
-        for queue in (self._queue, self._hashes):
-            if queue and queue[0].priority < Priority.BACKGROUND and self._may_start(queue[0]):
-                return queue[0]
-        return self._queue[0] if self._queue and self._may_start(self._queue[0]) else None
+        first = self._queue[0] if self._queue else None
+        is_load = first is not None and first.priority < Priority.READ_AHEAD
+        if not is_load and self._ahead and self._may_start(self._ahead[0]):
+            return self._ahead[0]
+        may_start = first is not None and self._may_start(first)
+        if first is not None and may_start and first.priority < Priority.BACKGROUND:
+            return first
+        if self._hashes and self._may_start(self._hashes[0]):
+            return self._hashes[0]
+        return first if may_start else None
 
     def _take(self, queued: _Queued) -> None:
         if queued.priority is Priority.HASH:
             self._hashes.popleft()
         else:
-            heapq.heappop(self._queue)
+            is_ahead = queued.priority is Priority.READ_AHEAD
+            heapq.heappop(self._ahead if is_ahead else self._queue)
         self._count(queued, 1)
 
     def _wake(self) -> None:
@@ -188,6 +205,10 @@ class IoPool:
         in_flight = self._patient_bytes
         if in_flight and in_flight + queued.num_bytes > self._max_bytes // 2:
             return False
+        if queued.priority is Priority.READ_AHEAD:
+            is_in_the_way = self._num_reads or self._num_ahead >= self._most_ahead
+            if is_in_the_way:
+                return False
         return self._num_running < self._num_threads
 
     def _count(self, queued: _Queued, sign: int) -> None:
@@ -196,3 +217,7 @@ class IoPool:
         if queued.priority in PATIENT:
             self._num_patient += sign
             self._patient_bytes += sign * queued.num_bytes
+        if queued.priority is Priority.READ_AHEAD:
+            self._num_ahead += sign
+        elif queued.priority is Priority.READ:
+            self._num_reads += sign

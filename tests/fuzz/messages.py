@@ -16,6 +16,11 @@ from hypothesis import strategies as st
 
 from shared.kv_layout import Component, KVLayout, Layer
 from shared.layout_message import layout_message
+from shared.pb.kvd.v1 import kvd_pb2
+from shared.queue_change import QueueChange, QueuedJob, QueueUpdate, RunningJob
+from shared.queue_digest import combined, running_digest, waiting_digest
+from shared.queue_message import snapshot_message
+from shared.session_key import SessionKey
 from tests.synthetic_engine import MODEL, encode, small_layout
 
 LAYOUTS = (small_layout(), small_layout(3, "ab" * 16))
@@ -107,7 +112,30 @@ _HINTS: Mapping[str, st.SearchStrategy] = {
 
 def requests_of(method: MethodDescriptor) -> st.SearchStrategy[Message]:
     """Requests of an RPC."""
-    return _messages(GetMessageClass(method.input_type))
+    made = _messages(GetMessageClass(method.input_type))
+    return st.one_of(made, _queues()) if method.name == "PushQueue" else made
+
+
+@st.composite
+def _queues(draw) -> kvd_pb2.QueueSnapshot:
+    """A queue snapshot that makes sense: all of a queue, with its digest, or a change of one."""
+    numbers = draw(st.lists(st.integers(0, 9), max_size=6, unique=True))
+    keys = [SessionKey("default", "", draw(_HINTS["session_id"])) for _ in numbers]
+    num_waiting = draw(st.integers(0, len(numbers)))
+    jobs = list(zip(numbers, keys, strict=True))
+    waiting = [
+        QueuedJob((draw(st.integers(-1, 1)), draw(st.sampled_from([0.0, 1.0])), number), key, 5)
+        for number, key in jobs[:num_waiting]
+    ]
+    running = [RunningJob(number, key) for number, key in jobs[num_waiting:]]
+    base_sequence = draw(st.sampled_from([0, 0, 1, 2]))
+    left = draw(st.lists(st.integers(10, 12), unique=True)) if base_sequence else []
+    digests = [waiting_digest(job.rank, job.key) for job in waiting]
+    digests += [running_digest(job.number, job.key) for job in running]
+    change = QueueChange(waiting, running, left, draw(st.sampled_from([0, 10**9])))
+    sequence = base_sequence + draw(st.integers(1, 2))
+    update = QueueUpdate(sequence, base_sequence, change, combined(0, added=sum(digests)))
+    return snapshot_message(draw(_marks), update)
 
 
 @st.composite
@@ -137,6 +165,8 @@ def _values(field: FieldDescriptor, *, is_right: bool) -> st.SearchStrategy:
     return {
         FieldDescriptor.TYPE_UINT32: _uint32,
         FieldDescriptor.TYPE_UINT64: _uint64,
+        FieldDescriptor.TYPE_FIXED64: _uint64,
+        FieldDescriptor.TYPE_SINT32: st.integers(-(1 << 31), (1 << 31) - 1),
         FieldDescriptor.TYPE_DOUBLE: _double,
         FieldDescriptor.TYPE_BOOL: st.booleans(),
         FieldDescriptor.TYPE_STRING: _text,

@@ -23,6 +23,7 @@ TINY = replace(
     session_counts=(10, 50, 200),
     rounds=2,
     calls_per_round=10,
+    queue_jobs=200,
     layouts=(layout_with(64 << 10, 2),),
 )
 
@@ -48,6 +49,12 @@ def test_arena_and_ssd_are_compared_with_their_floors(measured):
         assert found.kvd_bytes_per_s > 0
         assert found.floor_bytes_per_s > 0
         assert 0 < found.ratio.low <= found.ratio.median <= found.ratio.high
+
+
+def test_a_queue_is_told_at_once_and_changed(measured):
+    found = measured.queue
+    assert found.num_jobs == 200
+    assert 0 < found.change_s.median < found.full_s.median
 
 
 def test_calls_are_timed_at_every_number_of_sessions_and_on_both_levels(measured):

@@ -10,7 +10,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from shared.errors import InvalidInputError, NotFoundError
-from shared.grants import QueuedJob
 from shared.kvd_attachment import KvdUnavailableError
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
 from tests.kvd_polling import all_clean, eventually, reader_stats, sessions_of
@@ -214,7 +213,8 @@ async def test_queue_end_and_session_facts_reach_kvd(tmp_path: Path) -> None:
         attached_engine(kvd.runtime_dir) as engine,
     ):
         await engine.store(key_of("a"), TOKENS)
-        engine.client.push_queue([QueuedJob(key_of("a"), 50, 0.5), QueuedJob(key_of("b"), 0, 1)])
+        for number, name in enumerate("ab"):
+            engine.queue.waits((0, 0.0, number), key_of(name), 50)
         await eventually(lambda: _queued(kvd), 2)
         await engine.client.end_session(key_of("a"))
         info = await engine.client.get_session(key_of("a"))

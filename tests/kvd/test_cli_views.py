@@ -88,6 +88,23 @@ def test_stats_show_the_largest_tenants():
     assert "20 of 100" in text
 
 
+def test_stats_show_what_was_read_ahead():
+    """Of each layout, with what became of it."""
+    counters = {
+        "ssd_read_bytes": 3 << 20,
+        "ssd_written_bytes": 5 << 20,
+        "prefetch_blocks": 41,
+        "prefetch_hits": 29,
+        "prefetch_late": 7,
+        "prefetch_wasted": 5,
+        "prefetch_cancelled": 2,
+    }
+    layout = kvd_pb2.LayoutStats(model="ab12", counters=counters)
+    text = _text(*cli_stats_views.stats_tables(kvd_pb2.GetStatsResponse(layouts=[layout])))
+    (row,) = [line for line in text.splitlines() if line.split()[:1] == ["ab12"] and "41" in line]
+    assert row.split() == ["ab12", "3.0", "MB", "5.0", "MB", "41", "29", "7", "5", "2"]
+
+
 def test_progress_is_a_share_of_all_copies():
     """The line counts the copies of both tiers."""
     progress = kvd_pb2.VerifyProgress(

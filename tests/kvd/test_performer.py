@@ -39,7 +39,7 @@ from kvd.performer import Owners, Performer, _Ended
 from kvd.process_identity import ProcessIdentity
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore
 from kvd.tiers.faults import NoFaults
-from kvd.tiers.io_pool import IoPool
+from kvd.tiers.io_pool import IoPool, Priority
 from kvd.tiers.manifest import LayoutRow, Manifest
 from kvd.tiers.space_budget import SpaceBudget
 from kvd.tiers.volume import SegmentVolume
@@ -313,6 +313,32 @@ async def test_what_has_ended_at_the_end_is_reported(world):
     for _ in range(3):
         await asyncio.sleep(0)
     assert len(world.engine.done) == 100
+
+
+@pytest.mark.parametrize("num_tokens", [16, 3])
+async def test_a_load_hurries_what_is_read_ahead(world, num_tokens):
+    """It goes before the writes then; what was queued for it before finds it done."""
+    words = ProgressWords(world.arena.progress.fd, 4)
+    write, stored = world.write_action(1, 0, 0, num_tokens)
+    world.performer.perform(write)
+    await world.until_idle()
+    let_go = threading.Event()
+    for _ in range(3):  # as many as there are threads for what nobody waits for
+        world.pool.submit(Priority.WRITE, 0, lambda _: let_go.wait(DEADLINE_S))
+    try:
+        world.performer.perform(ReadBlock(11, write.key, 0, 1, num_tokens, ahead=True))
+        world.performer.perform(TrackLoad(LEASE, OWNER, (11,)))
+        index = world.performer.progress_index(LEASE)
+        async with asyncio.timeout(DEADLINE_S):
+            while words.word(index) & LAYERS_MASK < 8:  # noqa: ASYNC110  # the word is what counts
+                await asyncio.sleep(0.001)
+    finally:
+        let_go.set()
+    assert await world.until_idle() == [("read_done", 11, IoOutcome.OK, stored)]
+    async with asyncio.timeout(DEADLINE_S):
+        while len(world.pool):  # noqa: ASYNC110  # the job that came too late
+            await asyncio.sleep(0.001)
+    assert await world.until_idle() == []
 
 
 async def test_a_load_hurries_a_verify_in_the_background(world):

@@ -27,6 +27,8 @@ from kvd.core.actions import (
     WriteBlock,
 )
 from kvd.core.engine import CacheEngine, Limits
+from kvd.core.eviction.lru import LruPolicy
+from kvd.core.eviction.registry import PolicyMaker
 from kvd.core.extent_shape import ExtentShape
 from kvd.core.records import (
     AdoptedSlot,
@@ -131,8 +133,9 @@ Io = ReadBlock | VerifySlot | VerifyExtent | HashSlot | WriteBlock
 class CacheWorld:
     """A cache engine with its performer, whose operations end when and how the test says."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, make_policy: PolicyMaker = LruPolicy) -> None:
         self.limits = limits
+        self.make_policy = make_policy
         self.index = Index()
         self.extents: dict[int, Extent] = {}
         self.slots: list[list[Row]] = []
@@ -157,7 +160,7 @@ class CacheWorld:
         self.checked: dict[int, SlotRecord | None] = {}  # what verifications are of
         self.tracked: dict[int, tuple[int, ...]] = {}
         self.events: list[Action] = []
-        self.engine = CacheEngine(LAYOUT, self.limits, salt_of)
+        self.engine = CacheEngine(LAYOUT, self.limits, salt_of, self.make_policy)
         self.epoch += 1
         rows, first_lease_id = self.index.rows(), self.epoch << 40
         self.engine.restore(rows, adopted, orphans, first_lease_id, self.now_ns)
@@ -206,6 +209,17 @@ class CacheWorld:
             in_use = {sector for block in self.index.blocks.values() for sector in run_of(block)}
             assert in_use.isdisjoint(run_of(action)), "an extent is reused before its row is gone"
             assert action.checksums, "what is written was hashed"
+            assert action.key not in self._written(), "a clean block is written again"
+
+    def _written(self) -> set[bytes]:
+        """Blocks that are on SSD, as the index will say."""
+        keys = set(self.index.blocks)
+        for action in self.index.uncommitted:
+            if isinstance(action, PutBlock):
+                keys.add(action.block.key)
+            elif isinstance(action, DropBlock):
+                keys.discard(action.key)
+        return keys
 
     def commit(self, num_actions: int) -> None:
         """Commit index rows and report the drops among them."""

@@ -10,6 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from kvd.core.actions import HashSlot, IoOutcome, ReadBlock, VerifyExtent, VerifySlot, WriteBlock
 from kvd.core.engine import Limits
 from kvd.core.errors import LeaseLostError, ScrubError, TooManyLeasesError
+from kvd.core.eviction.registry import POLICIES
+from kvd.core.queue_window import QueueChange, QueuedJob, RunningJob
 from kvd.core.records import (
     TTL_NEVER_NS,
     Admission,
@@ -23,17 +25,18 @@ from kvd.core.records import (
 )
 from kvd.core.tenants import TenantLimits
 from shared.session_key import SessionKey
-from tests.kvd.core.turns import queue_of
 from tests.property.cache_world import (
     ADOPTED_OWNERS,
     BLOCK_TOKENS,
     LAYOUT,
     MODEL,
+    SHAPE,
     CacheWorld,
     Row,
     compute,
     to_bytes,
 )
+from tests.property.expecting_policy import ExpectingPolicy
 
 KEYS = [SessionKey("a", MODEL, name) for name in "xyz"] + [SessionKey("b", MODEL, "x")]
 OWNERS = [1, 2]
@@ -86,7 +89,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize(
         num_slots=st.sampled_from([1, 3, 5, 12]),
-        num_extents=st.sampled_from([0, 3, 8, 20]),
+        num_extents=st.sampled_from([0, 3, 8, 20, 40]),
         max_sessions=st.sampled_from([2, 100]),
         max_leases=st.sampled_from([3, 100]),
         ttl_ns=st.sampled_from([None, 50]),
@@ -95,6 +98,9 @@ class CacheMachine(RuleBasedStateMachine):
         verify_on_load=st.booleans(),
         folds_sessions=st.booleans(),
         quota_blocks=st.sampled_from([None, 4]),
+        policy=st.sampled_from([*POLICIES.values(), ExpectingPolicy]),
+        watermark=st.sampled_from([0, 0.2, 0.4]),
+        prefetch_blocks=st.sampled_from([0, 1, 1, 100]),
     )
     def start(
         self,
@@ -108,6 +114,9 @@ class CacheMachine(RuleBasedStateMachine):
         verify_on_load,
         folds_sessions,
         quota_blocks,
+        policy,
+        watermark,
+        prefetch_blocks,
     ) -> None:
         quota_bytes = None if quota_blocks is None else quota_blocks * LAYOUT.block_bytes
         limits = Limits(
@@ -125,8 +134,12 @@ class CacheMachine(RuleBasedStateMachine):
                 quota_bytes=quota_bytes if tenant == "a" else None
             ),
             folds_sessions=folds_sessions,
+            watermark=watermark,
+            prefetch_bytes=prefetch_blocks * SHAPE.full_bytes,
         )
-        self.world = CacheWorld(limits)
+        self.world = CacheWorld(limits, policy)
+        self.jobs: dict[int, dict[int, SessionKey]] = {owner: {} for owner in OWNERS}  # by number
+        self.num_jobs = 0
         self.ids = {owner: owner for owner in OWNERS}  # an engine gets a new id as it attaches
         self.detached: set[int] = set()
         self.scrub_id = 0
@@ -410,9 +423,71 @@ class CacheMachine(RuleBasedStateMachine):
             assert answer.num_sessions + len(answer.skipped_leased) <= max(1, before.num_sessions)
         self.world.pump()
 
-    @rule(owner=st.sampled_from(OWNERS), keys=st.lists(st.sampled_from(KEYS), max_size=3))
-    def push_queue(self, owner, keys) -> None:
-        self.world.engine.replace_queue(self.ids[owner], queue_of(*keys), self.world.now_ns)
+    # --------------------------------------------------------------------------------------- queue
+
+    @rule(
+        owner=st.sampled_from(OWNERS),
+        keys=st.lists(st.sampled_from(KEYS), max_size=4),
+        num_running=st.integers(0, 2),
+        interval_ns=st.sampled_from([0, 5, 100]),
+    )
+    def replace_queue(self, owner, keys, num_running, interval_ns) -> None:
+        if owner in self.detached:
+            return
+        jobs = self.jobs[owner] = dict(enumerate(keys, self.num_jobs))
+        self.num_jobs += len(keys)
+        numbers = list(jobs)
+        change = QueueChange(
+            [QueuedJob((0, 0.0, number), jobs[number]) for number in numbers[num_running:]],
+            [RunningJob(number, jobs[number]) for number in numbers[:num_running]],
+            interval_ns=interval_ns,
+        )
+        self.world.engine.replace_queue(self.ids[owner], change, self.world.now_ns)
+        self.world.pump()
+
+    @rule(
+        owner=st.sampled_from(OWNERS),
+        keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4),
+        turns=st.lists(st.tuples(st.sampled_from(KEYS), TOKENS), max_size=3),
+    )
+    def begin_a_day(self, owner, keys, turns) -> None:
+        """Sessions are on SSD only, as far as it has them, and some are asked for."""
+        for key, new_tokens in turns:
+            self.turn(key, new_tokens, owner, is_quiet=True)
+        self.world.quiesce()
+        self.world.engine.release_dram(self.world.now_ns)
+        self.world.pump()
+        self.world.quiesce()
+        self.replace_queue(owner, keys, 0, 100)
+
+    @rule(
+        owner=st.sampled_from(OWNERS),
+        joining=st.lists(st.sampled_from(KEYS), max_size=2),
+        data=st.data(),
+    )
+    def change_queue(self, owner, joining, data) -> None:
+        """Some join, some move, some start or go on waiting, some leave."""
+        if owner in self.detached:
+            return
+        jobs = self.jobs[owner]
+        what = {n: data.draw(st.sampled_from(["stay", "wait", "run", "leave"])) for n in jobs}
+        for key in joining:
+            what[self.num_jobs] = "wait"
+            jobs[self.num_jobs] = key
+            self.num_jobs += 1
+        change = QueueChange(
+            [
+                QueuedJob((data.draw(st.integers(-1, 1)), 0.0, number), jobs[number])
+                for number, how in what.items()
+                if how == "wait"
+            ],
+            [RunningJob(number, jobs[number]) for number, how in what.items() if how == "run"],
+            [number for number, how in what.items() if how == "leave"],
+        )
+        for number in change.left:
+            del jobs[number]
+        self.world.engine.change_queue(self.ids[owner], change, self.world.now_ns)
+        self.world.pump()
 
     @precondition(lambda self: len(self.loads) + len(self.stores) > 2)
     @rule(owner=st.sampled_from(OWNERS))
@@ -436,6 +511,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert state is LeaseState.LOST, "loads end with the connection"
 
     def _attach_anew(self, owner: int) -> None:
+        self.jobs[owner] = {}
         self.ids[owner] += len(OWNERS)
         self.detached.discard(owner)
 
@@ -448,6 +524,7 @@ class CacheMachine(RuleBasedStateMachine):
         engine = self.world.engine
         engine.detach(self.ids[owner], self.world.now_ns)
         self.detached.add(owner)
+        self.jobs[owner] = {}
         self._forget_loads(owner)
         held = sorted(s.answer.lease_id for s in self.stores if s.owner == owner)
         assert [i.lease_id for i in engine.leases() if i.owner == self.ids[owner]] == held
@@ -584,6 +661,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.detached = {store.owner for store in self.stores}
         for owner in OWNERS:
             self.ids[owner] += ADOPTED_OWNERS
+            self.jobs[owner] = {}
         world.start(keep_dram=keep_dram, alive=alive_ids)
 
     def teardown(self) -> None:

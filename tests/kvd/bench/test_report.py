@@ -12,6 +12,7 @@ from kvd.bench.figures import (
     Growth,
     Latency,
     Machine,
+    QueueCosts,
     Report,
     Restart,
 )
@@ -48,6 +49,7 @@ REPORT = Report(
     ssd=(READ,),
     latencies=(Latency("rpc", "prepare_load", 10, 100, 500.0, 900.0),),
     growths=(Growth("rpc", "prepare_load", 10_000, 200_000, ONE),),
+    queue=QueueCosts(10_000, "lru", Spread(0.010, 0.012, 0.015), Spread(1e-5, 2e-5, 3e-5)),
     restart=Restart(200_000, 8, 200_000, ONE, ONE, ONE, 3 << 28, 1 << 27, 1500.0, 1 << 27),
 )
 
@@ -57,7 +59,7 @@ def test_the_document_is_json_and_names_its_schema():
     assert document["schema"] == SCHEMA
     assert set(document) == {
         *("schema", "started_unix_s", "elapsed_s", "command", "scale", "machine"),
-        *("arena", "ssd", "latencies", "growths", "restart", "goals"),
+        *("arena", "ssd", "latencies", "growths", "queue", "restart", "goals"),
     }
     assert document["ssd"][0]["ratio"] == {"low": 0.95, "median": 1.0, "high": 1.05}
     assert document["machine"]["filesystem"] == "ext4"
@@ -65,7 +67,7 @@ def test_the_document_is_json_and_names_its_schema():
 
 
 def test_a_part_that_was_not_run_is_null_and_has_no_goals():
-    only_ssd = replace(REPORT, arena=None, latencies=None, growths=None, restart=None)
+    only_ssd = replace(REPORT, arena=None, latencies=None, growths=None, queue=None, restart=None)
     document = as_document(only_ssd)
     assert document["arena"] is None
     assert document["restart"] is None
@@ -78,7 +80,16 @@ def test_the_tables_show_every_part():
         for table in tables(REPORT):
             console.print(table)
     shown = captured.get()
-    for word in ("arena", "ssd", "control plane", "growth", "restart", "goals", "a processor"):
+    for word in (
+        "arena",
+        "ssd",
+        "control plane",
+        "growth",
+        "queue of 10000",
+        "restart",
+        "goals",
+        "a processor",
+    ):
         assert word in shown
 
 
@@ -90,6 +101,10 @@ def test_the_tables_show_every_part():
         (
             replace(REPORT, growths=(replace(REPORT.growths[0], ratio=Spread(1, 1.31, 2)),)),
             "rpc prepare_load",
+        ),
+        (
+            replace(REPORT, queue=replace(REPORT.queue, full_s=Spread(0, 0.021, 1))),
+            "queue of 10000",
         ),
         (replace(REPORT, restart=replace(REPORT.restart, ready_s=Spread(4, 5.1, 6))), "restart"),
         (replace(REPORT, restart=replace(REPORT.restart, rss_per_session_bytes=2049.0)), "memory"),

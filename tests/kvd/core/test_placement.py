@@ -76,13 +76,14 @@ def test_a_pinned_session_stays_in_dram():
 
 def test_a_soft_pinned_session_goes_last():
     """After all others, queued ones too; a new block without a better claim does without SSD."""
-    world = new_world(num_slots=2, num_extents=3)
+    world = new_world(num_slots=2, num_extents=3, policy="lookahead_queue")
     store(world, A, ONES)
     world.engine.pin(A, Pin.SOFT, world.now_ns)
     store(world, B, TWOS)
     world.engine.replace_queue(OWNER, queue_of(B), world.now_ns)
     store(world, C, THREES)
     assert (tiers_of(world, A), tiers_of(world, B)) == (["DS"], ["S"])
+    world.engine.replace_queue(OWNER, queue_of(C, B), world.now_ns)
     store(world, C, THREES + ONES)
     assert world.engine.session_info(B) is None
     assert (tiers_of(world, A), tiers_of(world, C)) == (["DS"], ["S", "DS"])
@@ -135,7 +136,7 @@ def test_an_ended_session_goes_first_until_it_is_used_again():
 
 def test_a_queued_session_goes_only_when_nothing_else_does():
     """A session whose turn waits keeps its blocks as long as others have some."""
-    world = new_world(num_slots=2)
+    world = new_world(num_slots=2, policy="lookahead_queue")
     store(world, A, ONES)
     store(world, B, TWOS)
     world.engine.replace_queue(OWNER, queue_of(A), world.now_ns)
@@ -144,7 +145,7 @@ def test_a_queued_session_goes_only_when_nothing_else_does():
     assert (tiers_of(world, A), tiers_of(world, B)) == (["DS"], ["S"])
     world.engine.replace_queue(OWNER, queue_of(A, C), world.now_ns)
     store(world, B, TWOS + ONES)
-    assert tiers_of(world, A) == ["S"]
+    assert (tiers_of(world, A), tiers_of(world, C)) == (["DS"], ["S"]), "the tail goes first"
 
 
 def test_without_ssd_the_coldest_sessions_are_cut():

@@ -363,3 +363,48 @@ def test_a_failed_write_of_what_nobody_wants_degrades_the_tier_all_the_same():
     wait(world, FIRST_RETRY_NS)
     store(world, B, TWOS)
     assert world.engine.stats().tiers[1].degraded_reason == ""
+
+
+def test_what_was_refused_is_written_when_there_is_room_again():
+    """Without its session being used: extents that nobody else wants are for it."""
+    world = new_world(num_extents=1)
+    store(world, A, ONES)
+    world.engine.pin(A, Pin.HARD, world.now_ns)
+    store(world, B, TWOS + THREES)
+    assert tiers_of(world, B) == ["D", "D"]
+    assert counter(world, "ssd_refused") == 2
+    world.engine.flush(A, False, world.now_ns)
+    world.pump()
+    world.quiesce()
+    assert tiers_of(world, B) == ["DS", "D"], "the one refused first"
+    world.engine.set_ssd_capacity(2, world.now_ns)
+    world.pump()
+    world.quiesce()
+    assert tiers_of(world, B) == ["DS", "DS"]
+
+
+def test_what_lost_its_extent_to_a_warmer_session_gets_one_again():
+    """It is dirty again, and written when the warmer one is gone."""
+    world = new_world(num_extents=1)
+    store(world, A, ONES)
+    store(world, B, TWOS)
+    assert (tiers_of(world, A), tiers_of(world, B)) == (["D"], ["DS"])
+    world.engine.flush(B, False, world.now_ns)
+    world.pump()
+    world.quiesce()
+    assert tiers_of(world, A) == ["DS"]
+
+
+def test_what_was_refused_does_not_take_what_others_wait_for():
+    """And is forgotten with its session."""
+    world = new_world(num_slots=4, num_extents=1)
+    store(world, A, ONES)
+    world.engine.pin(A, Pin.HARD, world.now_ns)
+    store(world, B, TWOS)
+    store(world, C, THREES)
+    world.engine.flush(B, False, world.now_ns)
+    world.engine.flush(A, False, world.now_ns)
+    world.pump()
+    world.quiesce()
+    assert tiers_of(world, C) == ["DS"]
+    assert not world.engine._state.refused

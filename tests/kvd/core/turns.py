@@ -2,6 +2,7 @@
 
 from kvd.core.actions import HashSlot
 from kvd.core.engine import Limits
+from kvd.core.eviction.registry import POLICIES
 from kvd.core.queue_window import QueueChange, QueuedJob
 from kvd.core.records import LoadAnswer, Lookup, StoreAnswer, Tier
 from shared.session_key import SessionKey
@@ -15,8 +16,10 @@ OWNER = 1
 ONES, TWOS, THREES = [1] * 4, [2] * 4, [3] * 4  # one block each
 
 
-def new_world(num_slots: int = 16, num_extents: int = 64, **limits) -> CacheWorld:
-    return CacheWorld(Limits(num_slots, num_extents, **limits))
+def new_world(
+    num_slots: int = 16, num_extents: int = 64, policy: str = "lru", **limits
+) -> CacheWorld:
+    return CacheWorld(Limits(num_slots, num_extents, **limits), POLICIES[policy])
 
 
 def queue_of(*keys: SessionKey) -> QueueChange:

@@ -70,14 +70,50 @@ def _release(gates):
 
 
 def test_jobs_run_by_priority(make):
-    """Whatever the order of submitting: loads, urgent verifies, hashes, writes, scrubs."""
+    """Whatever the order of submitting: loads, urgent verifies, reads ahead, writes and so on."""
     pool, order = make(1), Order()
     gates = _occupy(pool, 1)
     for priority in reversed(Priority):
         pool.submit(priority, 0, order.job(priority))
-    assert len(pool) == 5
+    assert len(pool) == len(Priority)
     _release(gates)
-    assert order.wait(5) == list(Priority)
+    assert order.wait(len(Priority)) == list(Priority)
+
+
+def test_a_load_does_not_wait_for_what_is_read_ahead(make):
+    """Reads ahead leave half of the threads and of the bytes to loads, and to writes."""
+    pool, order = make(2, 100), Order()
+    gates = _occupy(pool, 1, Priority.READ_AHEAD, 50)
+    pool.submit(Priority.READ_AHEAD, 0, order.job("ahead"))
+    pool.submit(Priority.READ, 50, order.job("load"))
+    assert order.wait(1) == ["load"]
+    pool.submit(Priority.WRITE, 0, order.job("write"))
+    assert order.wait(1) == ["load", "write"]
+    _release(gates)
+    assert order.wait(1) == ["load", "write", "ahead"]
+
+
+def test_nothing_is_read_ahead_while_a_load_reads(make):
+    """It has the disk for itself, but for what was begun before."""
+    pool, order = make(4, 100), Order()
+    gates = _occupy(pool, 1, Priority.READ, 10)
+    pool.submit(Priority.READ_AHEAD, 10, order.job("ahead"))
+    pool.submit(Priority.WRITE, 10, order.job("write"))
+    assert order.wait(1) == ["write"]
+    _release(gates)
+    assert order.wait(1) == ["write", "ahead"]
+
+
+def test_reads_ahead_go_one_by_one_through_a_single_thread(make):
+    """Half of one thread is one; a write waits for it, a load does not."""
+    pool, order = make(1, 100), Order()
+    gates = _occupy(pool, 1, Priority.READ_AHEAD, 10)
+    pool.submit(Priority.WRITE, 10, order.job("write"))
+    pool.submit(Priority.READ_AHEAD, 10, order.job("ahead"))
+    pool.submit(Priority.READ, 10, order.job("load"))
+    assert order.wait(1) == ["load"]
+    _release(gates)
+    assert order.wait(2) == ["load", "ahead", "write"]
 
 
 def test_layered_reads_run_group_by_group(make):

@@ -1,0 +1,20 @@
+"""A policy for tests of what is read ahead of turns that are only likely."""
+
+from collections.abc import Iterator
+
+from kvd.core.eviction.lookahead_queue import LookaheadQueuePolicy
+from kvd.core.records import Tier
+from shared.session_key import SessionKey
+
+
+class ExpectingPolicy(LookaheadQueuePolicy):
+    """Takes every session that is on SSD only, and not busy, to return soon."""
+
+    name = "expecting"
+
+    def returning(self, now_ns: int) -> Iterator[SessionKey]:
+        """See EvictionPolicy."""
+        for key in super().victims(Tier.SSD, now_ns):
+            is_busy = self._queue.is_queued(key) or self._queue.is_running(key)
+            if not is_busy and not self.ranks(key, Tier.DRAM):
+                yield key

@@ -1,0 +1,292 @@
+"""Under random queues and sessions the placement knows who is busy, and ranks each once.
+
+A model keeps every engine's jobs as plain lists; what the placement says is compared with what
+follows from them the long way.
+"""
+
+from dataclasses import dataclass, field
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvd.core.eviction.registry import POLICIES, make_policy
+from kvd.core.prefetch_order import MOST_LATE
+from kvd.core.queue_window import QueueChange, QueuedJob, RunningJob
+from kvd.core.records import Tier
+from kvd.core.session_placement import SessionPlacement
+from shared.queue_digest import combined, running_digest, waiting_digest
+from shared.session_key import SessionKey
+
+SESSIONS = [SessionKey("a", "m", f"s{number}") for number in range(7)]
+ENGINES = [1, 2, 3]
+WHOLE_QUEUE = {"lookahead_queue", "predictive"}
+KEYS = st.sampled_from(SESSIONS)
+OWNERS = st.sampled_from(ENGINES)
+INTERVALS = st.sampled_from([0, 0, 10, 70])
+PRIORITIES = st.integers(-1, 1)
+TAGS = st.sampled_from([0.0, 1.0, 2.5])
+
+
+@dataclass
+class Jobs:
+    """One engine's, as it knows them itself."""
+
+    waiting: dict[int, QueuedJob] = field(default_factory=dict)  # by number
+    running: dict[int, SessionKey] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> int:
+        """Of all of it, computed anew."""
+        digest = 0
+        for job in self.waiting.values():
+            digest = combined(digest, added=waiting_digest(job.rank, job.key))
+        for number, key in self.running.items():
+            digest = combined(digest, added=running_digest(number, key))
+        return digest
+
+
+class PlacementMachine(RuleBasedStateMachine):
+    """See the module docstring."""
+
+    @initialize(name=st.sampled_from(sorted(POLICIES)), capacity=st.sampled_from([0, 10, 1000]))
+    def start(self, name, capacity) -> None:
+        self.name = name
+        self.placement = SessionPlacement(
+            lambda context: make_policy(name, context), lambda: capacity
+        )
+        self.engines = {owner: Jobs() for owner in ENGINES}
+        self.now_ns = 0
+        self.next_number = 0
+        self.ranked = {tier: set() for tier in Tier}
+        self.guarded = set()
+        self.opened = set()  # may have something to be read
+
+    # --------------------------------------------------------------------------------------- queue
+
+    @rule(owner=OWNERS, data=st.data(), interval_ns=INTERVALS)
+    def change(self, owner, data, interval_ns) -> None:
+        """Some join, some start, some leave, some get another rank: all in one change."""
+        jobs = self.engines[owner]
+        before = self._queued()
+        left = data.draw(_some_of([*jobs.waiting, *jobs.running]), "left")
+        numbers = [number for number in jobs.waiting if number not in left]
+        started = data.draw(_some_of(numbers), "started")
+        moved = data.draw(_some_of([n for n in numbers if n not in started]), "moved")
+        joined = data.draw(st.lists(KEYS, max_size=3), "joined")
+        preempted = data.draw(
+            _some_of([n for n in jobs.running if n not in left]), "back from running"
+        )
+        change = QueueChange(
+            waiting=[
+                *(self._job(data, key) for key in joined),
+                *(self._job(data, jobs.waiting[number].key, number) for number in moved),
+                *(self._job(data, jobs.running[number], number) for number in preempted),
+            ],
+            running=[RunningJob(number, jobs.waiting[number].key) for number in started],
+            left=left,
+            interval_ns=interval_ns,
+        )
+        for number in left:
+            jobs.waiting.pop(number, None)
+            jobs.running.pop(number, None)
+        for number in started:
+            jobs.running[number] = jobs.waiting.pop(number).key
+        for job in change.waiting:
+            jobs.running.pop(job.rank[2], None)
+            jobs.waiting[job.rank[2]] = job
+        digest = self.placement.change_queue(owner, change, self.now_ns)
+        assert digest == jobs.digest
+        touched = {job.key for job in change.waiting} | {job.key for job in change.running}
+        self._reopened(before, touched)
+
+    @rule(owner=OWNERS, data=st.data(), keys=st.lists(KEYS, max_size=5), interval_ns=INTERVALS)
+    def replace(self, owner, data, keys, interval_ns) -> None:
+        """A full snapshot: what is kept of the old queue may stand anywhere."""
+        jobs = self.engines[owner]
+        before = self._queued()
+        kept = data.draw(_some_of([*jobs.waiting]), "kept")
+        running = data.draw(_some_of([*jobs.running]), "running")
+        waiting = [self._job(data, key) for key in keys]
+        waiting += [jobs.waiting[number] for number in kept]
+        jobs.waiting = {job.rank[2]: job for job in waiting}
+        jobs.running = {number: jobs.running[number] for number in running}
+        runs = [RunningJob(number, key) for number, key in jobs.running.items()]
+        digest = self.placement.replace_queue(
+            owner, QueueChange(waiting, runs, interval_ns=interval_ns), self.now_ns
+        )
+        assert digest == jobs.digest
+        self._reopened(before, {job.key for job in waiting} | {job.key for job in runs})
+
+    @rule(owner=OWNERS)
+    def forget(self, owner) -> None:
+        before = self._queued()
+        self.engines[owner] = Jobs()
+        self.placement.forget_engine(owner, self.now_ns)
+        self._reopened(before, set())
+
+    # ------------------------------------------------------------------------------------ sessions
+
+    @rule(key=KEYS, seconds=st.integers(0, 100))
+    def touch(self, key, seconds) -> None:
+        self.now_ns += seconds * 10**9
+        self.placement.policy.touched(key, self.now_ns)
+        for tier in Tier:
+            self.ranked[tier].add(key)
+
+    @rule(key=KEYS, tier=st.sampled_from(Tier))
+    def enter(self, key, tier) -> None:
+        self.placement.policy.entered(key, tier)
+        self.ranked[tier].add(key)
+
+    @rule(key=KEYS, tier=st.sampled_from(Tier))
+    def leave(self, key, tier) -> None:
+        self.placement.policy.left(key, tier)
+        self.ranked[tier].discard(key)
+
+    @rule(key=KEYS)
+    def remove(self, key) -> None:
+        self.placement.policy.removed(key)
+        self.guarded.discard(key)
+        for tier in Tier:
+            self.ranked[tier].discard(key)
+
+    @rule(key=KEYS, is_guarded=st.booleans())
+    def guard(self, key, is_guarded) -> None:
+        self.placement.policy.guarded(key, is_guarded=is_guarded)
+        (self.guarded.add if is_guarded else self.guarded.discard)(key)
+
+    @rule(key=KEYS, num_tokens=st.integers(1, 5000))
+    def size(self, key, num_tokens) -> None:
+        self.placement.policy.sized(key, num_tokens)
+        self.placement.sized(num_tokens)
+
+    @rule(key=KEYS)
+    def end(self, key) -> None:
+        self.placement.policy.ended(key)
+
+    @rule(key=KEYS, opens=st.booleans())
+    def read(self, key, opens) -> None:
+        """All of it is in DRAM, or something of it has left."""
+        if opens:
+            self.placement.prefetching.reopen(key)
+            self.opened.add(key)
+        else:
+            self.placement.prefetching.settle(key)
+            self.opened.discard(key)
+
+    @rule(key=KEYS)
+    def load(self, key) -> None:
+        """An engine has what is stored: its turn may run before or after kvd hears of it."""
+        self.placement.loaded(key)
+        running = {key for jobs in self.engines.values() for key in jobs.running.values()}
+        assert self.placement.is_released(key) == (key in running)
+
+    # -------------------------------------------------------------------------------------- asking
+
+    @rule(tier=st.sampled_from(Tier), key=KEYS)
+    def give_way(self, tier, key) -> None:
+        """Who gives way to a session is some of those that go at all, in the same order."""
+        order = list(self.placement.victims(tier, self.now_ns))
+        colder = list(self.placement.victims(tier, self.now_ns, colder_than=key))
+        assert key not in colder
+        assert colder == [other for other in order if other in colder]
+        if self.name in WHOLE_QUEUE and key in self._queued():
+            place = self.placement.queue.place
+            assert not [o for o in colder if place(o) is not None and place(o) < place(key)]
+
+    @rule(window=st.integers(0, 8), late=st.sets(KEYS))
+    def pick(self, window, late) -> None:
+        """As looked for the long way: the first in time of those in the window, else the first."""
+        found = self.placement.prefetching.pick(window, lambda key, _: key not in late)
+        jobs = list(self.placement.queue)
+        first_at = {key: jobs.index(key) for key in self._queued() & self.opened}
+        order = [k for k in sorted(first_at, key=first_at.get) if first_at[k] < window][:MOST_LATE]
+        in_time = [key for key in order if key not in late]
+        assert found == next(iter(in_time or order), None)
+
+    @rule()
+    def return_soon(self) -> None:
+        """Only sessions that are on SSD, not in DRAM, and have no turn, come back in advance."""
+        returning = list(self.placement.policy.returning(self.now_ns))
+        assert len(set(returning)) == len(returning)
+        for key in returning:
+            assert key in self.ranked[Tier.SSD]
+            assert key not in self.ranked[Tier.DRAM]
+            assert not self.placement.is_busy(key)
+        assert not returning or self.placement.policy.looks_ahead
+
+    # ----------------------------------------------------------------------------------- invariants
+
+    @invariant()
+    def the_queue_is_known(self) -> None:
+        """Each engine's order is its own; a session is busy while a turn of it waits or runs."""
+        if not hasattr(self, "placement"):
+            return
+        queue = self.placement.queue
+        queue.check()
+        running = {key for jobs in self.engines.values() for key in jobs.running.values()}
+        for key in SESSIONS:
+            assert queue.is_queued(key) == (key in self._queued())
+            assert queue.is_running(key) == (key in running)
+            assert self.placement.is_busy(key) == (key in self._queued() | running)
+            assert key in running or not self.placement.is_released(key)
+        assert self.placement.num_running == len(running)
+        assert self.placement.has_busy == bool(self._queued() | running)
+        assert len(self.placement.prefetching) == len(self.opened & self._queued())
+        assert len(queue) == sum(len(jobs.waiting) for jobs in self.engines.values())
+
+    @invariant()
+    def each_is_ranked_once(self) -> None:
+        """In the tiers it is in; guarded ones after all others, queued ones after idle ones."""
+        if not hasattr(self, "placement"):
+            return
+        policy = self.placement.policy
+        for tier in (None, *Tier):
+            order = list(self.placement.victims(tier, self.now_ns))
+            ranked = set.union(*self.ranked.values()) if tier is None else self.ranked[tier]
+            if tier is not None:
+                assert set(order) == ranked
+                assert all(policy.ranks(key, tier) == (key in ranked) for key in SESSIONS)
+            assert len(set(order)) == len(order)
+            assert set(order) >= ranked, "who has bytes somewhere can be dropped"
+            is_guarded = [key in self.guarded for key in order]
+            assert is_guarded == sorted(is_guarded), (order, self.guarded)
+
+    # -------------------------------------------------------------------------------------- inside
+
+    def _job(self, data, key, number=None) -> QueuedJob:
+        if number is None:
+            number, self.next_number = self.next_number, self.next_number + 1
+        rank = (data.draw(PRIORITIES, "priority"), data.draw(TAGS, "tag"), number)
+        return QueuedJob(rank, key, 0)
+
+    def _queued(self) -> set[SessionKey]:
+        return {job.key for jobs in self.engines.values() for job in jobs.waiting.values()}
+
+    def _reopened(self, before, touched) -> None:
+        """Who begins to wait is looked at, and who left is not; the rest may or may not be.
+
+        A job that stands where it stood, and another one of a session that waits, change nothing.
+        """
+        queued, order = self._queued(), self.placement.prefetching
+        self.opened = (self.opened & queued) | (queued - before)
+        for key in before & queued:
+            if key in touched:
+                order.reopen(key)
+                self.opened.add(key)
+            elif key not in self.opened:
+                order.settle(key)
+
+
+def _some_of(numbers):
+    return st.lists(st.sampled_from(numbers), unique=True) if numbers else st.just([])
+
+
+PlacementMachine.TestCase.settings = settings(
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+TestSessionPlacement = PlacementMachine.TestCase
