@@ -150,6 +150,11 @@ class QueueWindow:
         engine = self._engines[place.owner]
         return (engine.order.bisect_left(place.rank) + 1) * engine.interval_ns
 
+    def runs(self, owner: int, number: int) -> bool:
+        """Whether a job of an engine is being computed."""
+        engine = self._engines.get(owner)
+        return engine is not None and number in engine.running
+
     def knows(self, owner: int, number: int) -> bool:
         """Whether a job of an engine waits or runs."""
         engine = self._engines.get(owner)

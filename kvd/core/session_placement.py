@@ -52,17 +52,12 @@ class SessionPlacement:
 
     def replace_queue(self, owner: int, jobs: QueueChange, now_ns: int) -> int:
         """Take all of an engine's queue; returns its digest."""
-        self._now_ns = now_ns
-        self._arriving = self._new_turns(owner, jobs)
+        self._look_through(owner, jobs, now_ns)
         return self.queue.replace(owner, jobs, now_ns)
 
     def change_queue(self, owner: int, change: QueueChange, now_ns: int) -> int:
         """Take a change of an engine's queue; returns the digest of what it is now."""
-        self._now_ns = now_ns
-        self._arriving = self._new_turns(owner, change)
-        for job in change.running:
-            if self._busy.get(job.key):  # its turn before has ended, in this very change perhaps
-                self._loaded.discard(job.key)
+        self._look_through(owner, change, now_ns)
         return self.queue.change(owner, change, now_ns)
 
     def forget_engine(self, owner: int, now_ns: int) -> None:
@@ -119,6 +114,14 @@ class SessionPlacement:
 
     def _eviction_window(self) -> int:
         return self.window(self._capacity_bytes())
+
+    def _look_through(self, owner: int, change: QueueChange, now_ns: int) -> None:
+        """Note, before a change is taken, what cannot be told from what comes of it."""
+        self._now_ns = now_ns
+        self._arriving = self._new_turns(owner, change)
+        for job in change.running:
+            if self._busy.get(job.key) and not self.queue.runs(owner, job.number):
+                self._loaded.discard(job.key)  # the turn that it was loaded for has ended
 
     def _new_turns(self, owner: int, change: QueueChange) -> set[SessionKey]:
         """Sessions with a job that is not known, be another one's end told in the same change."""

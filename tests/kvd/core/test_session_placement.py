@@ -167,6 +167,16 @@ def test_the_next_turn_of_a_session_has_to_be_loaded_anew(placement):
     assert not placement.is_released(A)
 
 
+def test_a_queue_told_in_full_releases_only_the_turn_that_was_loaded(placement):
+    """The same turn stays released, another turn of the session is not."""
+    placement.replace_queue(ENGINE, QueueChange(running=[RunningJob(0, A)]), 0)
+    placement.loaded(A)
+    placement.replace_queue(ENGINE, QueueChange(running=[RunningJob(0, A)]), 1)
+    assert placement.is_released(A)
+    placement.replace_queue(ENGINE, QueueChange(running=[RunningJob(1, A)]), 2)
+    assert not placement.is_released(A)
+
+
 def test_a_turn_that_comes_as_the_one_before_it_ends_has_arrived(placement):
     """Both may be told in one change."""
     placement.change_queue(ENGINE, QueueChange(running=[RunningJob(0, A)]), 0)
