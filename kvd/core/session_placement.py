@@ -51,8 +51,15 @@ class SessionPlacement:
     # --------------------------------------------------------------------------------------- queue
 
     def replace_queue(self, owner: int, jobs: QueueChange, now_ns: int) -> int:
-        """Take all of an engine's queue; returns its digest."""
+        """Take all of an engine's queue; returns its digest.
+
+        Of an engine that was not known the policy is not told that these turns arrived: when they
+        did nobody knows.
+        """
+        is_known = self._has_jobs(owner)
         self._look_through(owner, jobs, now_ns)
+        if not is_known:
+            self._arriving.clear()
         return self.queue.replace(owner, jobs, now_ns)
 
     def change_queue(self, owner: int, change: QueueChange, now_ns: int) -> int:
@@ -125,12 +132,14 @@ class SessionPlacement:
 
     def _new_turns(self, owner: int, change: QueueChange) -> set[SessionKey]:
         """Sessions with a job that is not known, be another one's end told in the same change."""
-        queue = self.queue
-        if not queue.num_waiting(owner) and not queue.num_running(owner):
+        if not self._has_jobs(owner):
             return {job.key for jobs in (change.waiting, change.running) for job in jobs}
-        knows = queue.knows
+        knows = self.queue.knows
         waiting = {job.key for job in change.waiting if not knows(owner, job.rank[2])}
         return waiting | {job.key for job in change.running if not knows(owner, job.number)}
+
+    def _has_jobs(self, owner: int) -> bool:
+        return bool(self.queue.num_waiting(owner) or self.queue.num_running(owner))
 
     def _engaged(self, key: SessionKey) -> None:
         """The queue says something else of a session than before."""

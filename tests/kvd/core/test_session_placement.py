@@ -96,6 +96,15 @@ def test_a_full_snapshot_that_says_the_same_is_no_arrival(placement):
     assert not [call for call in placement.policy.take() if call[0] == "arrived"]
 
 
+def test_turns_of_an_engine_that_is_new_are_no_arrivals(placement):
+    """They may have waited for long: when each of them came is not known."""
+    placement.replace_queue(ENGINE, QueueChange(waiting(A, B), [RunningJob(7, C)]), 0)
+    assert not [call for call in placement.policy.take() if call[0] == "arrived"]
+    more = QueueChange(waiting(A, B, C), [RunningJob(7, C)])
+    placement.replace_queue(ENGINE, more, 1)
+    assert [call[1] for call in placement.policy.take() if call[0] == "arrived"] == [C]
+
+
 def test_a_full_snapshot_takes_out_what_it_does_not_name(placement):
     """Whether it waited or ran."""
     placement.change_queue(ENGINE, QueueChange(waiting(A, B), [RunningJob(7, C)]), 0)

@@ -15,6 +15,9 @@ def key_of(name: str) -> SessionKey:
     return SessionKey("t", "m", name)
 
 
+ALWAYS = RunningJob(999, key_of("always"))
+
+
 class Sessions:
     """A placement under one policy; time passes as it is told."""
 
@@ -25,6 +28,7 @@ class Sessions:
             lambda context: make_policy(policy, context), lambda: self.capacity_bytes
         )
         self.policy = self.placement.policy
+        self.placement.change_queue(OWNER, QueueChange(running=[ALWAYS]), 0)  # it is known
 
     def use(self, *names: str) -> None:
         for name in names:
@@ -36,7 +40,7 @@ class Sessions:
             OWNER,
             QueueChange(
                 [QueuedJob((0, 0.0, i), key_of(name)) for i, name in enumerate(waiting)],
-                [RunningJob(1000 + i, key_of(name)) for i, name in enumerate(running)],
+                [ALWAYS, *(RunningJob(1000 + i, key_of(x)) for i, x in enumerate(running))],
             ),
             self.now_ns,
         )
