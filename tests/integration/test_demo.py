@@ -39,7 +39,9 @@ async def test_the_demo_shows_what_it_promises():
     turns = document["turns"]
     assert len(turns) == 5 * document["num_sessions"] >= 15
     assert all(turn["output_tokens"] >= 32 for turn in turns)
-    assert all(turn["tiers"] == ["ssd"] for turn in turns if turn["after_kill"])
+    # DRAM went with kvd: what a turn finds there now was read ahead, while it waited.
+    found = [set(turn["tiers"]) for turn in turns if turn["after_kill"]]
+    assert all(tiers and tiers <= {"ssd", "dram"} for tiers in found)
 
 
 async def _first_document(stream):

@@ -169,6 +169,7 @@ async def test_a_gone_engine_releases_its_leases(tmp_path: Path) -> None:
         # The process that may still be writing is this one.
         await eventually(lambda: _leases(kvd), 1)
         assert (await stays.load(key_of("b"), list(range(32)))).num_tokens == 0
+        await kvd.kill()  # its drain would wait for that store
 
 
 async def _leases(kvd: KvdProcess) -> int:
