@@ -26,6 +26,7 @@ from shared.kvd_attachment import Attachment, Client, KvdUnavailableError, Mappe
 from shared.log import get_logger
 
 ATTACH_S = 30.0  # deadline of an attach: kvd may make an arena
+CANCEL_AGAIN_S = 0.1
 INSTANCE_BYTES = 16
 
 log = get_logger(__name__)
@@ -146,8 +147,7 @@ class KvdConnection:
             if not self._draining:
                 self._changed("kvd_detached", reason=self._detached_reason)
             self._draining = False
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
+            await _cancelled(serving)
 
     async def _while_attached(self, attachment: Attachment, abandoned: Collection[int]) -> None:
         """For subclasses: run beside the attachment; cancelled at its end.
@@ -259,3 +259,15 @@ class KvdConnection:
         return KvdUnavailableError(
             f"kvd is not attached: {self._detached_reason}", "history is recomputed meanwhile"
         )
+
+
+async def _cancelled(task: "asyncio.Task[None]") -> None:
+    """Cancel a task until it has ended; whatever it raises is nobody's concern.
+
+    Once is not enough: a call of grpc.aio that ends at that very moment swallows it.
+    """
+    while not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=CANCEL_AGAIN_S)
+    if not task.cancelled():
+        task.exception()

@@ -102,7 +102,10 @@ async def test_dram_too_small_for_one_session(pair, oracle):
     assert all(verdict.is_identical for verdict in verdicts), verdicts
     later = [turn.usage for turn in turns[2:]]
     assert all(usage.reused_tokens == usage.history_tokens for usage in later)
-    assert all(usage.tier_tokens["ssd"] > 0 for usage in later)
+    # What fits may have been read ahead; of what does not, some comes from SSD while it is loaded.
+    larger = [usage for usage in later if usage.history_tokens > 3 * BLOCK_TOKENS]
+    assert larger
+    assert all(usage.tier_tokens["ssd"] > 0 for usage in larger)
 
 
 async def test_both_tiers_too_small(pair, oracle):

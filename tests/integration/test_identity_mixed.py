@@ -35,11 +35,14 @@ async def test_histories_are_loaded_while_kvd_dies(tiny_model, oracle):
 @pytest.mark.parametrize(
     "cache",
     [
-        {"preload": "none", "saving": "sync"},
-        {"read_buffer_layers": 0, "residents": True},
-        {"read_buffer_layers": 1, "saving": "sync"},
+        pytest.param({"preload": "none", "saving": "sync"}, id="none-sync"),
+        pytest.param(
+            {"read_buffer_layers": 0, "residents": True}, id="0-residents", marks=pytest.mark.long
+        ),
+        pytest.param(
+            {"read_buffer_layers": 1, "saving": "sync"}, id="1-sync", marks=pytest.mark.long
+        ),
     ],
-    ids=lambda cache: "-".join(f"{key}={value}" for key, value in cache.items()),
 )
 async def test_what_is_switched_for_measuring_changes_no_token(tiny_model, oracle, cache):
     """No pre-loading, pre-loading into a small buffer and synchronous saving are slower only."""

@@ -33,7 +33,7 @@ from tests.pair import BLOCK_TOKENS, SLOT_BYTES, Pair, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-POLICIES = ("fifo", "lru", "lookahead_queue", "predictive")
+POLICIES = ("lru", "lookahead_queue", "predictive")
 WHOLE_QUEUE = ("lookahead_queue", "predictive")
 END_HINTS = ("lru", "predictive")
 NUM_SESSIONS, SEED, SCALE = 16, 13, 0.4

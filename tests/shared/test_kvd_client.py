@@ -9,6 +9,7 @@ import pytest
 from shared.grants import Lookup
 from shared.kvd_attachment import KvdUnavailableError
 from shared.kvd_client import MOST_ENDED, KvdClient
+from shared.kvd_connection import _cancelled
 from shared.progress_words import LoadFailedError
 from shared.queue_feed import QueueFeed
 from tests.small_kvd import small_kvd
@@ -249,3 +250,22 @@ async def test_a_queue_is_told_over_one_stream_after_the_other(tmp_path):
     assert sequences == sorted(set(sequences))
     numbers = [(list(told.waiting.numbers), list(told.left)) for told in kvd.told[:4]]
     assert numbers == [([], []), ([0, 1, 2], []), ([3], [0]), ([1, 2, 3], [])]
+
+
+async def test_what_swallows_a_cancellation_is_cancelled_again():
+    """As calls of grpc.aio do that end at that very moment; else nobody would attach again."""
+    swallowed = []
+
+    async def stubborn() -> None:
+        for _ in range(2):
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError as error:
+                swallowed.append(error)
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(stubborn())
+    await asyncio.sleep(0)
+    await _cancelled(task)
+    assert task.cancelled()
+    assert len(swallowed) == 2

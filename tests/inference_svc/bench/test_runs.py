@@ -53,6 +53,7 @@ def test_turns_are_measured_recomputed_from_dram_and_resident(measure):
     assert all(set(found.values) >= {"ttft_s", "tpot_s"} for found in short.variants)
 
 
+@pytest.mark.long
 def test_turns_are_measured_with_their_history_on_ssd_only(measure):
     """Pushed out of DRAM before each; with and without time to read ahead."""
     report = measure(TurnsOptions(((160, 30),), (), tier="ssd", pairs=PAIRS, answer_tokens=2))
