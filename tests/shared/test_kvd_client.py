@@ -198,7 +198,8 @@ async def test_descriptors_are_given_back(tmp_path):
                 await client.wait_attached(30)
             await detached(client)
             counts.append(num_open())
-    assert counts[-1] <= counts[1] + 2  # one attempt to attach may be under way
+        # The attachment may just be ending, and an attempt to attach again be under way.
+        await until(lambda: num_open() <= min(counts[:2]) + 2)
 
 
 async def test_the_ends_of_sessions_are_told_when_kvd_is_back(tmp_path):
