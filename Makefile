@@ -7,7 +7,7 @@ PROTO_VENV := .venv-protos
 # The floor that pyproject.toml names: stubs refuse to run on anything older than they were made with.
 PROTO_TOOLS := grpcio-tools==1.76.0
 
-.PHONY: demo test test-long test-systemd check protos train clean
+.PHONY: demo test test-failed test-long test-systemd check protos train clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -23,8 +23,14 @@ $(PROTO_VENV)/.installed: Makefile
 demo: $(VENV)/.installed
 	$(BIN)/inference-svc demo
 
+# Two workers; who is done first takes over from the other.
+WORKERS ?= 2
 test: $(VENV)/.installed
-	$(BIN)/pytest -m 'not long and not systemd'
+	$(BIN)/pytest -m 'not long and not systemd' -n $(WORKERS) --dist worksteal
+
+# What failed in the last run, without a neighbour on the machine. Nothing failed: nothing runs.
+test-failed: $(VENV)/.installed
+	$(BIN)/pytest -m 'not long and not systemd' --last-failed --last-failed-no-failures none
 
 # Full counts of what `make test` samples.
 test-long: $(VENV)/.installed

@@ -82,6 +82,10 @@ def plan(
     end_hints: Annotated[
         bool, _option(_KVD, "Clients say when a session ends.", "--end-hints")
     ] = False,
+    positions: Annotated[
+        Literal["decoupled", "coupled"],
+        _option(_KVD, "coupled: a context overflow makes what is stored useless (OF)."),
+    ] = "decoupled",
     prices: Annotated[
         Path | None, _option(_OUTPUT, "TOML: gpu, dram_gb, ssd_gb of an hour.")
     ] = None,
@@ -143,7 +147,9 @@ def plan(
         given.CapacityArguments(
             hbm, dram, ssd, capacity_share, dram_share, ssd_bandwidth, pcie_bandwidth
         ),
-        given.KvdArguments(policy, tiers, charge, ttl, watermark, load_policy, end_hints),
+        given.KvdArguments(
+            policy, tiers, charge, ttl, watermark, load_policy, end_hints, positions
+        ),
         given.CostArguments(prices, gpus, jobs),
         tuple(sys.argv),
     )

@@ -6,6 +6,20 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from hypothesis import HealthCheck, settings
+
+# Machines are slow now and then: nothing is timed. What `make test` draws is the same every time,
+# `make test-long` draws anew.
+_UNTIMED = settings(
+    deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.register_profile("seeded", _UNTIMED, derandomize=True)
+settings.register_profile("random", _UNTIMED, derandomize=False)
+
+
+def pytest_configure(config):
+    """Choose the profile before any test module is imported."""
+    settings.load_profile("seeded" if "not long" in config.option.markexpr else "random")
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ from kvd.plan.hardware import EngineConstants, Hardware, PlannedModel
 from kvd.plan.load import engine_at_load
 from kvd.plan.model_choice import choose_model
 from kvd.plan.planning import PlanRequest, check_window, footprint_bytes
+from kvd.plan.positions import Positions
 from kvd.plan.prices import GPUS_OF_MODEL, Prices, read_prices
 from kvd.plan.replay_options import Charge, LoadPolicy, ReplayOptions, TierMode
 from kvd.plan.sizes import (
@@ -95,6 +96,7 @@ class KvdArguments:
     watermark: str = "2%"
     load_policy: LoadPolicy = "always"
     end_hints: bool = False
+    positions: Positions = "decoupled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,8 @@ def request_of(
     """
     model = _model(engine)
     workload = _workload(arrivals, model)
+    if kvd.positions == "coupled":
+        workload = workload.with_coupled_positions()
     check_window(workload, model, kvd.charge)
     hardware = Hardware(
         dram_bytes=0,

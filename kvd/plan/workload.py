@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvd.plan.mooncake import is_mooncake, read_mooncake
+from kvd.plan.positions import coupled
 from kvd.plan.trace import Session, footprint_tokens, read_trace
 from shared.errors import InvalidInputError
 
@@ -56,6 +57,10 @@ class Workload:
         factor = (len(self.sessions) - 1) / self.span_s / rate
         stretched = [replace(each, start_s=each.start_s * factor) for each in self.sessions]
         return replace(self, sessions=stretched)
+
+    def with_coupled_positions(self) -> "Workload":
+        """The same sessions, if what is stored is useless after a context overflow."""
+        return Workload(f"{self.origin}, coupled positions", [coupled(s) for s in self.sessions])
 
     def check_rate(self, option: str) -> None:
         """Raise NoRateError if they all begin at once: then this option makes no sense."""

@@ -53,6 +53,15 @@ async def test_the_document_says_what_is_found():
     assert small["num_turns_measured"] == 88 - 17
 
 
+async def test_coupled_positions_cost_hits_where_contexts_overflow():
+    """The paper's OF: a truncated turn finds nothing, however large the tiers."""
+    room = ("--policy", "lru", "--dram", "10TB", "--ssd", "0", "--ttl", "never")
+    decoupled = (await _planned(*room))["results"][0]
+    coupled = (await _planned(*room, "--positions", "coupled"))["results"][0]
+    assert decoupled["hits_fu"] == 1.0
+    assert coupled["hits_all"] < decoupled["hits_all"]
+
+
 async def test_the_tables_show_load_and_queue_beside_the_hits():
     """All columns, and both capacities."""
     code, stdout, _ = await run_cli("plan", "--trace", TRACE, *SWEEP)

@@ -25,6 +25,7 @@ from kvd.plan.paper.numbers import (
     NUM_SESSIONS,
     WARMUP_TURNS,
 )
+from kvd.plan.positions import coupled
 from kvd.plan.replay import ReplayOptions
 from kvd.plan.sweep import Cell
 from kvd.plan.trace import Session, Turn
@@ -154,21 +155,6 @@ def cell_of(run: Run, sample: Sample) -> Cell:
 def window_bytes(model: str) -> int:
     """KV of a full context: the most that a session can need (the paper's CCpS)."""
     return WINDOW_TOKENS[model] * MODELS[model].kv_bytes_per_token
-
-
-def coupled(session: Session, *, is_for_good: bool) -> Session:
-    """What a session can reuse if a truncation makes all that was stored useless."""
-    turns: list[Turn] = []
-    kept_tokens, is_lost = 0, False
-    for turn in session.turns:
-        is_lost = turn.history_tokens < kept_tokens or (is_lost and is_for_good)
-        turns.append(_recomputed(turn) if is_lost else turn)
-        kept_tokens = turn.kept_tokens
-    return replace(session, turns=tuple(turns))
-
-
-def _recomputed(turn: Turn) -> Turn:
-    return replace(turn, new_tokens=turn.history_tokens + turn.new_tokens, history_tokens=0)
 
 
 def _faster(engine: EngineConstants, speed: float) -> EngineConstants:

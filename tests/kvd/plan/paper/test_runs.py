@@ -10,7 +10,6 @@ from kvd.plan.paper.runs import (
     Sample,
     Workload,
     cell_of,
-    coupled,
     long_engine,
     sessions_of,
     window_bytes,
@@ -20,20 +19,6 @@ from kvd.plan.trace import Session, Turn
 SESSION = Session(
     1.0, (Turn(10, 20, 0, 0), Turn(5, 15, 30, 1), Turn(7, 3, 25, 2), Turn(1, 1, 35, 3))
 )
-
-
-def test_a_truncation_costs_one_turn_its_history() -> None:
-    """With positions stored, the turn after a truncation computes all of its prompt anew."""
-    turns = coupled(SESSION, is_for_good=False).turns
-    assert turns[2] == Turn(32, 3, 0, 2)
-    assert turns[:2] + turns[3:] == SESSION.turns[:2] + SESSION.turns[3:]
-
-
-def test_a_truncation_may_cost_all_turns_that_follow() -> None:
-    """The prompts stay as long as they were."""
-    turns = coupled(SESSION, is_for_good=True).turns
-    assert [turn.history_tokens for turn in turns] == [0, 30, 0, 0]
-    assert [turn.kept_tokens for turn in turns] == [turn.kept_tokens for turn in SESSION.turns]
 
 
 def test_a_sample_shrinks_sessions_tiers_and_warmup_alike() -> None:
