@@ -279,6 +279,9 @@ class Caches:
             watermark=settings.dram.watermark,
             prefetch_bytes=settings.prefetch.in_flight_bytes,
             reads_returning=settings.prefetch.returning,
+            max_waste=settings.compaction.max_waste,
+            compact_min_bytes=settings.compaction.min_bytes,
+            compact_rest_ns=int(settings.compaction.rest * NS_PER_S),
             tenant_limits=self._tenant_limits,
         )
 

@@ -80,6 +80,8 @@ def session_table(info: kvd_pb2.SessionInfo) -> Table:
         ("on ssd", format_bytes(info.ssd_bytes)),
         ("dirty", format_bytes(info.dirty_bytes)),
         ("shared blocks", str(info.shared_blocks)),
+        ("spans", str(info.num_spans)),
+        ("unused rows", f"{format_bytes(info.waste_bytes)} in blocks of its own"),
         ("idle", format_duration(info.idle_s)),
         ("expires in", f"{expiry(info.expires_in_s)} (ttl: {_ttl_source(info)})"),
         ("leases", str(info.leases)),

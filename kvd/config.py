@@ -105,6 +105,14 @@ class PrefetchSettings(Section):
     returning: bool = True
 
 
+class CompactionSettings(Section):
+    """When the rows that discards have left of a session are put together."""
+
+    max_waste: float = Field(default=0.5, gt=0, le=1)
+    min_bytes: ByteSize = Field(default=MIB, ge=0)
+    rest: Duration = Field(default=2.0, ge=0)
+
+
 class LimitSettings(Section):
     """Bounds on what peers may ask for."""
 
@@ -148,6 +156,7 @@ class Settings(Section):
     layouts: Mapping[LayoutPrefix, LayoutSettings] = Field(default_factory=dict)
     eviction: EvictionSettings = EvictionSettings()
     prefetch: PrefetchSettings = PrefetchSettings()
+    compaction: CompactionSettings = CompactionSettings()
     limits: LimitSettings = LimitSettings()
     access: AccessSettings = AccessSettings()
     log: LogSettings = LogSettings()

@@ -12,6 +12,7 @@ from kvd.core.records import (
     Tier,
 )
 from shared.kv_layout import KVLayout
+from shared.lineage import LINEAGE_BYTES, WHOLE, Lineage
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.session_key import SessionKey, session_key
 from shared.units import NS_PER_S
@@ -111,6 +112,8 @@ def session_message(info: SessionInfo, layout: KVLayout, now_ns: int) -> kvd_pb2
         layout=layout.fingerprint,
         ended=info.ended,
         ttl_source=_TTL_SOURCES[info.ttl_source],
+        num_spans=info.num_spans,
+        waste_bytes=info.waste_bytes,
     )
 
 
@@ -129,6 +132,25 @@ def block_message(block: BlockInfo) -> kvd_pb2.BlockInfo:
         hashed=block.is_hashed,
         verified=Tier.DRAM in block.tiers and not block.is_unverified,
     )
+
+
+def lineage_of(
+    request: kvd_pb2.PrepareLoadRequest | kvd_pb2.PrepareStoreRequest | kvd_pb2.DiscardRequest,
+) -> Lineage:
+    """Decode the lineage that a request names, or none.
+
+    Raises:
+        InvalidRequestError: it is none that could be.
+    """
+    if not request.HasField("lineage"):
+        return WHOLE
+    digest = request.lineage.digest
+    if len(digest) != LINEAGE_BYTES:
+        raise InvalidRequestError(
+            f"a lineage digest of {len(digest)} bytes",
+            f"send the {LINEAGE_BYTES} bytes of shared/lineage.py, or no lineage",
+        )
+    return Lineage(digest, request.lineage.clean_tokens)
 
 
 def ttl_ns_of(ttl_s: float) -> int | None:

@@ -2,9 +2,10 @@
 
     Read…, Verify…, HashSlot   the I/O pool, shared by all layouts; see its priorities
     WriteBlock                 the I/O pool, then this layout's syncer; see block_writing.py
+    CompactRows                the I/O pool, behind everything else
     PutSlot, ClearSlot         the journal, at once
     TrackLoad, UntrackLoad     the progress words, at once
-    Put…, Drop…                the manifest's writer thread, in order
+    Put…, Drop…, CommitRows    the manifest's writer thread, in order
 
 Every action with an op_id is answered exactly once, on the event loop, whatever happens in the
 thread. What may be under way is bounded by the engine: a read or write holds a slot, a drop an
@@ -22,6 +23,8 @@ from kvd.checksums import BlockHasher
 from kvd.completions import Completions
 from kvd.core.actions import (
     ClearSlot,
+    CommitRows,
+    CompactRows,
     DropBlock,
     DropSession,
     HashSlot,
@@ -41,6 +44,7 @@ from kvd.core.records import SlotRecord, StoredBlock, WritingSlot
 from kvd.hash_queue import HashQueue
 from kvd.load_tracking import LoadTracker
 from kvd.process_identity import ProcessIdentity
+from kvd.row_copying import RowCopier
 from kvd.tiers.arena import Arena
 from kvd.tiers.io_pool import IoPool, Priority
 from kvd.tiers.manifest import Manifest
@@ -55,6 +59,7 @@ Performable: TypeAlias = (
     | VerifyExtent
     | HashSlot
     | WriteBlock
+    | CompactRows
     | PutSlot
     | ClearSlot
     | TrackLoad
@@ -63,6 +68,7 @@ Performable: TypeAlias = (
     | PutSession
     | DropSession
     | DropBlock
+    | CommitRows
 )
 Completion: TypeAlias = Callable[[CacheEngine, int], None]  # called with the engine and now_ns
 
@@ -108,6 +114,7 @@ class Performer:
         self._io_pool = io_pool
         self._owners = owners
         self._hasher = BlockHasher(layout)
+        self._copier = RowCopier(layout, self._memory)
         self._arena: Arena | None = None
         self._tracker: LoadTracker | None = None
         self._writer = BlockWriter(
@@ -191,7 +198,15 @@ class Performer:
                 self._ahead.pop(op_id).hurry(self._load)
 
     def _begin(
-        self, action: ReadBlock | VerifySlot | VerifyExtent | HashSlot | WriteBlock | DropBlock
+        self,
+        action: ReadBlock
+        | VerifySlot
+        | VerifyExtent
+        | HashSlot
+        | WriteBlock
+        | CompactRows
+        | DropBlock
+        | CommitRows,
     ) -> None:
         """Start an action that is answered."""
         match action:
@@ -205,6 +220,11 @@ class Performer:
                 self._hash_queue.put(action)
             case WriteBlock():
                 self._writer.write(action)
+            case CompactRows():
+                self._io_pool.submit(Priority.BACKGROUND, 0, lambda _: self._compact(action))
+            case CommitRows(op_id):
+                committed = _Ended(lambda engine, now_ns: engine.rows_committed(op_id, now_ns))
+                self._manifest.when_committed(lambda: self._report(committed))
             case DropBlock(op_id, key):
                 dropped = _Ended(lambda engine, now_ns: engine.drop_done(op_id, now_ns))
                 self._manifest.drop_block(
@@ -317,6 +337,22 @@ class Performer:
         if outcome is IoOutcome.OK:
             tracker.advanced(action.op_id, len(self._layout.layers))
         self._report(_verified(action.op_id, outcome))
+
+    def _compact(self, action: CompactRows) -> None:
+        checksums: list[bytes] = []
+        try:
+            made = self._copier.compact(action)
+            outcome = IoOutcome.CORRUPT if made is None else IoOutcome.OK
+            checksums = made or []
+        except Exception:
+            # The edge, as above.
+            log.exception("compact_failed_unexpectedly", blocks=len(action.blocks))
+            outcome = IoOutcome.TRANSIENT
+
+        def complete(engine: CacheEngine, now_ns: int) -> None:
+            engine.compact_done(action.op_id, outcome, checksums, now_ns)
+
+        self._report(_Ended(complete))
 
     def _writes_done(self, outcomes: Sequence[tuple[int, IoOutcome]]) -> None:
         def complete(engine: CacheEngine, now_ns: int) -> None:

@@ -18,7 +18,7 @@ from kvd.core.records import LeaseState, LoadAnswer, Lookup, StoreAnswer
 from kvd.data_socket import DataSocket
 from kvd.engines import AttachedEngine, Engines
 from kvd.errors import AttachDeniedError, StoppingError
-from kvd.messages import key_of, load_response, session_message, store_response
+from kvd.messages import key_of, lineage_of, load_response, session_message, store_response
 from kvd.queue_streams import QueueStreams
 from shared.layout_message import layout_of
 from shared.log import get_logger
@@ -168,8 +168,11 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         """Drop token ranges of a session; metadata only."""
         engine, key = self._who(request)
         ranges = [(item.start, item.end) for item in request.ranges]
+        lineage = lineage_of(request)
         kept = engine.cache.act(
-            lambda core, now_ns: core.discard(key, request.token_ids, ranges, now_ns)
+            lambda core, now_ns: core.discard(
+                key, request.token_ids, ranges, now_ns, lineage=lineage
+            )
         )
         return kvd_pb2.DiscardResponse(kept_tokens=kept)
 
@@ -237,13 +240,21 @@ def _prepare_load(
         request.engine_id,
         now_ns,
         dram_only=request.dram_only,
+        lineage=lineage_of(request),
     )
 
 
 def _prepare_store(
     request: kvd_pb2.PrepareStoreRequest, key: SessionKey, core: CacheEngine, now_ns: int
 ) -> StoreAnswer:
-    return core.prepare_store(key, request.token_ids, request.from_token, request.engine_id, now_ns)
+    return core.prepare_store(
+        key,
+        request.token_ids,
+        request.from_token,
+        request.engine_id,
+        now_ns,
+        lineage=lineage_of(request),
+    )
 
 
 def _session_message(

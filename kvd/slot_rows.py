@@ -29,6 +29,10 @@ class SlotRows:
             for layer_index, layer in enumerate(layout.layers)
         )
 
+    def components(self, layer_index: int) -> tuple[tuple[int, int], ...]:
+        """Of each component of one layer: its offset in a slot, and the bytes of one row."""
+        return self._components[layer_index]
+
     def runs(self, layer_index: int, num_tokens: int) -> tuple[Run, ...]:
         """Used bytes of one layer slice: of every component, in order, the first rows."""
         if num_tokens == self._block_tokens:

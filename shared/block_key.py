@@ -2,19 +2,24 @@
 
     root    = H(salt; "root" | layout fingerprint)    model, dtype, position mode, shard
     block   = H(salt; "block" | parent key | token ids)
-    discard = H(salt; "discard" | parent key | ranges)  parent of what follows a discard
+    discard = H(salt; "discard" | root | lineage | n)   parent of what follows the first n tokens
+                                                        of a context with discards in it
+    dense   = H(salt; "dense" | parent of what follows | n)     block that kvd has put together of
+                                                        rows that a discard left: the last n
 
-H is BLAKE2b-128 keyed with the tenant's secret salt, so that keys say nothing to other tenants.
-Token ids are bytes: little-endian uint32, as on the wire. Pure.
+A lineage (shared/lineage.py) says which discards of which tokens, so that `discard` stands for all
+that is computed up to there. H is BLAKE2b-128 keyed with the tenant's secret salt, so that keys say
+nothing to other tenants. Token ids are bytes: little-endian uint32, as on the wire. Pure.
 """
 
 import hashlib
 import struct
-from collections.abc import Sequence
 
 KEY_BYTES = 16
 TOKEN_BYTES = 4
 SALT_BYTES = 32
+
+_COUNT = struct.Struct("<Q")
 
 
 def root_key(salt: bytes, layout_fingerprint: str) -> bytes:
@@ -27,9 +32,14 @@ def block_key(salt: bytes, parent: bytes, token_ids: bytes) -> bytes:
     return _digest(salt, b"block", parent + token_ids)
 
 
-def discard_key(salt: bytes, parent: bytes, ranges: Sequence[tuple[int, int]]) -> bytes:
-    """Parent of what is computed after a discard: never shared with an undiscarded session."""
-    return _digest(salt, b"discard", parent + b"".join(struct.pack("<QQ", *r) for r in ranges))
+def discard_key(salt: bytes, root: bytes, lineage: bytes, num_tokens: int) -> bytes:
+    """Parent of what follows the first tokens of a context: its discards are never forgotten."""
+    return _digest(salt, b"discard", root + lineage + _COUNT.pack(num_tokens))
+
+
+def dense_key(salt: bytes, chain: bytes, num_tokens: int) -> bytes:
+    """Key of a block of the rows before `chain`, be they stored in other blocks, too."""
+    return _digest(salt, b"dense", chain + _COUNT.pack(num_tokens))
 
 
 def tokens_digest(token_ids: bytes) -> bytes:

@@ -29,6 +29,7 @@ from shared.grants import (
 from shared.kv_layout import KVLayout
 from shared.kvd_attachment import Attachment
 from shared.kvd_connection import KvdConnection
+from shared.lineage import WHOLE, Lineage
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.queue_feed import QueueFeed
 from shared.queue_sender import QueueSender
@@ -70,6 +71,7 @@ class KvdClient(KvdConnection):
         *,
         accept_pending: bool = False,
         dram_only: bool = False,
+        lineage: Lineage = WHOLE,
     ) -> LoadGrant:
         """Lease the stored KV of token_ids[from_token:].
 
@@ -83,6 +85,7 @@ class KvdClient(KvdConnection):
             dram_only: be granted only what is in DRAM, up to the first block that is not; nothing
                 is read from SSD. `more` says that more is stored, a miss for "on_ssd" that the
                 first block is not in DRAM. What kvd has yet to verify is in DRAM, and is PENDING.
+            lineage: of the tokens.
         """
         attachment = self._ready()
         request = kvd_pb2.PrepareLoadRequest(
@@ -93,6 +96,7 @@ class KvdClient(KvdConnection):
             deadline_s=deadline_s,
             accept_pending=accept_pending,
             dram_only=dram_only,
+            lineage=_lineage_message(lineage),
         )
         call = self._call(attachment.stub.PrepareLoad, request, deadline_s + GRACE_S, attachment)
         response = await self._granted(call, self._give_back_load, attachment)
@@ -108,12 +112,19 @@ class KvdClient(KvdConnection):
             await self._give_back_load(self._owner_of(grant), grant.lease_id)
 
     async def prepare_store(
-        self, key: SessionKey, token_ids: bytes, from_token: int, deadline_s: float
+        self,
+        key: SessionKey,
+        token_ids: bytes,
+        from_token: int,
+        deadline_s: float,
+        *,
+        lineage: Lineage = WHOLE,
     ) -> StoreGrant:
         """Lease slots for the KV of token_ids[from_token:] that is not stored yet.
 
         `token_ids` is little-endian uint32, the whole sequence whose KV is computed; the caller has
-        position-free KV from `from_token` on; `deadline_s` is how long kvd may wait for free slots.
+        position-free KV from `from_token` on; `deadline_s` is how long kvd may wait for free slots;
+        `lineage` is that of the tokens.
         """
         attachment = self._ready()
         request = kvd_pb2.PrepareStoreRequest(
@@ -122,6 +133,7 @@ class KvdClient(KvdConnection):
             token_ids=token_ids,
             from_token=from_token,
             deadline_s=deadline_s,
+            lineage=_lineage_message(lineage),
         )
         call = self._call(attachment.stub.PrepareStore, request, deadline_s + GRACE_S, attachment)
         response = await self._granted(call, self._give_back_store, attachment)
@@ -139,15 +151,25 @@ class KvdClient(KvdConnection):
         return await self._give_back_store(self._owner_of(grant), grant.lease_id, success=success)
 
     async def discard(
-        self, key: SessionKey, token_ids: bytes, ranges: Sequence[tuple[int, int]]
+        self,
+        key: SessionKey,
+        token_ids: bytes,
+        ranges: Sequence[tuple[int, int]],
+        *,
+        lineage: Lineage = WHOLE,
     ) -> int:
-        """Drop half-open token ranges of a stored session; return how many stored tokens remain."""
+        """Drop half-open token ranges of a session; return how many stored tokens remain.
+
+        `token_ids` is the whole context before the discard, however little of it is stored, and
+        `lineage` is that of these tokens. A store that is under way publishes nothing any more.
+        """
         attachment = self._ready()
         request = kvd_pb2.DiscardRequest(
             engine_id=attachment.engine_id,
             session=_message(key),
             token_ids=token_ids,
             ranges=[kvd_pb2.TokenRange(start=start, end=end) for start, end in ranges],
+            lineage=_lineage_message(lineage),
         )
         response = await self._call(attachment.stub.Discard, request, CALL_S)
         return int(response.kept_tokens)
@@ -237,3 +259,9 @@ class KvdClient(KvdConnection):
 
 def _message(key: SessionKey) -> kvd_pb2.SessionKey:
     return kvd_pb2.SessionKey(tenant=key.tenant, model=key.model, session_id=key.session_id)
+
+
+def _lineage_message(lineage: Lineage) -> kvd_pb2.Lineage | None:
+    if lineage.is_whole:
+        return None
+    return kvd_pb2.Lineage(digest=lineage.digest, clean_tokens=lineage.clean_tokens)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 from kvd.core.actions import (
     Action,
+    CommitRows,
+    CompactRows,
     DropBlock,
     HashSlot,
     IoOutcome,
@@ -50,6 +52,11 @@ class MemoryPerformer:
                 engine.hash_done(action.op_id, self._checksums, now_ns)
             case WriteBlock():
                 engine.write_done(action.op_id, IoOutcome.OK, now_ns)
+            case CompactRows():
+                made = [self._checksums] * len(action.blocks)
+                engine.compact_done(action.op_id, IoOutcome.OK, made, now_ns)
+            case CommitRows():
+                engine.rows_committed(action.op_id, now_ns)
             case DropBlock():
                 engine.drop_done(action.op_id, now_ns)
             case _:

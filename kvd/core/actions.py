@@ -1,11 +1,11 @@
 """What the cache engine asks of the world: frozen values, handed out by `CacheEngine.drain`.
 
 Pure. The performer carries them out and reports back through `read_done`, `verify_done`,
-`hash_done`, `write_done` and `drop_done`.
+`hash_done`, `write_done`, `drop_done`, `compact_done` and `rows_committed`.
 
 Invariants the performer keeps:
-1. index actions (PutBlock, PutSession, DropSession, DropBlock) reach the index in the order they
-   were drained;
+1. index actions (PutBlock, PutSession, DropSession, DropBlock, CommitRows) reach the index in the
+   order they were drained;
 2. `drop_done` is reported only once the removal of the row is committed, because the extent is
    reused after it;
 3. journal actions (PutSlot, ClearSlot) are done before the call that caused them is answered;
@@ -26,6 +26,8 @@ SESSION_DROPPED = "session_dropped"
 SESSION_EXPIRED = "session_expired"
 SESSION_FLUSHED = "session_flushed"
 SESSION_ENDED = "session_ended"
+SESSION_DISCARDED = "session_discarded"
+SESSION_COMPACTED = "session_compacted"
 BLOCK_CORRUPT = "block_corrupt"
 READ_FAILED = "read_failed"
 SSD_DEGRADED = "ssd_degraded"
@@ -110,6 +112,42 @@ class WriteBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceSlot:
+    """A slot that rows are copied from, and what its bytes must be."""
+
+    slot_id: int
+    num_tokens: int
+    checksums: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RowRun:
+    """Rows [start, start + num_tokens) of a slot."""
+
+    slot_id: int
+    start: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class DenseBlock:
+    """A slot to be filled with runs of rows, one after the other."""
+
+    slot_id: int
+    num_tokens: int
+    runs: tuple[RowRun, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CompactRows:
+    """Verify the sources, copy their rows together, hash what was made; then `compact_done`."""
+
+    op_id: int
+    sources: tuple[SourceSlot, ...]
+    blocks: tuple[DenseBlock, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PutSlot:
     """Note in the journal what a slot holds, for the next kvd."""
 
@@ -178,6 +216,13 @@ class DropBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class CommitRows:
+    """Commit all rows that were put or removed before; answer with `rows_committed`."""
+
+    op_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class LeaseReady:
     """A pending load lease has all its reads behind it, or is lost: ask `lease_state`."""
 
@@ -204,6 +249,7 @@ Action = (
     | VerifySlot
     | VerifyExtent
     | WriteBlock
+    | CompactRows
     | PutSlot
     | ClearSlot
     | TrackLoad
@@ -212,6 +258,7 @@ Action = (
     | PutSession
     | DropSession
     | DropBlock
+    | CommitRows
     | LeaseReady
     | SpaceFreed
     | Emit

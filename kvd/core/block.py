@@ -11,6 +11,7 @@ Pure. Invariants:
     stored:   IDLE ─► HASHING ─► IDLE ─► WRITING ─► IDLE (clean)
     loaded:   READING ─► IDLE
     adopted:  IDLE (unverified) ─► VERIFYING ─► IDLE        corrupt, but on SSD: ─► READING
+    sparse:   IDLE (hashed) ─► COPYING ─► IDLE
 """
 
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ class BlockIo(Enum):
     VERIFYING = "verifying"  # the slot's bytes are compared with their checksums
     HASHING = "hashing"  # the slot may be read meanwhile
     WRITING = "writing"  # slot -> extent; the slot may be read meanwhile
+    COPYING = "copying"  # rows of it -> other slots (compacting.py); the slot may be read meanwhile
 
     @property
     def is_arriving(self) -> bool:

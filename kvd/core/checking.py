@@ -8,6 +8,7 @@ from collections import Counter
 from itertools import pairwise
 
 from kvd.core.block import Block, BlockIo
+from kvd.core.compaction import Phase, Target
 from kvd.core.leases import LoadLease, StoreLease
 from kvd.core.records import Pin, Tier
 from kvd.core.slots import SlotState
@@ -46,6 +47,9 @@ def _check_slots(state: CacheState) -> None:
         for slot_id, _ in () if isinstance(lease, LoadLease) else lease.slots():
             assert slot_id not in owners, f"slot {slot_id} has two owners"
             owners[slot_id] = journal[slot_id] = SlotState.WRITING
+    for target in _copied_to(state):
+        assert target.slot_id not in owners, f"slot {target.slot_id} has two owners"
+        owners[target.slot_id] = SlotState.WRITING  # a next kvd finds it free
     for slot_id in range(len(state.slots)):
         expected = owners.get(slot_id, SlotState.FREE)
         assert state.slots.state(slot_id) is expected, f"slot {slot_id} should be {expected}"
@@ -133,6 +137,8 @@ def _check_tenants(state: CacheState) -> None:
     for lease in state.leases:
         if isinstance(lease, StoreLease):
             num_blocks[lease.key.tenant] += len(lease.slots())
+    if state.compaction is not None:
+        num_blocks[state.compaction.key.tenant] += len(_copied_to(state))
     for usage in state.tenants:
         used_bytes = num_blocks.pop(usage.tenant, 0) * state.layout.block_bytes
         assert usage.used_bytes == used_bytes, "a tenant is charged for what it has"
@@ -159,14 +165,29 @@ def _check_leases(state: CacheState) -> None:
             _check_load(state, lease)
         elif isinstance(lease, StoreLease):
             holders.update(id(part) for _, part in lease.parts if isinstance(part, Block))
+    holders.update(map(id, _held_for_compaction(state)))
     for block in state.blocks:
         assert block.readers == readers[id(block)], "a block's readers are its load leases"
-        assert block.holders == holders[id(block)], "a block's holders are the store leases on it"
+        assert block.holders == holders[id(block)], "a block's holders are counted right"
     assert state.leases.num_orphans == len(orphans), "orphan leases are counted right"
     num_quarantined = sum(len(lease.slots()) for lease in orphans)
     assert state.leases.num_quarantined_slots == num_quarantined, (
         "quarantined slots are counted right"
     )
+
+
+def _copied_to(state: CacheState) -> list[Target]:
+    """Slots that a compaction fills."""
+    run = state.compaction
+    return run.targets if run is not None and run.phase is Phase.COPYING else []
+
+
+def _held_for_compaction(state: CacheState) -> list[Block]:
+    """New blocks that no session has yet, or old ones that a crash might bring back."""
+    run = state.compaction
+    if run is None or run.phase is Phase.COPYING:
+        return []
+    return run.made if run.phase is Phase.WRITING else run.sources
 
 
 def _check_load(state: CacheState, lease: LoadLease) -> None:
@@ -193,8 +214,8 @@ def _check_block(state: CacheState, block: Block) -> None:
     if block.io is BlockIo.WRITING:
         assert block.dirty, "only dirty blocks are written"
         assert block.checksums, "only hashed blocks are written"
-    if block.io is BlockIo.VERIFYING or block.io is BlockIo.WRITING:
-        assert block.checksums, "what is verified or written has checksums"
+    if block.io in (BlockIo.VERIFYING, BlockIo.WRITING, BlockIo.COPYING):
+        assert block.checksums, "what is verified, written or copied has checksums"
     if block.is_unverified:
         assert block.slot_id is not None, "only a copy in DRAM may be unverified"
         assert not block.readers or block.io is BlockIo.VERIFYING, "unverified bytes are not read"
@@ -238,7 +259,10 @@ def _check_counts(state: CacheState) -> None:
 def _check_operations(state: CacheState) -> None:
     """Every block under way is registered with its operation, and waits are for blocks at rest."""
     blocks = state.blocks
+    run = state.compaction
+    sources = run.sources if run is not None and run.phase is Phase.COPYING else []
     by_io = {
+        BlockIo.COPYING: sources,
         BlockIo.READING: [read.block for read in state.reads.values()],
         BlockIo.VERIFYING: [verify.block for verify in state.verifies.values()],
         BlockIo.HASHING: list(state.hashes.values()),

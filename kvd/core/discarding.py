@@ -1,41 +1,93 @@
 """Discards: dropping tokens out of a session without touching the KV of the others.
 
 Pure. Keys are stored before RoPE, so the remaining spans stay valid at their new positions (paper
-§3.4). A span at or behind the first discarded token gets a chain key of its own: what is computed
-after it must never be shared with a session that did not discard (D5). In `coupled` mode positions
-are baked in, so only the prefix before the first discarded token remains.
+§3.4); in `naive` mode they stay as they are, for the measurement's sake. A span behind the first
+discarded token gets a chain key of its own: what is computed after it must never be shared with a
+session that did not discard (D5). In `coupled` mode positions are baked in, so only the prefix
+before the first discarded token remains, and that is nobody's loss: it is a prefix like any other.
+
+What is stored may be less than the context that is told: then the discard counts for as much of it
+as there is, and the lineage of the tokens says the rest, when the next store comes.
+
+Cost: O(spans + ranges), and a digest over the tokens.
 """
 
 from collections.abc import Sequence
 
+from kvd.core.actions import SESSION_DISCARDED
+from kvd.core.chaining import Chaining
 from kvd.core.errors import InvalidRequestError
-from kvd.core.matching import Piece, match_session, num_tokens_of, slice_tokens
+from kvd.core.matching import Match, Piece, match_session, num_tokens_of, slice_tokens
 from kvd.core.records import Span
+from kvd.core.session import Session
 from kvd.core.state import CacheState
-from shared.block_key import discard_key, tokens_digest
+from shared.block_key import tokens_digest
+from shared.lineage import Lineage
 from shared.session_key import SessionKey
 
 Range = tuple[int, int]  # half-open, in token positions before the discard
 
 
-def discard(state: CacheState, key: SessionKey, token_ids: bytes, ranges: Sequence[Range]) -> int:
+def discard(
+    state: CacheState,
+    key: SessionKey,
+    token_ids: bytes,
+    ranges: Sequence[Range],
+    lineage: Lineage,
+) -> int:
     """See CacheEngine.discard."""
-    merged = _merged(ranges, num_tokens_of(token_ids))
+    num_tokens = num_tokens_of(token_ids)
+    merged = _merged(ranges, num_tokens)
     session = state.sessions.get(key)
     if session is None:
         return 0
+    if not merged:
+        return session.num_tokens
     state.unfold(session)
-    pieces = match_session(state, session, token_ids).pieces
-    salt = state.salt_of(key.tenant)
-    if state.layout.position_mode == "coupled" and merged:
-        merged = [(merged[0][0], max(merged[-1][1], num_tokens_of(token_ids)))]
-    spans = [span for piece in pieces for span in _remains(salt, piece, merged, token_ids)]
+    match = match_session(state, session, token_ids, lineage)
+    if state.layout.position_mode == "coupled":
+        merged = [(merged[0][0], num_tokens)]
+    known = _known(state, key.tenant, lineage, match, token_ids)
+    remains = _Remains(state, key.tenant, known, token_ids, merged)
+    spans = [span for piece in match.pieces for span in remains.of(piece)]
+    session.num_discards += 1
+    session.lineage = remains.lineage
+    state.outbox.count("discards")
     if not spans:
+        state.outbox.count("discarded_tokens", session.num_tokens)
         state.cut(session, 0, "discarded")
         return 0
-    state.set_spans(session, spans)
+    if spans != session.spans:
+        _replace(state, session, spans)
     state.touch(session)
     return session.num_tokens
+
+
+def _replace(state: CacheState, session: Session, spans: list[Span]) -> None:
+    num_before = session.num_tokens
+    state.set_spans(session, spans)
+    num_tokens = session.num_tokens
+    state.policy.sized(session.key, num_tokens)
+    num_dropped = num_before - num_tokens
+    state.outbox.count("discarded_tokens", num_dropped)
+    fields = {"num_dropped": num_dropped, "num_tokens": num_tokens, "num_spans": len(spans)}
+    state.outbox.emit(SESSION_DISCARDED, session.key, fields)
+
+
+def _known(
+    state: CacheState, tenant: str, lineage: Lineage, match: Match, token_ids: bytes
+) -> Lineage:
+    """The lineage of the context; of a caller that names none, as far as the spans tell it."""
+    if not lineage.is_whole:
+        return lineage
+    chaining = Chaining(state, tenant, lineage)
+    chain = chaining.root
+    for piece in match.pieces:
+        tokens = slice_tokens(token_ids, piece.token_offset, piece.end)
+        if not chaining.follows(piece.span, chain, piece.token_offset, tokens):
+            return Lineage(match.chain, piece.token_offset)
+        chain = piece.span.chain
+    return lineage
 
 
 def _merged(ranges: Sequence[Range], num_tokens: int) -> list[Range]:
@@ -58,26 +110,81 @@ def _merged(ranges: Sequence[Range], num_tokens: int) -> list[Range]:
     return merged
 
 
-def _remains(salt: bytes, piece: Piece, ranges: list[Range], token_ids: bytes) -> list[Span]:
-    """What the ranges leave of one piece."""
-    if not ranges or piece.end <= ranges[0][0]:
-        return [piece.span]
-    kept = []
-    start = piece.token_offset
-    for range_start, range_end in [*ranges, (piece.end, piece.end)]:
-        end = min(range_start, piece.end)
-        if start < end:
-            kept.append((start, end))
-        start = max(start, range_end)
-    return [
-        Span(
+class _Remains:
+    """What a discard leaves of pieces, asked for in order."""
+
+    def __init__(
+        self,
+        state: CacheState,
+        tenant: str,
+        lineage: Lineage,
+        token_ids: bytes,
+        ranges: list[Range],
+    ) -> None:
+        self._before = Chaining(state, tenant, lineage)
+        self._after = Chaining(state, tenant, lineage.after(token_ids, ranges))
+        self._matters = self._after.lineage != self._before.lineage
+        self._token_ids = token_ids
+        num_tokens = num_tokens_of(token_ids)
+        self._ranges = [*ranges, (num_tokens, num_tokens + 1)]  # the last one is behind all pieces
+        self._next_range = 0  # the first one that may reach into what is asked for
+        self._chain = self._before.root  # of the piece before
+        self._num_kept = 0  # tokens
+
+    @property
+    def lineage(self) -> Lineage:
+        """Of the context that is left."""
+        return self._after.lineage
+
+    def of(self, piece: Piece) -> list[Span]:
+        """Spans on the rows of the next piece that stay."""
+        spans = [self._span(piece, start, end) for start, end in self._kept(piece)]
+        self._chain = piece.span.chain
+        return spans
+
+    def _kept(self, piece: Piece) -> list[Range]:
+        """What stays of a piece, in token positions before the discard."""
+        kept = []
+        start, piece_end = piece.token_offset, piece.end
+        while start < piece_end:
+            range_start, range_end = self._ranges[self._next_range]
+            if range_end <= start:
+                self._next_range += 1
+                continue
+            if start < range_start:
+                kept.append((start, min(range_start, piece_end)))
+            start = min(range_end, piece_end)
+        return kept
+
+    def _span(self, piece: Piece, start: int, end: int) -> Span:
+        """Rows of a piece that stay, as the next span of the session."""
+        position = self._num_kept
+        self._num_kept += end - start
+        is_whole = (start, end) == (piece.token_offset, piece.end)
+        if is_whole and (not self._matters or self._is_untouched(piece, position)):
+            return piece.span
+        tokens = slice_tokens(self._token_ids, start, end)
+        return Span(
             block_key=piece.span.block_key,
             start=piece.span.start + start - piece.token_offset,
             num_tokens=end - start,
-            tokens_digest=tokens_digest(slice_tokens(token_ids, start, end)),
-            # the last pair says where the span ends: two spans of one block have different
-            # successors
-            chain=discard_key(salt, piece.span.chain, [*ranges, (end, end)]),
+            tokens_digest=tokens_digest(tokens),
+            chain=self._chain_of(piece, tokens),
         )
-        for start, end in kept
-    ]
+
+    def _is_untouched(self, piece: Piece, position: int) -> bool:
+        """Whether a piece lies before all discards, where sessions without any have it, too."""
+        is_before = position == piece.token_offset and self._after.lineage.is_clean(piece.end)
+        return is_before and self._is_plain(piece)
+
+    def _is_plain(self, piece: Piece) -> bool:
+        tokens = slice_tokens(self._token_ids, piece.token_offset, piece.end)
+        return self._before.follows(piece.span, self._chain, piece.token_offset, tokens)
+
+    def _chain_of(self, piece: Piece, tokens: bytes) -> bytes:
+        """Parent of what comes behind the rows that were kept last."""
+        if self._matters:
+            return self._after.after_discards(self._num_kept)
+        if self._is_plain(piece):
+            return self._before.key(self._chain, piece.token_offset, tokens)
+        return self._before.after_discards(self._num_kept)

@@ -21,10 +21,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvd.core import adopting, checking, discarding, inspection, restoring, retention
 from kvd.core.actions import Action, IoOutcome
+from kvd.core.compacting import Compactor
 from kvd.core.eviction.lru import LruPolicy
 from kvd.core.eviction.registry import PolicyMaker
 from kvd.core.hashing import Hasher
-from kvd.core.leases import RestoredLease
+from kvd.core.leases import RestoredLease, StoreLease
 from kvd.core.loading import Loader
 from kvd.core.matching import num_tokens_of
 from kvd.core.outbox import COUNTERS
@@ -58,6 +59,7 @@ from kvd.core.turn_log import RecordedTurn
 from kvd.core.verifying import Verifier
 from kvd.core.writing import Writer
 from shared.kv_layout import KVLayout
+from shared.lineage import WHOLE, Lineage
 from shared.session_key import SessionKey
 
 __all__ = ["COUNTERS", "CacheEngine", "Limits"]
@@ -89,6 +91,7 @@ class CacheEngine:
         self._loader = Loader(self._state, self._reader, self._writer, self._verifier)
         self._prefetcher = Prefetcher(self._state, placement, self._writer, self._reader)
         self._storer = Storer(self._state, placement, self._writer, self._hasher)
+        self._compactor = Compactor(self._state, placement, self._writer, self._verifier)
         self._peers = Peers(self._state, self._loader, self._storer)
         self._scrubber = Scrubber(self._state, self._loader, self._writer)
 
@@ -142,6 +145,7 @@ class CacheEngine:
         num_slots = len(self._state.slots)
         self._state.outbox.want_wake()
         self._prefetcher.stop()
+        self._compactor.stop()
         return self._writer.make_slots(num_slots) == num_slots
 
     def drop_slots(self) -> None:
@@ -160,11 +164,13 @@ class CacheEngine:
         """
         self._state.advance(now_ns)
         self._prefetcher.stop(for_good=True)
+        self._compactor.stop(for_good=True)
         self._writer.write_all()
 
     def drain(self) -> list[Action]:
         """Hand out every action since the last drain, in order. Each is to be carried out."""
         self._prefetcher.go_on()
+        self._compactor.go_on()
         self._state.fold_idle()
         return self._state.outbox.drain(self._state.sessions)
 
@@ -174,6 +180,7 @@ class CacheEngine:
         retention.expire(self._state)
         self._writer.write_back()
         self._verifier.issue()
+        self._compactor.look()
         self._prefetcher.go_on()
 
     def next_deadline_ns(self) -> int | None:
@@ -183,6 +190,7 @@ class CacheEngine:
             self._writer.next_deadline_ns(),
             self._verifier.retry_at_ns(),
             self._prefetcher.next_deadline_ns(),
+            self._compactor.next_deadline_ns(),
         )
         return min((d for d in deadlines if d is not None), default=None)
 
@@ -202,12 +210,14 @@ class CacheEngine:
         now_ns: int,
         *,
         dram_only: bool = False,
+        lineage: Lineage = WHOLE,
     ) -> LoadAnswer:
         """Lease the stored KV of token_ids[from_token:], as far as slots can be had for it.
 
         Unless it is a MISS the caller owes `complete_load`; when PENDING first `settle_load`, after
         LeaseReady. With `dram_only` only what is in DRAM, up to the first block that is not, and no
-        read is begun for it (but if verifying finds a slot corrupt its block is read anew).
+        read is begun for it (but if verifying finds a slot corrupt its block is read anew). The
+        lineage is that of the tokens; without it their discards are taken from what is stored.
 
         Raises:
             InvalidRequestError: token ids or position that cannot be.
@@ -217,7 +227,8 @@ class CacheEngine:
         state.advance(now_ns)
         is_running = state.placement.queue.is_running(key)
         state.turns.asked(key, num_tokens_of(token_ids), now_ns, is_running=is_running)
-        return self._loader.prepare(key, token_ids, from_token, owner, dram_only=dram_only)
+        self._note(key, lineage)
+        return self._loader.prepare(key, token_ids, from_token, owner, lineage, dram_only=dram_only)
 
     def lease_state(self, lease_id: int) -> LeaseState:
         """Say whether a load lease may be settled."""
@@ -243,16 +254,25 @@ class CacheEngine:
         """
         self._state.advance(now_ns)
         self._counting_losses(lease_id, owner)
-        self._loader.complete(lease_id, owner)
+        key = self._loader.complete(lease_id, owner)
+        self._compactor.consider(key)
 
     # --------------------------------------------------------------------------------------- store
 
     def prepare_store(
-        self, key: SessionKey, token_ids: bytes, from_token: int, owner: int, now_ns: int
+        self,
+        key: SessionKey,
+        token_ids: bytes,
+        from_token: int,
+        owner: int,
+        now_ns: int,
+        *,
+        lineage: Lineage = WHOLE,
     ) -> StoreAnswer:
         """Lease slots for the KV of token_ids[from_token:] that is not stored, as far as possible.
 
-        When all of it is stored already the session adopts it at once, and there is no lease.
+        When all of it is stored already the session adopts it at once, and there is no lease. The
+        lineage is that of the tokens; without it their discards are taken from what is stored.
 
         Raises:
             InvalidRequestError: token ids or position that cannot be.
@@ -260,7 +280,8 @@ class CacheEngine:
         """
         self._state.advance(now_ns)
         self._state.turns.stored(key, num_tokens_of(token_ids), now_ns)
-        return self._storer.prepare(key, token_ids, from_token, owner)
+        self._note(key, lineage)
+        return self._storer.prepare(key, token_ids, from_token, owner, lineage)
 
     def complete_store(self, lease_id: int, owner: int, success: bool, now_ns: int) -> int:
         """Publish what a store lease's slots hold (or forget it), and have it written to SSD.
@@ -273,14 +294,27 @@ class CacheEngine:
         """
         self._state.advance(now_ns)
         self._counting_losses(lease_id, owner)
-        return self._storer.complete(lease_id, owner, success=success)
+        lease = self._state.leases.get(lease_id)
+        num_tokens = self._storer.complete(lease_id, owner, success=success)
+        if isinstance(lease, StoreLease):
+            self._compactor.consider(lease.key)
+        return num_tokens
 
     # ------------------------------------------------------------------------------------ sessions
 
     def discard(
-        self, key: SessionKey, token_ids: bytes, ranges: Sequence[tuple[int, int]], now_ns: int
+        self,
+        key: SessionKey,
+        token_ids: bytes,
+        ranges: Sequence[tuple[int, int]],
+        now_ns: int,
+        *,
+        lineage: Lineage = WHOLE,
     ) -> int:
         """Drop token ranges of a session whose tokens are `token_ids`; metadata only.
+
+        All tokens are told, however few of them are stored; the lineage is that of these tokens,
+        before the discard. A store that is under way publishes nothing any more.
 
         Returns:
             Stored tokens that remain, contiguous from the first kept one.
@@ -289,9 +323,10 @@ class CacheEngine:
             InvalidRequestError: ranges that are empty or outside the tokens.
         """
         self._state.advance(now_ns)
-        num_kept = discarding.discard(self._state, key, token_ids, ranges)
+        num_kept = discarding.discard(self._state, key, token_ids, ranges, lineage)
         if num_kept:
             self._state.turns.discarded(key, num_kept)
+            self._compactor.consider(key)
         return num_kept
 
     def end_session(self, key: SessionKey, now_ns: int) -> bool:
@@ -445,6 +480,21 @@ class CacheEngine:
         self._state.advance(now_ns)
         self._writer.drop_done(op_id)
 
+    def compact_done(
+        self, op_id: int, outcome: IoOutcome, checksums: list[bytes], now_ns: int
+    ) -> None:
+        """Take the outcome of a CompactRows, and the checksums of each block it made.
+
+        CORRUPT: a source is not what was stored, and what was made of it means nothing.
+        """
+        self._state.advance(now_ns)
+        self._compactor.copied(op_id, outcome, checksums)
+
+    def rows_committed(self, op_id: int, now_ns: int) -> None:
+        """Take the commit of a CommitRows."""
+        self._state.advance(now_ns)
+        self._compactor.committed(op_id)
+
     # ------------------------------------------------------------------------------------- scrubs
 
     def scrub_begin(self, repair: bool) -> int:
@@ -499,6 +549,12 @@ class CacheEngine:
     def stats(self) -> EngineStats:
         """Fill and counters; O(1)."""
         return inspection.stats(self._state)
+
+    def _note(self, key: SessionKey, lineage: Lineage) -> None:
+        """Remember the lineage of a stored session that its engine has named."""
+        session = self._state.sessions.get(key)
+        if session is not None and not lineage.is_whole:
+            session.lineage = lineage
 
     def _counting_losses(self, lease_id: int, owner: int) -> None:
         lease = self._state.leases.get(lease_id)

@@ -30,11 +30,13 @@ def describe_info(state: CacheState, session: Session) -> SessionInfo:
     return SessionInfo(
         key=session.key,
         num_tokens=session.num_tokens,
+        num_spans=session.num_spans,
         num_blocks=num_blocks,
         total_bytes=num_blocks * block_bytes,
         dram_bytes=sum(block.slot_id is not None for block in blocks) * block_bytes,
         ssd_bytes=num_on_ssd * block_bytes,
         dirty_bytes=sum(block.dirty for block in blocks) * block_bytes,
+        waste_bytes=_waste_bytes(state, session),
         shared_blocks=sum(len(block.users) > 1 for block in blocks),
         pin=session.pin,
         ended=session.ended,
@@ -44,6 +46,17 @@ def describe_info(state: CacheState, session: Session) -> SessionInfo:
         ttl_source=_ttl_source(state, session),
         expires_at_ns=state.expires_at_ns(session),
     )
+
+
+def _waste_bytes(state: CacheState, session: Session) -> int:
+    """What rows take up that hold nothing of the session, in blocks that are its own."""
+    step = state.layout.block_tokens
+    num_rows = sum(1 for key in session.block_keys() if len(state.blocks[key].users) == 1) * step
+    num_rows += session.num_folded * step
+    for span in session.spans:
+        num_rows -= span.num_tokens if len(state.blocks[span.block_key].users) == 1 else 0
+    num_rows -= sum(span.num_tokens for span in session.tail_spans())
+    return num_rows * state.layout.block_bytes // step
 
 
 def _ttl_source(state: CacheState, session: Session) -> str:

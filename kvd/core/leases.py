@@ -70,12 +70,14 @@ class StoreLease:
     Attributes:
         parts: what the session will consist of: each span with the existing block it uses (held by
             this lease) or the new one.
+        num_discards: that the session had seen when it was prepared.
     """
 
     lease_id: int
     owner: int
     key: SessionKey
     parts: list[Part] = field(default_factory=list)
+    num_discards: int = 0
     since_ns: int = 0
     is_orphan: bool = False
 

@@ -24,6 +24,7 @@ from kvd.core.records import LeaseState, LoadAnswer, LoadSpan, Lookup, StoredBlo
 from kvd.core.state import Arrival, CacheState
 from kvd.core.verifying import Verifier
 from kvd.core.writing import Writer
+from shared.lineage import Lineage
 from shared.session_key import SessionKey
 
 BUSY = "busy"
@@ -44,7 +45,14 @@ class Loader:
         self._verifier = verifier
 
     def prepare(
-        self, key: SessionKey, token_ids: bytes, from_token: int, owner: int, *, dram_only: bool
+        self,
+        key: SessionKey,
+        token_ids: bytes,
+        from_token: int,
+        owner: int,
+        lineage: Lineage,
+        *,
+        dram_only: bool,
     ) -> LoadAnswer:
         """See CacheEngine.prepare_load."""
         check_from_token(from_token, num_tokens_of(token_ids))
@@ -52,7 +60,7 @@ class Loader:
         session = state.sessions.get(key)
         if session is not None:
             state.touch(session)
-        match = match_tokens(state, key, token_ids)
+        match = match_tokens(state, key, token_ids, lineage)
         stored = [piece for piece in match.pieces if piece.end > from_token]
         pieces = list(takewhile(_is_in_dram, stored)) if dram_only else stored
         if not pieces:
@@ -94,8 +102,8 @@ class Loader:
         self._state.outbox.count("load_misses")
         return LoadAnswer(Lookup.MISS, miss_reason=failure)
 
-    def complete(self, lease_id: int, owner: int) -> None:
-        """See CacheEngine.complete_load."""
+    def complete(self, lease_id: int, owner: int) -> SessionKey:
+        """See CacheEngine.complete_load; returns whose lease it was."""
         lease = self._state.leases.load_of(lease_id, owner)
         has_arrived = lease.entries and not lease.num_waiting and not lease.failure
         if not lease.is_settled:  # followed by its progress word, or given up
@@ -107,6 +115,7 @@ class Loader:
         if session is not None:
             self._state.touch(session)
             self._state.outbox.session_changed(session.key)
+        return lease.key
 
     def release(self, lease: LoadLease) -> None:
         """End a lease; reads under way go on and serve the cache."""

@@ -4,24 +4,29 @@ Pure; changes nothing but that it unfolds the sessions whose blocks it finds. Tw
 wins:
 1. the session's own spans, in order, as long as they hold these very tokens, and then on along the
    content chain. A plain span proves it by its key, which is computed anew from the tokens; what a
-   discard has touched, by a digest;
-2. the content chain from the root: another session's equal prefix, a fork. Not for a session with a
-   discard in it: its KV was computed from tokens that are gone, and what its engine stores next
-   builds on that, not on what a fresh computation of the remaining tokens would be.
+   discard has touched, by a digest, and by its chain if the caller says which discards there were;
+2. the content chain from the root: another session's equal prefix, a fork.
 
-The chain is followed over full blocks only.
+What follows a discard is another computation than the same tokens without it. A caller that names
+the lineage of its tokens is given what was computed after the very same discards, and nothing else.
+Of one that does not, a session with a discard in it keeps to its own spans: what its engine stores
+next builds on those, not on what a fresh computation of the remaining tokens would be.
+
+The chain is followed over full blocks, and over the one that ends where the clean tokens do.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvd.core.block import Block
+from kvd.core.chaining import Chaining
 from kvd.core.errors import InvalidRequestError
-from kvd.core.packing import is_plain, plain_span
+from kvd.core.packing import plain_span
 from kvd.core.records import Span
 from kvd.core.session import Session
 from kvd.core.state import CacheState
-from shared.block_key import TOKEN_BYTES, block_key, root_key, tokens_digest
+from shared.block_key import TOKEN_BYTES
+from shared.lineage import Lineage
 from shared.session_key import SessionKey
 
 
@@ -81,19 +86,19 @@ def slice_tokens(token_ids: bytes, start: int, end: int) -> bytes:
     return token_ids[start * TOKEN_BYTES : end * TOKEN_BYTES]
 
 
-def match_session(state: CacheState, session: Session, token_ids: bytes) -> Match:
+def match_session(state: CacheState, session: Session, token_ids: bytes, lineage: Lineage) -> Match:
     """Match the session's own spans: O(tokens matched) hashing, one digest a span."""
+    chaining = Chaining(state, session.key.tenant, lineage)
     num_tokens = len(token_ids) // TOKEN_BYTES
-    salt = state.salt_of(session.key.tenant)
     pieces: list[Piece] = []
-    chain = root_key(salt, state.layout.fingerprint)
+    chain = chaining.root
     offset = 0
     reason = session.lost or "not_stored"
     for span in _spans(state, session):
         end = offset + span.num_tokens
         if end > num_tokens:
             break
-        if not _holds(span, salt, chain, slice_tokens(token_ids, offset, end)):
+        if not chaining.holds(span, chain, offset, slice_tokens(token_ids, offset, end)):
             reason = "tokens_differ"
             break
         block = state.find_block(span.block_key)
@@ -114,44 +119,39 @@ def _spans(state: CacheState, session: Session) -> Iterator[Span]:
     yield from session.spans[num_spans + 1 :]
 
 
-def _holds(span: Span, salt: bytes, chain: bytes, tokens: bytes) -> bool:
-    """Whether the span holds these very tokens, computed after the chain."""
-    if is_plain(span):
-        return block_key(salt, chain, tokens) == span.block_key
-    return tokens_digest(tokens) == span.tokens_digest
-
-
-def match_tokens(state: CacheState, key: SessionKey, token_ids: bytes) -> Match:
+def match_tokens(state: CacheState, key: SessionKey, token_ids: bytes, lineage: Lineage) -> Match:
     """Find the longest stored prefix; O(tokens) hashing."""
-    salt = state.salt_of(key.tenant)
-    root = root_key(salt, state.layout.fingerprint)
+    chaining = Chaining(state, key.tenant, lineage)
     session = state.sessions.get(key)
     own = (
-        match_session(state, session, token_ids) if session else Match([], root, "unknown_session")
+        match_session(state, session, token_ids, lineage)
+        if session
+        else Match([], chaining.root, "unknown_session")
     )
-    own = _extended(state, salt, own, token_ids)
-    is_discarded = any(piece.span.chain != piece.span.block_key for piece in own.pieces)
-    if own.end == len(token_ids) // TOKEN_BYTES or not own.pieces or is_discarded:
+    own = _extended(state, chaining, own, token_ids)
+    if own.end == len(token_ids) // TOKEN_BYTES or not own.pieces:
         return own
-    shared = _extended(state, salt, Match([], root, own.miss_reason), token_ids)
+    is_discarded = any(piece.span.chain != piece.span.block_key for piece in own.pieces)
+    if is_discarded and chaining.lineage.is_whole:
+        return own
+    shared = _extended(state, chaining, Match([], chaining.root, own.miss_reason), token_ids)
     return own if own.end >= shared.end else shared
 
 
-def _extended(state: CacheState, salt: bytes, match: Match, token_ids: bytes) -> Match:
-    pieces = [*match.pieces, *_follow_chain(state, salt, match, token_ids)]
+def _extended(state: CacheState, chaining: Chaining, match: Match, token_ids: bytes) -> Match:
+    pieces = [*match.pieces, *_follow_chain(state, chaining, match, token_ids)]
     chain = pieces[-1].span.chain if pieces else match.chain
     return Match(pieces, chain, match.miss_reason)
 
 
 def _follow_chain(
-    state: CacheState, salt: bytes, match: Match, token_ids: bytes
+    state: CacheState, chaining: Chaining, match: Match, token_ids: bytes
 ) -> Iterator[Piece]:
-    step = state.layout.block_tokens
-    parent = match.chain
-    for offset in range(match.end, len(token_ids) // TOKEN_BYTES - step + 1, step):
-        tokens = slice_tokens(token_ids, offset, offset + step)
-        parent = block_key(salt, parent, tokens)
-        block = state.find_block(parent)
+    chain, offset = match.chain, match.end
+    while (end := chaining.end_of_block(offset)) * TOKEN_BYTES <= len(token_ids):
+        chain = chaining.key(chain, offset, slice_tokens(token_ids, offset, end))
+        block = state.find_block(chain)
         if block is None:
             return
-        yield Piece(plain_span(parent, step), block, offset)
+        yield Piece(plain_span(chain, end - offset), block, offset)
+        offset = end

@@ -22,6 +22,12 @@ COUNTERS = (
     "store_tokens",  # tokens published
     "stores_waited",  # answers "wait"
     "stores_refused",  # answers "no_space", "gap" and "quota"
+    "discards",  # of sessions that are stored
+    "discarded_tokens",  # stored ones
+    "compactions",  # runs of a session's spans that were put together
+    "compacted_tokens",
+    "compacted_blocks",  # blocks that were made by it
+    "compactions_given_up",  # because somebody came to use the session, or a source was gone
     "prefetch_blocks",  # reads begun ahead of a load
     "prefetch_tokens",  # of these blocks
     "prefetch_hits",  # of these blocks, found in DRAM by a load
@@ -55,6 +61,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self._actions: list[Action] = []
+        self._last: list[Action] = []
         self._changed: dict[SessionKey, None] = {}
         self._wake_wanted = False
         self.num_freed = 0  # how often space_freed was called
@@ -64,6 +71,10 @@ class Outbox:
     def add(self, action: Action) -> None:
         """Queue an action."""
         self._actions.append(action)
+
+    def add_last(self, action: Action) -> None:
+        """Queue an action that goes out behind the rows of changed sessions."""
+        self._last.append(action)
 
     def emit(
         self, name: str, key: SessionKey | None, fields: Mapping[str, str | int] | None = None
@@ -99,4 +110,6 @@ class Outbox:
             session = sessions.get(key)
             actions.append(PutSession(session.record()) if session else DropSession(key))
         self._changed = {}
+        actions += self._last
+        self._last = []
         return actions

@@ -234,23 +234,35 @@ class StoreAnswer:
 
 @dataclass(frozen=True, slots=True)
 class SessionInfo:
-    """A session as operators see it. Bytes are whole blocks."""
+    """A session as operators see it. Bytes are whole blocks, but for `waste_bytes`.
+
+    Attributes:
+        total_bytes: of all its blocks, shared ones included.
+        dirty_bytes: in DRAM, not on SSD.
+        waste_bytes: of rows that blocks of its own have and that hold nothing of it: discarded
+            ones, and those that were never filled.
+        ttl_ns: as set on the session.
+        ttl_source: whose TTL holds: "session", "tenant", "default".
+        expires_at_ns: None: never.
+    """
 
     key: SessionKey
     num_tokens: int
+    num_spans: int
     num_blocks: int
-    total_bytes: int  # of all its blocks, shared ones included
+    total_bytes: int
     dram_bytes: int
     ssd_bytes: int
-    dirty_bytes: int  # in DRAM, not on SSD
+    dirty_bytes: int
+    waste_bytes: int
     shared_blocks: int
     pin: Pin
     ended: bool
     leases: int
     last_access_ns: int
-    ttl_ns: int | None  # as set on the session
-    ttl_source: str  # whose TTL holds: "session", "tenant", "default"
-    expires_at_ns: int | None  # None: never
+    ttl_ns: int | None
+    ttl_source: str
+    expires_at_ns: int | None
 
 
 @dataclass(frozen=True, slots=True)

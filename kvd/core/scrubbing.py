@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvd.core.actions import SCRUBBED, IoOutcome, VerifyExtent, VerifySlot
-from kvd.core.block import Block
+from kvd.core.block import Block, BlockIo
 from kvd.core.corruption import CORRUPT, report_corrupt
 from kvd.core.errors import ScrubError
 from kvd.core.loading import Loader
@@ -212,8 +212,8 @@ class Scrubber:
             state.outbox.add(verify)
 
     def _found_corrupt(self, op: _Op, block: Block) -> None:
-        if op.tier is Tier.DRAM and block.io.is_arriving:
-            return  # it is verified for a load just now, which takes the consequences
+        if op.tier is Tier.DRAM and (block.io.is_arriving or block.io is BlockIo.COPYING):
+            return  # it is verified just now, by those who take the consequences
         report_corrupt(self._state, block, op.tier)
         self._count(f"{op.tier.value}_corrupt")
         if op.tier is Tier.DRAM:

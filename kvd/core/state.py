@@ -12,6 +12,7 @@ Invariants (checking.py states them as code):
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvd.core.actions import SESSION_CUT, SESSION_DROPPED, ClearSlot, DropBlock, PutSlot
 from kvd.core.block import Block, BlockIndex, BlockIo
@@ -34,6 +35,9 @@ from kvd.core.write_queue import WriteQueue
 from shared.kv_layout import KVLayout
 from shared.session_key import SessionKey
 from shared.units import NS_PER_S
+
+if TYPE_CHECKING:
+    from kvd.core.compaction import Compaction
 
 FOLD_BATCH = 64  # sessions per call, so that one call stays short
 
@@ -58,6 +62,9 @@ class Limits:
     watermark: float = 0.0  # share of the slots that is kept free, for stores and loads only
     prefetch_bytes: int = 0  # of reads ahead of loads, issued and not done; 0: none
     reads_returning: bool = True  # also ahead of turns that are only likely
+    max_waste: float = 1.0  # share of unused rows from which on blocks are compacted; 1: never
+    compact_min_bytes: int = 0  # of such blocks, below which a session is left as it is
+    compact_rest_ns: int = 2 * NS_PER_S  # how long a session is left alone before
 
 
 @dataclass(slots=True, eq=False)
@@ -116,6 +123,7 @@ class CacheState:
         self.arrival_of: dict[bytes, Arrival] = {}  # both, by block key
         self.hashes: dict[int, Block] = {}
         self.writes: dict[int, WriteOp] = {}
+        self.compaction: Compaction | None = None  # under way
         self.drops: dict[int, tuple[int, int] | None] = {}  # run to free when the row is gone
         self.unverified: dict[bytes, Block] = {}  # adopted blocks whose verification is not begun
         self.unwritten = WriteQueue(self.shape, self.extents)
@@ -156,7 +164,7 @@ class CacheState:
 
     def is_cleaning(self) -> bool:
         """Whether dirty blocks become clean, or may be written, in time."""
-        under_way = self.hashes or self.verifies or self.writes
+        under_way = self.hashes or self.verifies or self.writes or self.compaction
         return bool(under_way or (len(self.unwritten) and self.drops))
 
     def num_sectors(self, block: Block) -> int:

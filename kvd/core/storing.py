@@ -3,7 +3,7 @@
 Pure. Invariants: 1. a store lease's slots are WRITING and in no block: nobody else sees them, and
 the journal says so; 2. the existing blocks a store lease builds on count it in `holders`; 3. a
 committed slot never changes: growing a partial block replaces it by a new one that contains its
-tokens (D9).
+tokens (D9); 4. what was prepared before a discard and is completed after it publishes nothing.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kvd.core.actions import SESSION_STORED
 from kvd.core.block import Block
+from kvd.core.chaining import Chaining
 from kvd.core.hashing import Hasher
 from kvd.core.leases import NewBlock, Part, RestoredLease, StoreLease, lost
 from kvd.core.matching import Piece, check_from_token, match_tokens, num_tokens_of, slice_tokens
@@ -20,7 +21,7 @@ from kvd.core.records import Span, StoreAnswer, StoreBlock, WritingSlot
 from kvd.core.session import Session
 from kvd.core.state import CacheState
 from kvd.core.writing import Writer
-from shared.block_key import block_key, root_key
+from shared.lineage import Lineage
 from shared.session_key import SessionKey
 
 GAP = "gap"
@@ -52,7 +53,7 @@ class Storer:
         self._hasher = hasher
 
     def prepare(
-        self, key: SessionKey, token_ids: bytes, from_token: int, owner: int
+        self, key: SessionKey, token_ids: bytes, from_token: int, owner: int, lineage: Lineage
     ) -> StoreAnswer:
         """See CacheEngine.prepare_store."""
         num_tokens = num_tokens_of(token_ids)
@@ -61,13 +62,16 @@ class Storer:
         session = state.sessions.get(key)
         if session is not None:
             state.touch(session)
-        base = self._base(match_tokens(state, key, token_ids).pieces, from_token, num_tokens)
+        match = match_tokens(state, key, token_ids, lineage)
+        chaining = Chaining(state, key.tenant, lineage)
+        base = self._base(match.pieces, from_token, num_tokens, chaining)
         stored_end = base[-1].end if base else 0
         if from_token > stored_end:
             return self._refused(GAP, stored_end)
         lease = StoreLease(state.leases.next_id(), owner, key, since_ns=state.now_ns)
+        lease.num_discards = session.num_discards if session else 0
         held: list[Part] = [(piece.span, piece.block) for piece in base]
-        planned = self._planned(key.tenant, token_ids, base)
+        planned = self._planned(chaining, token_ids, base)
         held += [(new.span, new.block) for new in planned if new.block is not None]
         self._hold(held)
         num_new = sum(new.block is None for new in planned)
@@ -97,7 +101,8 @@ class Storer:
         if success:
             self._commit(lease)
             held = [part for part in lease.parts if isinstance(part[1], Block)]
-            self._publish(lease.key, held)
+            if not self._is_outdated(lease):
+                self._publish(lease.key, held)
             if self._state.placement.queue.is_running(lease.key):
                 self._state.placement.loaded(lease.key)
         self.release(lease)
@@ -125,12 +130,14 @@ class Storer:
 
     # ------------------------------------------------------------------------------------- prepare
 
-    def _base(self, pieces: list[Piece], from_token: int, num_tokens: int) -> list[Piece]:
+    def _base(
+        self, pieces: list[Piece], from_token: int, num_tokens: int, chaining: Chaining
+    ) -> list[Piece]:
         """The stored pieces that stay; a trailing partial block is replaced if it can be."""
         if not pieces or pieces[-1].end == num_tokens:
             return pieces
         last = pieces[-1]
-        is_partial = last.span.num_tokens < self._state.layout.block_tokens
+        is_partial = last.end < chaining.end_of_block(last.token_offset)
         # A span behind a discard stays: its block was computed before it, what follows was not
         # (equal keys must mean equal computation).
         is_plain = last.span.start == 0 and last.span.chain == last.span.block_key
@@ -138,19 +145,19 @@ class Storer:
             return pieces[:-1]
         return pieces
 
-    def _planned(self, tenant: str, token_ids: bytes, base: list[Piece]) -> list[_Planned]:
+    def _planned(self, chaining: Chaining, token_ids: bytes, base: list[Piece]) -> list[_Planned]:
         """Blocks for everything after the base, the last one perhaps partial."""
-        state = self._state
-        salt = state.salt_of(tenant)
-        parent = base[-1].span.chain if base else root_key(salt, state.layout.fingerprint)
-        planned = []
-        step = state.layout.block_tokens
+        chain = base[-1].span.chain if base else chaining.root
+        offset = base[-1].end if base else 0
         num_tokens = num_tokens_of(token_ids)
-        for offset in range(base[-1].end if base else 0, num_tokens, step):
-            tokens = slice_tokens(token_ids, offset, min(offset + step, num_tokens))
-            parent = block_key(salt, parent, tokens)
-            span = plain_span(parent, num_tokens_of(tokens))
-            planned.append(_Planned(span, tokens, offset, state.find_block(parent)))
+        planned = []
+        while offset < num_tokens:
+            end = min(chaining.end_of_block(offset), num_tokens)
+            tokens = slice_tokens(token_ids, offset, end)
+            chain = chaining.key(chain, offset, tokens)
+            block = self._state.find_block(chain)
+            planned.append(_Planned(plain_span(chain, end - offset), tokens, offset, block))
+            offset = end
         return planned
 
     def _grant(self, lease: StoreLease, planned: list[_Planned]) -> StoreAnswer | None:
@@ -245,6 +252,11 @@ class Storer:
         """Free a slot that does not become a block."""
         self._state.free_slot(part.slot_id)
         self._state.tenants.charge(lease.key.tenant, -1)
+
+    def _is_outdated(self, lease: StoreLease) -> bool:
+        """Whether a discard has come since it was prepared: it is of another sequence."""
+        session = self._state.sessions.get(lease.key)
+        return session is not None and session.num_discards != lease.num_discards
 
     def _publish(self, key: SessionKey, parts: Sequence[Part]) -> None:
         """Make the parts the session's spans, creating it, and have its dirty blocks written."""

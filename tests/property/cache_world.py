@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from kvd.core.actions import (
     Action,
     ClearSlot,
+    CommitRows,
+    CompactRows,
     DropBlock,
     DropSession,
     HashSlot,
@@ -86,10 +88,10 @@ class Index:
     sessions: dict[SessionKey, SessionRecord] = field(default_factory=dict)
     uncommitted: list[Action] = field(default_factory=list)
 
-    def commit(self, num_actions: int) -> list[int]:
-        """Commit the oldest actions; returns the op ids of drops among them."""
+    def commit(self, num_actions: int) -> list[DropBlock | CommitRows]:
+        """Commit the oldest actions; returns those that are to be answered."""
         committed, self.uncommitted = self.uncommitted[:num_actions], self.uncommitted[num_actions:]
-        dropped = []
+        answered: list[DropBlock | CommitRows] = []
         for action in committed:
             if isinstance(action, PutBlock):
                 self.blocks[action.block.key] = action.block
@@ -99,8 +101,10 @@ class Index:
                 self.sessions.pop(action.key, None)
             elif isinstance(action, DropBlock):
                 self.blocks.pop(action.key, None)
-                dropped.append(action.op_id)
-        return dropped
+                answered.append(action)
+            elif isinstance(action, CommitRows):
+                answered.append(action)
+        return answered
 
     def rows(self) -> IndexRows:
         """What a new kvd reads."""
@@ -127,7 +131,7 @@ class Extent:
         return is_same and checksums_of(self.rows) == self.stored.checksums
 
 
-Io = ReadBlock | VerifySlot | VerifyExtent | HashSlot | WriteBlock
+Io = ReadBlock | VerifySlot | VerifyExtent | HashSlot | WriteBlock | CompactRows
 
 
 class CacheWorld:
@@ -187,7 +191,7 @@ class CacheWorld:
         for action in self.engine.drain():
             if isinstance(action, Io):
                 self._begin(action)
-            elif isinstance(action, PutBlock | PutSession | DropSession | DropBlock):
+            elif isinstance(action, PutBlock | PutSession | DropSession | DropBlock | CommitRows):
                 self.index.uncommitted.append(action)
             elif isinstance(action, PutSlot):
                 self.journal[action.slot_id] = action.record
@@ -223,8 +227,11 @@ class CacheWorld:
 
     def commit(self, num_actions: int) -> None:
         """Commit index rows and report the drops among them."""
-        for op_id in self.index.commit(num_actions):
-            self.engine.drop_done(op_id, self.now_ns)
+        for action in self.index.commit(num_actions):
+            if isinstance(action, DropBlock):
+                self.engine.drop_done(action.op_id, self.now_ns)
+            else:
+                self.engine.rows_committed(action.op_id, self.now_ns)
         self.pump()
 
     def damage_slot(self, slot_id: int) -> None:
@@ -253,11 +260,26 @@ class CacheWorld:
             self.engine.hash_done(action.op_id, checksums, self.now_ns)
         elif isinstance(action, ReadBlock):
             self._finish_read(action, outcome)
+        elif isinstance(action, CompactRows):
+            self._finish_compaction(action, outcome)
         else:
             if outcome is IoOutcome.OK and not self._is_good(action):
                 outcome = IoOutcome.CORRUPT
             self.engine.verify_done(action.op_id, outcome, self.now_ns)
         self.pump()
+
+    def _finish_compaction(self, action: CompactRows, outcome: IoOutcome) -> None:
+        sources = ((checksums_of(self.slots[s.slot_id]), s.checksums) for s in action.sources)
+        if outcome is IoOutcome.OK and any(found != stored for found, stored in sources):
+            outcome = IoOutcome.CORRUPT
+        made = []
+        for block in action.blocks if outcome is IoOutcome.OK else ():
+            slots = ((self.slots[run.slot_id], run) for run in block.runs)
+            rows = [row for slot, run in slots for row in slot[run.start :][: run.num_tokens]]
+            assert len(rows) == block.num_tokens, "a block is filled"
+            self.slots[block.slot_id] = rows
+            made.append(checksums_of(rows))
+        self.engine.compact_done(action.op_id, outcome, made, self.now_ns)
 
     def _damage(self, action: Io) -> None:
         """Flip a bit of what is being verified; of a slot only if that still is what it holds."""

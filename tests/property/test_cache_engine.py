@@ -7,7 +7,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from kvd.core.actions import HashSlot, IoOutcome, ReadBlock, VerifyExtent, VerifySlot, WriteBlock
+from kvd.core.actions import (
+    CompactRows,
+    HashSlot,
+    IoOutcome,
+    ReadBlock,
+    VerifyExtent,
+    VerifySlot,
+    WriteBlock,
+)
 from kvd.core.engine import Limits
 from kvd.core.errors import LeaseLostError, ScrubError, TooManyLeasesError
 from kvd.core.eviction.registry import POLICIES
@@ -24,6 +32,7 @@ from kvd.core.records import (
     Tier,
 )
 from kvd.core.tenants import TenantLimits
+from shared.lineage import WHOLE, Lineage
 from shared.session_key import SessionKey
 from tests.property.cache_world import (
     ADOPTED_OWNERS,
@@ -57,6 +66,7 @@ class Conversation:
     rows: list[Row] = field(default_factory=list)
     discarded: bool = False
     known: dict[Row, int] = field(default_factory=dict)
+    lineage: Lineage = WHOLE  # as it is named, if its engine names any
 
     def replace(self, tokens: list[int], rows: list[Row]) -> None:
         """Go on with other tokens and rows."""
@@ -101,6 +111,8 @@ class CacheMachine(RuleBasedStateMachine):
         policy=st.sampled_from([*POLICIES.values(), ExpectingPolicy]),
         watermark=st.sampled_from([0, 0.2, 0.4]),
         prefetch_blocks=st.sampled_from([0, 1, 1, 100]),
+        max_waste=st.sampled_from([0.2, 1]),
+        names_lineage=st.booleans(),
     )
     def start(
         self,
@@ -117,6 +129,8 @@ class CacheMachine(RuleBasedStateMachine):
         policy,
         watermark,
         prefetch_blocks,
+        max_waste,
+        names_lineage,
     ) -> None:
         quota_bytes = None if quota_blocks is None else quota_blocks * LAYOUT.block_bytes
         limits = Limits(
@@ -136,8 +150,11 @@ class CacheMachine(RuleBasedStateMachine):
             folds_sessions=folds_sessions,
             watermark=watermark,
             prefetch_bytes=prefetch_blocks * SHAPE.full_bytes,
+            max_waste=max_waste,
+            compact_rest_ns=20,
         )
         self.world = CacheWorld(limits, policy)
+        self.names_lineage = names_lineage
         self.jobs: dict[int, dict[int, SessionKey]] = {owner: {} for owner in OWNERS}  # by number
         self.num_jobs = 0
         self.ids = {owner: owner for owner in OWNERS}  # an engine gets a new id as it attaches
@@ -170,6 +187,7 @@ class CacheMachine(RuleBasedStateMachine):
                 self.ids[owner],
                 self.world.now_ns,
                 dram_only=dram_only,
+                lineage=conversation.lineage,
             )
         except TooManyLeasesError:
             answer = LoadAnswer(Lookup.MISS, miss_reason="bound")
@@ -245,7 +263,9 @@ class CacheMachine(RuleBasedStateMachine):
             token_ids, now_ns = to_bytes(conversation.tokens), self.world.now_ns
             owner_id = self.ids[owner]
             try:
-                answer = engine.prepare_load(key, token_ids, len(rows), owner_id, now_ns)
+                answer = engine.prepare_load(
+                    key, token_ids, len(rows), owner_id, now_ns, lineage=conversation.lineage
+                )
             except TooManyLeasesError:
                 break
             self.world.pump()
@@ -261,7 +281,8 @@ class CacheMachine(RuleBasedStateMachine):
             engine.complete_load(answer.lease_id, owner_id, now_ns)
             self.world.pump()
             more = answer.more
-        if conversation.discarded and len(rows) < self._num_stored(key):
+        is_told = conversation.discarded and not self.names_lineage
+        if is_told and len(rows) < self._num_stored(key):
             return  # what is stored was computed before the discard; computing it anew would differ
         tokens = conversation.tokens + new_tokens
         rows = compute(rows, tokens[len(rows) :])
@@ -276,7 +297,14 @@ class CacheMachine(RuleBasedStateMachine):
         while more:
             token_ids = to_bytes(conversation.tokens)
             try:
-                answer = engine.prepare_store(key, token_ids, from_token, self.ids[owner], now_ns)
+                answer = engine.prepare_store(
+                    key,
+                    token_ids,
+                    from_token,
+                    self.ids[owner],
+                    now_ns,
+                    lineage=conversation.lineage,
+                )
             except TooManyLeasesError:
                 return
             if answer.lease_id:
@@ -308,7 +336,12 @@ class CacheMachine(RuleBasedStateMachine):
         ]
         try:
             answer = self.world.engine.prepare_store(
-                key, to_bytes(conversation.tokens), from_token, self.ids[owner], self.world.now_ns
+                key,
+                to_bytes(conversation.tokens),
+                from_token,
+                self.ids[owner],
+                self.world.now_ns,
+                lineage=conversation.lineage,
             )
         except TooManyLeasesError:
             return
@@ -331,10 +364,13 @@ class CacheMachine(RuleBasedStateMachine):
     def _recompute_lost(self, key: SessionKey) -> int:
         """After a discard, rows that kvd has lost are computed anew, on top of those it has.
 
-        Returns the number of tokens kvd has stored.
+        An engine that names the lineage may go on with those it has itself. Returns the number of
+        tokens kvd has stored.
         """
         conversation = self.conversations[key]
         num_kept = self._num_stored(key)
+        if self.names_lineage:
+            return num_kept
         if conversation.discarded and num_kept < len(conversation.rows):
             rows = compute(conversation.rows[:num_kept], conversation.tokens[num_kept:])
             conversation.replace(conversation.tokens, rows)
@@ -370,22 +406,59 @@ class CacheMachine(RuleBasedStateMachine):
             self.world.engine.flush(fork, False, self.world.now_ns)
         tokens = self.conversations[source].tokens[:at]
         self.conversations[fork].replace(tokens, compute([], tokens))
+        self.conversations[fork].lineage = WHOLE
         self.world.pump()
 
-    @rule(key=st.sampled_from(KEYS), start=st.integers(0, 20), length=st.integers(1, 9))
-    def discard(self, key, start, length) -> None:
+    @rule(
+        key=st.sampled_from(KEYS),
+        start=st.integers(0, 20),
+        length=st.integers(1, 9),
+        is_heard=st.booleans(),
+    )
+    def discard(self, key, start, length, is_heard) -> None:
+        if start + length <= len(self.conversations[key].tokens):
+            self._discard(key, [(start, start + length)], is_heard=is_heard)
+
+    @rule(key=st.sampled_from(KEYS), start=st.integers(0, 5), step=st.integers(2, 4))
+    def discard_scattered(self, key, start, step) -> None:
+        num_tokens = len(self.conversations[key].tokens)
+        ranges = [(at, at + 1) for at in range(start, num_tokens, step)]
+        if ranges:
+            self._discard(key, ranges, is_heard=True)
+
+    @rule(
+        key=st.sampled_from(KEYS),
+        owner=st.sampled_from(OWNERS),
+        phrases=st.lists(TOKENS, min_size=1, max_size=3),
+        start=st.integers(0, 9),
+    )
+    def thin_out(self, key, owner, phrases, start) -> None:
+        """A session grows, loses every other token, and is left alone for a while."""
+        for phrase in phrases:
+            self.turn(key, phrase, owner, is_quiet=True)
+        self.discard_scattered(key, start, 2)
+        self.world.quiesce()
+        self.wait(20)
+
+    def _discard(self, key, ranges, *, is_heard) -> None:
+        """Tell kvd, if it hears: one that does not must find out by the lineage."""
+        if self.stores and not self.names_lineage:
+            return
         conversation = self.conversations[key]
         self._recompute_lost(key)
-        num_tokens = len(conversation.tokens)
-        if start + length > num_tokens or self.stores:
-            return
-        self.world.engine.discard(
-            key, to_bytes(conversation.tokens), [(start, start + length)], self.world.now_ns
-        )
+        token_ids = to_bytes(conversation.tokens)
+        if is_heard or not self.names_lineage:
+            self.world.engine.discard(
+                key, token_ids, ranges, self.world.now_ns, lineage=conversation.lineage
+            )
         conversation.discarded = True
-        tokens = conversation.tokens[:start] + conversation.tokens[start + length :]
-        rows = conversation.rows[:start] + conversation.rows[start + length :]
-        conversation.replace(tokens, rows)
+        if self.names_lineage:
+            conversation.lineage = conversation.lineage.after(token_ids, ranges)
+        dropped = {position for start, end in ranges for position in range(start, end)}
+        kept = [at for at in range(len(conversation.tokens)) if at not in dropped]
+        conversation.replace(
+            [conversation.tokens[at] for at in kept], [conversation.rows[at] for at in kept]
+        )
         self._recompute_lost(key)
         self.world.pump()
 
@@ -592,7 +665,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.world.finish_io(op_id, self._possible(op_id, failure))
 
     @rule(
-        kind=st.sampled_from([HashSlot, HashSlot, ReadBlock, VerifySlot, VerifyExtent, WriteBlock])
+        kind=st.sampled_from(
+            [HashSlot, HashSlot, ReadBlock, VerifySlot, VerifyExtent, WriteBlock, CompactRows]
+        )
     )
     def finish_kind(self, kind) -> None:
         self.world.finish_all(kind)

@@ -4,21 +4,26 @@ import dataclasses
 
 import pytest
 
+from kvd.core.actions import HashSlot, WriteBlock
 from kvd.core.engine import CacheEngine
 from kvd.core.errors import InvalidRequestError
 from kvd.core.packing import unpack_spans
+from shared.lineage import WHOLE
 from tests.kvd.core.turns import (
     ONES,
+    OWNER,
     THREES,
     TWOS,
     A,
     B,
+    complete_store,
     load,
     new_world,
+    prepare_load,
     prepare_store,
     store,
 )
-from tests.property.cache_world import LAYOUT, salt_of, to_bytes
+from tests.property.cache_world import LAYOUT, compute, salt_of, to_bytes
 
 
 def discard(world, tokens, *ranges) -> int:
@@ -111,12 +116,217 @@ def test_coupled_positions_keep_the_prefix_only():
     assert discard(world, ONES + TWOS, (5, 6)) == 5
 
 
+def _keys(world, key) -> list[bytes]:
+    return [block.key for block in world.engine.describe(key).blocks]
+
+
+def test_a_truncated_session_never_shares_later_blocks_with_an_untruncated_one():
+    """D5: the same tokens remain, the same ones follow; whoever is first, nothing is shared."""
+    for truncated_first in (True, False):
+        world = new_world()
+        kept = [*ONES, *TWOS]
+        later = [*kept, *THREES, 5]
+        store(world, A, [7, 7, 7, 7, *kept])
+        discard(world, [7, 7, 7, 7, *kept], (0, 4))
+        for key in (A, B) if truncated_first else (B, A):
+            store(world, key, later)
+        assert not set(_keys(world, A)) & set(_keys(world, B))
+        for key in (A, B):
+            assert load(world, key, later).end_token == len(later)
+
+
+def test_what_kvd_does_not_hold_is_discarded_too():
+    """D5: the engine has kept rows that kvd has lost, and stores them after the discard.
+
+    By the tokens alone they look like those of a session without a discard.
+    """
+    tokens = [*ONES, *TWOS, *THREES]
+    kept = [*ONES, *THREES]
+    for is_stored in (False, True):
+        world = new_world()
+        if is_stored:
+            store(world, A, ONES)
+        assert discard(world, tokens, (4, 8)) == (4 if is_stored else 0)
+        _store_named(world, A, kept, WHOLE.after(to_bytes(tokens), [(4, 8)]))
+        store(world, B, kept)
+        assert _keys(world, A)[0] == _keys(world, B)[0], "before the discard all is as it was"
+        assert _keys(world, A)[1] != _keys(world, B)[1]
+
+
+def test_a_discard_that_kvd_has_not_heard_of_shows_in_the_lineage():
+    """Equal tokens in the old place are another computation: they are not handed out."""
+    world = new_world()
+    tokens = [*ONES, *TWOS, *TWOS]
+    store(world, A, tokens)
+    lineage = WHOLE.after(to_bytes(tokens), [(4, 8)])
+    kept = to_bytes([*ONES, *TWOS])
+    answer = world.engine.prepare_load(A, kept, 0, OWNER, world.now_ns, lineage=lineage)
+    assert answer.end_token == 4
+    assert load(world, A, [*ONES, *TWOS]).end_token == 8, "who does not say is not to know"
+
+
+def test_a_block_ends_where_the_first_discard_was():
+    """Else it would be made of two computations."""
+    world = new_world()
+    tokens = [*ONES, 2, 2, 9, 9, *THREES]
+    lineage = WHOLE.after(to_bytes(tokens), [(6, 8)])
+    kept = [*ONES, 2, 2, *THREES]
+    _store_named(world, A, kept, lineage)
+    blocks = world.engine.describe(A).blocks
+    assert [block.num_tokens for block in blocks] == [4, 2, 4]
+    answer = world.engine.prepare_load(B, to_bytes(kept), 0, OWNER, world.now_ns, lineage=lineage)
+    assert answer.end_token == len(kept), "a fork with the same discards finds all of it"
+
+
+def test_dropping_the_end_is_no_discard_that_matters():
+    """What is left is a prefix like any other, and so is what follows it."""
+    world = new_world()
+    store(world, A, ONES + TWOS)
+    assert discard(world, ONES + TWOS, (4, 8)) == 4
+    store(world, A, ONES + THREES)
+    store(world, B, ONES + THREES)
+    assert _keys(world, A) == _keys(world, B)
+    assert WHOLE.after(to_bytes(ONES + TWOS), [(4, 8)]) == WHOLE
+
+
+def test_discards_add_up():
+    """Each one works on what the one before it has left, also where it was before."""
+    world = new_world()
+    tokens, lineage = list(range(40, 60)), WHOLE
+    store(world, A, tokens)
+    for ranges in ([(9, 11)], [(1, 2), (5, 12)], [(0, 3)], [(2, 3), (4, 6)]):
+        world.engine.discard(A, to_bytes(tokens), ranges, world.now_ns, lineage=lineage)
+        world.pump()
+        lineage = lineage.after(to_bytes(tokens), ranges)
+        for start, end in reversed(ranges):
+            del tokens[start:end]
+        answer = world.engine.prepare_load(
+            A, to_bytes(tokens), 0, OWNER, world.now_ns, lineage=lineage
+        )
+        assert answer.end_token == len(tokens)
+        rows = [r for s in answer.spans for r in world.slots[s.slot_id][s.start :][: s.num_tokens]]
+        first = compute([], list(range(40, 60)))
+        assert rows == [first[token - 40] for token in tokens]
+        world.engine.complete_load(answer.lease_id, OWNER, world.now_ns)
+
+
+def test_a_discard_outlives_a_restart():
+    """From the index, and with what is in DRAM only."""
+    for keep_dram in (False, True):
+        world = new_world(num_extents=0 if keep_dram else 64)
+        store(world, A, ONES + TWOS + THREES)
+        discard(world, ONES + TWOS + THREES, (1, 3), (6, 10))
+        world.quiesce()
+        world.start(keep_dram=keep_dram)
+        assert load(world, A, [1, 1, 2, 2, 3, 3]).end_token == 6
+
+
+def test_a_folded_session_is_unfolded_for_it():
+    """What lies on SSD only is edited like the rest."""
+    world = new_world()
+    store(world, A, ONES + TWOS)
+    world.engine.release_dram(world.now_ns)
+    world.pump()
+    assert world.engine.describe(A).info.dram_bytes == 0
+    assert discard(world, ONES + TWOS, (0, 2)) == 6
+    world.quiesce()
+    assert load(world, A, [1, 1, *TWOS]).end_token == 6
+
+
+def test_a_load_under_way_keeps_what_it_reads():
+    """The blocks go when it ends; its rows are still those it was promised."""
+    world = new_world()
+    store(world, A, ONES + TWOS)
+    answer = prepare_load(world, A, ONES + TWOS)
+    discard(world, ONES + TWOS, (0, 4))
+    world.quiesce()
+    rows = [row for span in answer.spans for row in world.slots[span.slot_id]]
+    assert rows == compute([], ONES + TWOS)
+    world.engine.complete_load(answer.lease_id, OWNER, world.now_ns)
+    world.pump()
+    world.quiesce()
+    assert world.engine.stats().tiers[0].num_blocks == 1
+
+
+def test_a_store_under_way_does_not_bring_back_what_was_discarded():
+    """It was prepared for a sequence that is not the session's any more."""
+    world = new_world()
+    store(world, A, ONES + TWOS)
+    answer = prepare_store(world, A, ONES + TWOS + THREES)
+    discard(world, ONES + TWOS, (0, 4))
+    assert complete_store(world, answer) == 4
+    world.quiesce()
+    assert load(world, A, TWOS).end_token == 4
+    assert world.engine.stats().tiers[0].num_blocks == 1
+
+
+def test_blocks_on_their_way_to_ssd_are_discarded_when_they_arrive():
+    """Hashes, writes and reads end as they would; then what nobody wants goes."""
+    for kind in (HashSlot, WriteBlock):
+        world = new_world()
+        answer = prepare_store(world, A, ONES + TWOS)
+        complete_store(world, answer)
+        if kind is WriteBlock:
+            world.finish_all(HashSlot)
+        assert world.io_of(kind)
+        discard(world, ONES + TWOS, (0, 4))
+        world.quiesce()
+        assert [tier.num_blocks for tier in world.engine.stats().tiers] == [1, 1]
+
+
+def test_shared_blocks_stay_whole_for_the_others():
+    """Another session on the same blocks notices nothing."""
+    world = new_world()
+    store(world, A, ONES + TWOS)
+    store(world, B, ONES + TWOS)
+    before = world.engine.describe(B).blocks
+    discard(world, ONES + TWOS, (0, 1), (2, 3), (5, 8))
+    assert world.engine.describe(B).blocks == before
+    assert load(world, B, ONES + TWOS).end_token == 8
+
+
+def test_naive_positions_keep_what_decoupled_ones_keep():
+    """They are there to be measured: rows stay, with the positions they were computed at."""
+    world = new_world()
+    layout = dataclasses.replace(LAYOUT, position_mode="naive")
+    world.engine = CacheEngine(layout, world.limits, salt_of)
+    store(world, A, ONES + TWOS)
+    assert discard(world, ONES + TWOS, (1, 6)) == 3
+    assert load(world, A, [1, 2, 2]).end_token == 3
+
+
+def test_with_coupled_positions_a_prefix_is_like_any_other():
+    """What follows is computed anew, and may be shared."""
+    world = new_world()
+    layout = dataclasses.replace(LAYOUT, position_mode="coupled")
+    world.engine = CacheEngine(layout, world.limits, salt_of)
+    store(world, A, ONES + TWOS)
+    lineage = WHOLE.after(to_bytes(ONES + TWOS), [(4, 6)])
+    assert discard(world, ONES + TWOS, (4, 6)) == 4
+    _store_named(world, A, [*ONES, 2, 2], lineage)
+    store(world, B, [*ONES, 2, 2])
+    assert _keys(world, A) == _keys(world, B)
+
+
 def test_impossible_ranges_are_refused():
     """Empty, reversed or outside the tokens."""
     world = new_world()
     for bad in ((2, 2), (3, 1), (0, 5), (-1, 2)):
         with pytest.raises(InvalidRequestError, match="range"):
             discard(world, ONES, bad)
+
+
+def _store_named(world, key, tokens, lineage) -> None:
+    """Store a sequence whose discards are named."""
+    answer = world.engine.prepare_store(
+        key, to_bytes(tokens), 0, OWNER, world.now_ns, lineage=lineage
+    )
+    for block in answer.blocks:
+        world.slots[block.slot_id] = compute([0], tokens)[1:][block.token_offset :][
+            : block.num_tokens
+        ]
+    complete_store(world, answer)
+    world.quiesce()
 
 
 def _spans(world):

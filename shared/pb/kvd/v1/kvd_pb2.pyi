@@ -168,8 +168,16 @@ class LoadSpan(_message.Message):
     generation: int
     def __init__(self, slot_id: _Optional[int] = ..., start: _Optional[int] = ..., num_tokens: _Optional[int] = ..., token_offset: _Optional[int] = ..., tier: _Optional[_Union[Tier, str]] = ..., generation: _Optional[int] = ...) -> None: ...
 
+class Lineage(_message.Message):
+    __slots__ = ("digest", "clean_tokens")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CLEAN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    clean_tokens: int
+    def __init__(self, digest: _Optional[bytes] = ..., clean_tokens: _Optional[int] = ...) -> None: ...
+
 class PrepareLoadRequest(_message.Message):
-    __slots__ = ("engine_id", "session", "token_ids", "from_token", "deadline_s", "accept_pending", "dram_only")
+    __slots__ = ("engine_id", "session", "token_ids", "from_token", "deadline_s", "accept_pending", "dram_only", "lineage")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -177,6 +185,7 @@ class PrepareLoadRequest(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     ACCEPT_PENDING_FIELD_NUMBER: _ClassVar[int]
     DRAM_ONLY_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
     engine_id: int
     session: SessionKey
     token_ids: bytes
@@ -184,7 +193,8 @@ class PrepareLoadRequest(_message.Message):
     deadline_s: float
     accept_pending: bool
     dram_only: bool
-    def __init__(self, engine_id: _Optional[int] = ..., session: _Optional[_Union[SessionKey, _Mapping]] = ..., token_ids: _Optional[bytes] = ..., from_token: _Optional[int] = ..., deadline_s: _Optional[float] = ..., accept_pending: bool = ..., dram_only: bool = ...) -> None: ...
+    lineage: Lineage
+    def __init__(self, engine_id: _Optional[int] = ..., session: _Optional[_Union[SessionKey, _Mapping]] = ..., token_ids: _Optional[bytes] = ..., from_token: _Optional[int] = ..., deadline_s: _Optional[float] = ..., accept_pending: bool = ..., dram_only: bool = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ...) -> None: ...
 
 class PrepareLoadResponse(_message.Message):
     __slots__ = ("lookup", "lease_id", "spans", "end_token", "more", "miss_reason", "progress_index")
@@ -217,18 +227,20 @@ class CompleteLoadResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class PrepareStoreRequest(_message.Message):
-    __slots__ = ("engine_id", "session", "token_ids", "from_token", "deadline_s")
+    __slots__ = ("engine_id", "session", "token_ids", "from_token", "deadline_s", "lineage")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FROM_TOKEN_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
     engine_id: int
     session: SessionKey
     token_ids: bytes
     from_token: int
     deadline_s: float
-    def __init__(self, engine_id: _Optional[int] = ..., session: _Optional[_Union[SessionKey, _Mapping]] = ..., token_ids: _Optional[bytes] = ..., from_token: _Optional[int] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+    lineage: Lineage
+    def __init__(self, engine_id: _Optional[int] = ..., session: _Optional[_Union[SessionKey, _Mapping]] = ..., token_ids: _Optional[bytes] = ..., from_token: _Optional[int] = ..., deadline_s: _Optional[float] = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ...) -> None: ...
 
 class StoreBlock(_message.Message):
     __slots__ = ("slot_id", "token_offset", "num_tokens", "generation")
@@ -281,16 +293,18 @@ class TokenRange(_message.Message):
     def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
 
 class DiscardRequest(_message.Message):
-    __slots__ = ("engine_id", "session", "token_ids", "ranges")
+    __slots__ = ("engine_id", "session", "token_ids", "ranges", "lineage")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     RANGES_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
     engine_id: int
     session: SessionKey
     token_ids: bytes
     ranges: _containers.RepeatedCompositeFieldContainer[TokenRange]
-    def __init__(self, engine_id: _Optional[int] = ..., session: _Optional[_Union[SessionKey, _Mapping]] = ..., token_ids: _Optional[bytes] = ..., ranges: _Optional[_Iterable[_Union[TokenRange, _Mapping]]] = ...) -> None: ...
+    lineage: Lineage
+    def __init__(self, engine_id: _Optional[int] = ..., session: _Optional[_Union[SessionKey, _Mapping]] = ..., token_ids: _Optional[bytes] = ..., ranges: _Optional[_Iterable[_Union[TokenRange, _Mapping]]] = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ...) -> None: ...
 
 class DiscardResponse(_message.Message):
     __slots__ = ("kept_tokens",)
@@ -363,7 +377,7 @@ class QueueAck(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., send_full: bool = ...) -> None: ...
 
 class SessionInfo(_message.Message):
-    __slots__ = ("session", "num_tokens", "num_blocks", "bytes", "dram_bytes", "ssd_bytes", "dirty_bytes", "shared_blocks", "pin", "leases", "idle_s", "ttl_s", "expires_in_s", "layout", "ended", "ttl_source")
+    __slots__ = ("session", "num_tokens", "num_blocks", "bytes", "dram_bytes", "ssd_bytes", "dirty_bytes", "shared_blocks", "pin", "leases", "idle_s", "ttl_s", "expires_in_s", "layout", "ended", "ttl_source", "num_spans", "waste_bytes")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -380,6 +394,8 @@ class SessionInfo(_message.Message):
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     TTL_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    NUM_SPANS_FIELD_NUMBER: _ClassVar[int]
+    WASTE_BYTES_FIELD_NUMBER: _ClassVar[int]
     session: SessionKey
     num_tokens: int
     num_blocks: int
@@ -396,7 +412,9 @@ class SessionInfo(_message.Message):
     layout: str
     ended: bool
     ttl_source: TtlSource
-    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., num_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., dram_bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., dirty_bytes: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., pin: _Optional[_Union[Pin, str]] = ..., leases: _Optional[int] = ..., idle_s: _Optional[float] = ..., ttl_s: _Optional[float] = ..., expires_in_s: _Optional[float] = ..., layout: _Optional[str] = ..., ended: bool = ..., ttl_source: _Optional[_Union[TtlSource, str]] = ...) -> None: ...
+    num_spans: int
+    waste_bytes: int
+    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., num_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., dram_bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., dirty_bytes: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., pin: _Optional[_Union[Pin, str]] = ..., leases: _Optional[int] = ..., idle_s: _Optional[float] = ..., ttl_s: _Optional[float] = ..., expires_in_s: _Optional[float] = ..., layout: _Optional[str] = ..., ended: bool = ..., ttl_source: _Optional[_Union[TtlSource, str]] = ..., num_spans: _Optional[int] = ..., waste_bytes: _Optional[int] = ...) -> None: ...
 
 class BlockInfo(_message.Message):
     __slots__ = ("key", "token_offset", "start", "num_tokens", "tiers", "slot_id", "extent", "sessions", "dirty", "hashed", "verified")

@@ -1,0 +1,263 @@
+"""Whatever is discarded, compacted, evicted, forked or lost: each row loaded is the context's own.
+
+Engines here name the lineage of what they load and store, and may go on with rows of their own that
+kvd has lost, or store them after a discard that kvd has not heard of. Before the first discard a
+row must be the one that a fresh computation gives; behind it, one that some engine has had for this
+very context, after these very discards, in this very place.
+"""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from kvd.core.engine import Limits
+from kvd.core.records import Admission, Lookup, Tier
+from shared.lineage import WHOLE, Lineage
+from shared.session_key import SessionKey
+from tests.property.cache_world import MODEL, CacheWorld, Row, compute, to_bytes
+
+KEYS = [SessionKey("a", MODEL, name) for name in "xyz"]
+OWNER = 1
+REST_NS = 20
+LATER_NS = 2_000_000_000  # after it was given up, a compaction is tried again
+PHRASE = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+
+
+@dataclass
+class Context:
+    """What an engine knows of a session."""
+
+    tokens: list[int] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    lineage: Lineage = WHOLE
+
+
+class DiscardMachine(RuleBasedStateMachine):
+    """See the module docstring."""
+
+    @initialize(
+        num_slots=st.sampled_from([6, 12, 30]),
+        num_extents=st.sampled_from([0, 10, 100]),
+        admission=st.sampled_from(Admission),
+        max_waste=st.sampled_from([0.2, 0.2, 0.5, 1]),
+    )
+    def start(self, num_slots, num_extents, admission, max_waste) -> None:
+        limits = Limits(
+            num_slots,
+            num_extents,
+            admission=admission,
+            write_back_delay_ns=30,
+            max_waste=max_waste,
+            compact_rest_ns=REST_NS,
+        )
+        self.world = CacheWorld(limits)
+        self.contexts = {key: Context() for key in KEYS}
+        self.had: set[tuple[bytes, tuple[int, ...], Row]] = set()
+
+    # -------------------------------------------------------------------------------------- engine
+
+    @rule(key=st.sampled_from(KEYS), phrase=PHRASE, has_rows=st.booleans())
+    def turn(self, key, phrase, has_rows) -> None:
+        """Load, unless the engine still has all rows; compute the rest; store."""
+        context = self.contexts[key]
+        rows = context.rows if has_rows else self._load(key)
+        tokens = context.tokens + phrase
+        self._know(key, Context(tokens, compute(rows, tokens[len(rows) :]), context.lineage))
+        self._store(key)
+
+    @rule(key=st.sampled_from(KEYS))
+    def load(self, key) -> None:
+        self._load(key)
+
+    @rule(
+        key=st.sampled_from(KEYS),
+        start=st.integers(0, 12),
+        length=st.integers(1, 9),
+        is_heard=st.booleans(),
+    )
+    def discard(self, key, start, length, is_heard) -> None:
+        if start + length <= len(self.contexts[key].tokens):
+            self._discard(key, [(start, start + length)], is_heard=is_heard)
+
+    @rule(key=st.sampled_from(KEYS), start=st.integers(0, 5), step=st.integers(2, 4))
+    def discard_scattered(self, key, start, step) -> None:
+        num_tokens = len(self.contexts[key].tokens)
+        ranges = [(at, at + 1) for at in range(start, num_tokens, step)]
+        if ranges:
+            self._discard(key, ranges, is_heard=True)
+
+    @rule(key=st.sampled_from(KEYS), phrase=PHRASE, num_steps=st.integers(0, 12))
+    def thin_out(self, key, phrase, num_steps) -> None:
+        """A session of some blocks loses every other token, and is left alone."""
+        self.turn(key, phrase * 2, has_rows=True)
+        self.discard_scattered(key, 0, 2)
+        self.finish()
+        self.rest(num_steps, REST_NS)
+
+    @rule(source=st.sampled_from(KEYS), fork=st.sampled_from(KEYS), keeps_lineage=st.booleans())
+    def fork(self, source, fork, keeps_lineage) -> None:
+        """Another session with the same tokens, with its discards or without any."""
+        if self.world.engine.session_info(fork):
+            self.world.engine.flush(fork, False, self.world.now_ns)
+        of_source = self.contexts[source]
+        lineage = of_source.lineage if keeps_lineage else WHOLE
+        tokens = list(of_source.tokens)
+        self._know(fork, Context(tokens, compute([], tokens), lineage))
+        self.world.pump()
+        self._load(fork)
+
+    @rule(
+        key=st.sampled_from(KEYS),
+        fork=st.sampled_from(KEYS),
+        phrase=PHRASE,
+        start=st.integers(0, 9),
+        has_rows=st.booleans(),
+    )
+    def discard_unheard(self, key, fork, phrase, start, has_rows) -> None:
+        """kvd is away when a session is truncated; then it is asked, and told of another one."""
+        self.turn(key, phrase * 2, has_rows=True)
+        self.discard(key, start, 2, is_heard=False)
+        self.turn(key, phrase, has_rows)
+        self.fork(key, fork, keeps_lineage=False)
+
+    # --------------------------------------------------------------------------------------- world
+
+    @rule(num_steps=st.integers(0, 12), elapsed_ns=st.sampled_from([1, REST_NS, LATER_NS]))
+    def rest(self, num_steps, elapsed_ns) -> None:
+        """Time passes; some of what is under way ends."""
+        world = self.world
+        world.now_ns += elapsed_ns
+        world.engine.expire(world.now_ns)
+        world.pump()
+        for _ in range(num_steps):
+            if world.io:
+                world.finish_io(min(world.io))
+            else:
+                world.commit(1)
+
+    @rule()
+    def finish(self) -> None:
+        self.world.quiesce()
+
+    @rule()
+    def empty_dram(self) -> None:
+        if self.world.engine.release_dram(self.world.now_ns):
+            self.world.engine.drop_slots()
+            self.world.pump()
+            self.world.engine.add_slots(self.world.limits.num_slots, 1)
+        self.world.pump()
+
+    @rule(num_committed=st.integers(0, 9), keep_dram=st.booleans())
+    def kill(self, num_committed, keep_dram) -> None:
+        self.world.index.commit(num_committed)
+        self.world.start(keep_dram=keep_dram)
+
+    def teardown(self) -> None:
+        """When all is flushed, nothing is left."""
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        world.engine.flush(None, False, world.now_ns)
+        world.pump()
+        world.quiesce()
+        stats = world.engine.stats()
+        assert [tier.used_bytes for tier in stats.tiers] == [0, 0], "nothing leaks"
+        assert not world.index.blocks
+        assert not world.journal
+        assert [tier.tier for tier in stats.tiers] == [Tier.DRAM, Tier.SSD]
+
+    # -------------------------------------------------------------------------------------- inside
+
+    def _know(self, key: SessionKey, context: Context) -> None:
+        """Go on with another context."""
+        self.contexts[key] = context
+        digest, tokens = context.lineage.digest, tuple(context.tokens)
+        self.had |= {(digest, tokens[: at + 1], row) for at, row in enumerate(context.rows)}
+
+    def _discard(self, key: SessionKey, ranges: list[tuple[int, int]], *, is_heard: bool) -> None:
+        context, token_ids = self.contexts[key], to_bytes(self.contexts[key].tokens)
+        if is_heard:
+            self.world.engine.discard(
+                key, token_ids, ranges, self.world.now_ns, lineage=context.lineage
+            )
+        dropped = {position for start, end in ranges for position in range(start, end)}
+        kept = [at for at in range(len(context.tokens)) if at not in dropped]
+        tokens, rows = ([of_all[at] for at in kept] for of_all in (context.tokens, context.rows))
+        self._know(key, Context(tokens, rows, context.lineage.after(token_ids, ranges)))
+        self.world.pump()
+
+    def _load(self, key: SessionKey) -> list[Row]:
+        """Load what is stored, and check it row by row."""
+        engine, context, rows = self.world.engine, self.contexts[key], list[Row]()
+        more = True
+        while more:
+            answer = engine.prepare_load(
+                key,
+                to_bytes(context.tokens),
+                len(rows),
+                OWNER,
+                self.world.now_ns,
+                lineage=context.lineage,
+            )
+            self.world.pump()
+            if answer.lookup is Lookup.PENDING:
+                self.world.quiesce()
+                answer = engine.settle_load(answer.lease_id)
+            if answer.lookup is Lookup.MISS:
+                break
+            for span in answer.spans:
+                rows += self.world.slots[span.slot_id][span.start :][: span.num_tokens]
+            engine.complete_load(answer.lease_id, OWNER, self.world.now_ns)
+            self.world.pump()
+            more = answer.more
+        self._check(context, rows)
+        return rows
+
+    def _check(self, context: Context, rows: list[Row]) -> None:
+        digest, tokens = context.lineage.digest, tuple(context.tokens)
+        fresh = compute([], context.tokens)
+        for at, row in enumerate(rows):
+            if context.lineage.is_clean(at + 1):
+                assert row == fresh[at], "nothing that was computed after a discard"
+            else:
+                assert (digest, tokens[: at + 1], row) in self.had, "a row of this very context"
+
+    def _store(self, key: SessionKey) -> None:
+        engine, context, more, from_token = self.world.engine, self.contexts[key], True, 0
+        while more:
+            answer = engine.prepare_store(
+                key,
+                to_bytes(context.tokens),
+                from_token,
+                OWNER,
+                self.world.now_ns,
+                lineage=context.lineage,
+            )
+            for block in answer.blocks:
+                rows = context.rows[block.token_offset :][: block.num_tokens]
+                self.world.slots[block.slot_id] = rows
+            if answer.lease_id:
+                self.world.pump()
+                engine.complete_store(answer.lease_id, OWNER, True, self.world.now_ns)
+            more = answer.more and answer.end_token > from_token
+            from_token = answer.end_token
+            self.world.pump()
+
+
+DiscardMachine.TestCase.settings = settings(
+    max_examples=25,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+TestDiscards = DiscardMachine.TestCase
+
+
+@pytest.mark.long
+class TestDiscardsLong(DiscardMachine.TestCase):
+    """The same, at length."""
+
+    settings = settings(DiscardMachine.TestCase.settings, max_examples=1000, stateful_step_count=60)
