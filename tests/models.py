@@ -1,5 +1,7 @@
 """A tiny model for tests: random weights, a BPE tokenizer, a chat template; always the same."""
 
+import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -9,6 +11,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     PreTrainedTokenizerFast,
 )
 
@@ -56,10 +60,26 @@ def build_model(directory: Path, seed: int = SEED) -> Path:
 
 
 def build_absolute_model(directory: Path) -> Path:
-    """Write a model whose positions are learned embeddings: it cannot be served."""
+    """Write a model whose positions are learned embeddings: rows are coupled to them."""
     size = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
     config = GPT2Config(vocab_size=64, bos_token_id=0, eos_token_id=0, **size)
     GPT2LMHeadModel(config).save_pretrained(directory)
+    return directory
+
+
+def build_recurrent_model(directory: Path) -> Path:
+    """Write a model that keeps a state instead of keys and values: it cannot be served."""
+    config = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)
+    MambaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def narrow_model(model_dir: Path, directory: Path, window_tokens: int) -> Path:
+    """Copy a model and give it a smaller window."""
+    shutil.copytree(model_dir, directory)
+    path = directory / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(config | {"max_position_embeddings": window_tokens}))
     return directory
 
 

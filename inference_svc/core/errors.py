@@ -1,6 +1,7 @@
 """The inference service's errors, each a class of `shared.errors` with its `reason` slug.
 
-InvalidInputError   invalid_sampling, input_too_long, empty_turn, invalid_input, request_id_reused
+InvalidInputError   invalid_sampling, input_too_long, empty_turn, invalid_input, invalid_discard,
+                    invalid_compression, request_id_reused
 NotFoundError       unknown_session, unknown_turn
 ConflictError       session_busy, cancelled
 StateError          turn_mismatch, no_chat_template, session_ended, session_exists
@@ -46,6 +47,18 @@ class InvalidTurnError(InvalidInputError):
     """A value of the turn is off: a token id or a priority out of range, an unknown role."""
 
     reason = "invalid_input"
+
+
+class InvalidDiscardError(InvalidInputError):
+    """A range of tokens to be dropped is empty or outside the session's context."""
+
+    reason = "invalid_discard"
+
+
+class InvalidCompressionError(InvalidInputError):
+    """No such compression policy, or one that this model cannot have."""
+
+    reason = "invalid_compression"
 
 
 class RequestIdReusedError(InvalidInputError):
@@ -152,7 +165,7 @@ class UnknownModelError(ConfigError):
 
 
 class UnsupportedModelError(ConfigError):
-    """The model cannot be served with position-free keys; the message says why."""
+    """The model cannot be served; the message says why."""
 
     reason = "unsupported_model"
 

@@ -13,7 +13,7 @@ import pytest
 from inference_svc.client import InferenceClient, turn_request
 from shared.errors import InvalidInputError, NotFoundError, ReportedError, StateError
 from shared.pb.inference.v1 import inference_pb2 as pb
-from tests.models import WINDOW_TOKENS, build_absolute_model
+from tests.models import WINDOW_TOKENS, build_recurrent_model
 from tests.pair import Pair
 from tests.processes import EXIT_S
 
@@ -40,8 +40,8 @@ def turn(*args, **fields):
     return lambda client: client.submit(turn_request(given, *(rest or [SESSION]), **fields))
 
 
-def sampled(**values):
-    return turn("Hi", sampling=pb.Sampling(**values))
+def sampled(overflow=None, **values):
+    return turn("Hi", sampling=pb.Sampling(**values), overflow=overflow)
 
 
 def message(role, content):
@@ -72,7 +72,7 @@ BAD_CALLS = (
     ),
     BadCall(
         "answer too long",
-        sampled(max_tokens=WINDOW_TOKENS),
+        sampled(max_tokens=WINDOW_TOKENS, overflow=pb.Overflow(policy="reject")),
         InvalidInputError,
         "input_too_long",
         str(WINDOW_TOKENS),
@@ -88,6 +88,55 @@ BAD_CALLS = (
         "min_p",
     ),
     BadCall("turn", turn("Hi", expected_turn=7), StateError, "turn_mismatch", "1"),
+    BadCall(
+        "overflow policy",
+        turn("Hi", overflow=pb.Overflow(policy="most")),
+        InvalidInputError,
+        "invalid_input",
+        "most",
+    ),
+    BadCall(
+        "compression policy",
+        turn("Hi", compression=pb.Compression(policy="zip")),
+        InvalidInputError,
+        "invalid_compression",
+        "zip",
+    ),
+    BadCall(
+        "discard outside",
+        lambda c: c.discard(SESSION, [(0, 10**6)]),
+        InvalidInputError,
+        "invalid_discard",
+        "1000000",
+    ),
+    BadCall(
+        "discard backwards",
+        lambda c: c.discard(SESSION, [(2, 1)]),
+        InvalidInputError,
+        "invalid_discard",
+        "[2, 1)",
+    ),
+    BadCall(
+        "discard nothing",
+        lambda c: c.discard(SESSION),
+        InvalidInputError,
+        "invalid_discard",
+        "no tokens",
+    ),
+    BadCall(
+        "discard of another state",
+        lambda c: c.discard(SESSION, [(0, 1)], expected_context_tokens=10**6),
+        StateError,
+        "turn_mismatch",
+        "1000000",
+    ),
+    BadCall(
+        "discard of nobody",
+        lambda c: c.discard("nobody", [(0, 1)]),
+        NotFoundError,
+        "unknown_session",
+        "nobody",
+    ),
 )
 
 
@@ -129,9 +178,7 @@ BAD_STARTS = (
     BadStart("no model", (*SERVE, *LISTEN), 78, ("--model",)),
     BadStart("unknown model", (*SERVE, *LISTEN, "--model", "{tmp}/none"), 78, ("does not exist",)),
     BadStart("not a model", (*SERVE, *LISTEN, "--model", "{tmp}"), 78, ("config.json",)),
-    BadStart(
-        "no rotary positions", (*SERVE, *LISTEN, "--model", "{absolute}"), 78, ("rotary", "GPT2")
-    ),
+    BadStart("no cache", (*SERVE, *LISTEN, "--model", "{recurrent}"), 78, ("recurrent", "Mamba")),
     BadStart("socket in use", (*SERVE, "--listen", "{live}", "--model", "{tmp}"), 78, ("in use",)),
     BadStart(
         "no place for the socket",
@@ -163,14 +210,14 @@ BAD_STARTS = (
 
 @pytest.fixture(scope="session")
 def places(pair: Pair, tmp_path_factory) -> dict[str, str]:
-    """Paths for BAD_STARTS: a directory, a plain file, a live socket, a model without rotary."""
+    """Paths for BAD_STARTS: a directory, a plain file, a live socket, a model without a cache."""
     directory = tmp_path_factory.mktemp("bad")
     (directory / "file").write_text("not a directory")
     return {
         "tmp": str(directory),
         "file": str(directory / "file"),
         "live": pair.service.address,
-        "absolute": str(build_absolute_model(directory / "gpt2")),
+        "recurrent": str(build_recurrent_model(directory / "mamba")),
     }
 
 

@@ -12,7 +12,7 @@ Measured on one core of an EPYC (Zen 5), 64-wide heads; why each path is as it i
   the heads of a group from being packed (another 8 % at 28K);
 - long chunks in tiles, because the kernel computes what the causal flag hides: 0.8 of the time for
   512 tokens without history. Smaller tiles read a long history more often and lose;
-- a window: a mask over the tile's window;
+- a window: a mask over the tile's window; chunks: tiles that end where a chunk does, and no mask;
 - softcap: plain products, no kernel has it. Other devices than the CPU have no log-sum-exp
   in a portable form and take a mask.
 """
@@ -38,7 +38,7 @@ def attend(
 
     Args:
         query: [1, heads, tokens, dim].
-        keys: [1, kv_heads, length, dim], length >= tokens.
+        keys: [1, kv_heads, length, dim], length >= tokens; the first is at position 0.
         values: [1, kv_heads, length, value_dim].
         options: of the call.
         masks: made so far for tensors of this dtype and device; new ones are added.
@@ -52,11 +52,13 @@ def attend(
     tile_tokens = TILE_TOKENS
     if is_by_scores:
         tile_tokens = max(1, min(TILE_TOKENS, MAX_SCORES // (num_heads * keys.shape[2])))
-    tiles = []
-    for begin in range(0, num_tokens, tile_tokens):
-        end = min(begin + tile_tokens, num_tokens)
-        first = 0 if options.window is None else max(0, past + begin - options.window + 1)
-        rows = slice(first, past + end)
+    tiles: list[Tensor] = []
+    begin = end = 0
+    while end < num_tokens:
+        begin, end = end, min(end + tile_tokens, num_tokens)
+        if options.chunk is not None:
+            end = min(end, begin + options.chunk - (past + begin) % options.chunk)
+        rows = slice(options.first_visible(past + begin), past + end)
         tile = (query[:, :, begin:end], keys[:, :, rows], values[:, :, rows])
         if is_by_scores:
             tiles.append(_by_scores(*tile, options))

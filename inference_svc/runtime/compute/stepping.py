@@ -147,6 +147,8 @@ def _answer(part: StepInput, logits_row: Tensor | None) -> StepOutput:
         gate = part.chunk.slab.gate
         if gate is not None:
             gate.wait_confirmed()
+        if part.chunk.scores is not None:
+            part.chunk.scores.commit()
         if logits_row is None:
             return StepOutput()
         return StepOutput(token=job.sampler.sample(logits_row, job.request.token_ids))

@@ -14,6 +14,7 @@ from torch import Tensor
 from inference_svc.runtime.compute.attention import AttentionOptions, Part
 from inference_svc.runtime.compute.softmax_attention import Masks, attend, attend_one, attends_one
 
+_ALL = AttentionOptions()  # every row is seen
 VisibleRows = list[tuple[Sequence[Tensor], Sequence[Tensor]]]  # keys, values of each part, by layer
 
 
@@ -32,22 +33,24 @@ class TorchStepAttention:
         self._parts = parts
         self._sizes = [part.num_tokens for part in parts]
         self._is_decode = max(self._sizes) == 1
-        self._visible: dict[int | None, VisibleRows] = {}
+        self._visible: dict[tuple[int | None, int | None], VisibleRows] = {}
         self._masks: Masks = {}
 
     def attend(self, query: Tensor, layer_index: int, options: AttentionOptions) -> Tensor:
         """Attend each part to its own slab; see the protocol."""
         if self._is_decode:
-            rows = self._visible_rows(options.window)
+            rows = self._visible_rows(options)
             if attends_one(query, rows[0][1][layer_index], options):
                 return self._attend_decode(query, layer_index, options, rows)
         attended = [
-            attend(piece, keys[layer_index], values[layer_index], options, self._masks)
+            attend(piece, keys[layer_index], values[layer_index], options, self._masks).transpose(
+                1, 2
+            )
             for piece, (keys, values) in zip(
-                query.split_with_sizes(self._sizes, 2), self._visible_rows(None), strict=True
+                query.split_with_sizes(self._sizes, 2), self._visible_rows(_ALL), strict=True
             )
         ]
-        return torch.cat(attended, dim=2).transpose(1, 2)
+        return torch.cat(attended, dim=1)  # contiguous, as some models count on
 
     def _attend_decode(
         self, query: Tensor, layer_index: int, options: AttentionOptions, rows: VisibleRows
@@ -62,14 +65,14 @@ class TorchStepAttention:
         ]
         return torch.cat(attended).view(1, num_parts, num_heads, -1)
 
-    def _visible_rows(self, window: int | None) -> VisibleRows:
-        """Return what each part's last token sees; cut once for all layers of this window."""
-        if window not in self._visible:
+    def _visible_rows(self, options: AttentionOptions) -> VisibleRows:
+        """Return what each part's last token sees; cut once for all layers that see as much."""
+        kind = (options.window, options.chunk)
+        if kind not in self._visible:
             cuts = []
             for part in self._parts:
-                num_rows = part.length if window is None else min(window, part.length)
-                first = part.length - num_rows
-                slab = part.slab
+                first = options.first_visible(part.length - 1)
+                num_rows, slab = part.length - first, part.slab
                 cuts.append((slab.keys.cut(first, num_rows), slab.values.cut(first, num_rows)))
-            self._visible[window] = cuts
-        return self._visible[window]
+            self._visible[kind] = cuts
+        return self._visible[kind]

@@ -1,7 +1,7 @@
 """Capture: three hooks by which a model tells us what it caches and lets us attend.
 
 1. A registered attention function hands queries to the forward under way.
-2. `CaptureCache.update` hands it each layer's keys and values.
+2. `CaptureCache.update` hands it each layer's keys and values, and gets those to attend to.
 3. A `RotaryTap` in place of each `apply_*rot*` function of the model's own modules hands it keys
    before RoPE.
 
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
+from inference_svc.runtime.model.refusals import REMEDY, ModelIndexerError, ModelRecurrentError
+
 ATTENTION_NAME = "cachedattention"  # has no mask function: models then build no mask at all
 PROBE_ATTENTION_NAME = "cachedattention_probe"  # has one that reports which keys a query may see
 _ROTARY_NAME = re.compile(r"^apply_\w*rot")
@@ -34,8 +36,11 @@ class Forward(Protocol):
     ) -> None:
         """Note a call of an apply function."""
 
-    def cached(self, layer_index: int, key: Tensor, value: Tensor) -> None:
-        """Take what a layer must cache: key and value [1, heads, tokens, dim]."""
+    def cached(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Take what a layer must cache, key and value [1, heads, tokens, dim]; return what it has.
+
+        That is what the model attends to, or makes something of before it does.
+        """
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
@@ -77,36 +82,53 @@ class RotaryTap:
 class CaptureCache(Cache):
     """The `past_key_values` of our forwards: holds nothing, hands over everything.
 
-    Lengths are reported as zero: positions are always given, and with our attention name no mask is
-    built from them.
+    Lengths are what it was told. In a batch of several sequences there is no true one: there zero
+    is told, and whoever asks although positions are given cannot be batched; calibration finds out.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, told_tokens: int = 0) -> None:
+        """Make a cache that claims to hold `told_tokens` tokens."""
         super().__init__(layers=[])
+        self._told_tokens = told_tokens
+        self._new_tokens: dict[int, int] = {}  # of layers that were updated
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_options: Any
     ) -> tuple[Tensor, Tensor]:
-        """Hand over the layer's new keys and values; attention gets the very same tensors."""
-        _current().cached(layer_idx, key_states, value_states)
-        return key_states, value_states
+        """Hand over the layer's new keys and values; return those to attend to."""
+        self._new_tokens[layer_idx] = key_states.shape[-2]
+        return _current().cached(layer_idx, key_states, value_states)
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
-        """Return 0, see the class."""
-        return 0
+    def get_seq_length(self, layer_idx: int | None = 0) -> int:
+        """Return the tokens of a layer: from its update on with those of this forward."""
+        return self._told_tokens + self._new_tokens.get(layer_idx or 0, 0)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:  # noqa: ARG002
-        """Return (key length, key offset), see the class."""
-        return query_length, 0
+        """Return (key length, key offset)."""
+        return self._told_tokens + query_length, 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:  # noqa: ARG002
-        """Return 0, see the class."""
-        return 0
+        """Return the position of the first new token."""
+        return self._told_tokens
 
     @property
     def is_compileable(self) -> bool:
         """Return False: there is nothing static here."""
         return False
+
+    # What a cache of keys and values does not have. Asking for it is refusing to be served.
+
+    def get_conv_state(self, *_args: Any, **_options: Any) -> Tensor:
+        """Refuse."""
+        raise ModelRecurrentError("the model keeps a recurrent state beside keys", REMEDY)
+
+    update_conv_state = get_conv_state
+    get_recurrent_state = get_conv_state
+    update_recurrent_state = get_conv_state
+
+    def update_indexer(self, *_args: Any, **_options: Any) -> Tensor:
+        """Refuse."""
+        raise ModelIndexerError("the model keeps an index beside keys and values (DSA)", REMEDY)
 
 
 def install(model: nn.Module) -> None:

@@ -1,79 +1,92 @@
-"""Recipes of layers: where a layer's key before RoPE was seen, and the table that re-embeds it.
+"""Recipes of layers: where what a layer caches was seen before RoPE, and the table that embeds it.
 
-Works on what a probe recorded; each table is checked against the keys the model rotated itself.
+Works on what a probe recorded; each recipe is checked against the rows the model made itself.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from inference_svc.runtime.kv.kv_slab import LayerShape
+from inference_svc.runtime.model.distance import SAME, distance
 from inference_svc.runtime.model.model_loader import LoadedModel
-from inference_svc.runtime.model.probe import (
-    Probe,
-    RotaryCall,
-    SeenLayer,
-    rope_of,
-    used_rotary_calls,
+from inference_svc.runtime.model.probe import Probe, SeenLayer
+from inference_svc.runtime.model.recipes import (
+    ComponentRecipe,
+    KeySource,
+    LayerRecipe,
+    PostRotary,
 )
-from inference_svc.runtime.model.recipes import KeySource, LayerRecipe
-from inference_svc.runtime.model.refusals import REMEDY, ModelModeMissingError, RopeVariesError
-from inference_svc.runtime.model.rotary import RotaryNotLinearError, RotaryTable, find_pairing
-
-SAME = 1e-4  # relative; what should not change at all differs by rounding at most
+from inference_svc.runtime.model.refusals import REMEDY, ModelModeMissingError
+from inference_svc.runtime.model.rope_calls import ApplyCall
+from inference_svc.runtime.model.rope_tables import RopeTables
+from inference_svc.runtime.model.rotary import RotaryTable
+from inference_svc.runtime.model.scaled_rotary import find_scale
 
 
 def layer_recipes(loaded: LoadedModel, probe: Probe) -> tuple[LayerRecipe, ...]:
     """Find every layer's recipe.
 
     Raises:
-        UnsupportedModelError: if keys before RoPE cannot be found or turned into those cached.
+        UnsupportedModelError: if rows before RoPE cannot be found or turned into those cached.
     """
-    tables: dict[tuple[Any, ...], RotaryTable] = {}
-    return tuple(
-        _layer_recipe(loaded, probe.layers[index], probe.rotary_calls, tables)
-        for index in range(len(probe.layers))
+    tables = RopeTables(loaded, probe.rotary_calls)
+    return tuple(_layer_recipe(probe.layers[index], tables) for index in range(len(probe.layers)))
+
+
+def free_rows(recipe: LayerRecipe, seen: SeenLayer) -> tuple[Tensor, Tensor]:
+    """Return a probed layer's keys and values before RoPE, [tokens, kv_heads, dim] each."""
+    calls = [(call.args, None) for call in seen.calls]
+    return recipe.key.free_rows(calls, seen.key), recipe.value.free_rows(calls, seen.value)
+
+
+def _layer_recipe(seen: SeenLayer, tables: RopeTables) -> LayerRecipe:
+    shape = LayerShape(
+        (seen.key.shape[1], seen.key.shape[3]), (seen.value.shape[1], seen.value.shape[3])
     )
+    key, value = (_component_recipe(seen, cached, tables) for cached in (seen.key, seen.value))
+    if seen.calls and key.source is None and value.source is None:
+        raise ModelModeMissingError(
+            f"a key of {tables.loaded.architecture} is changed after its rotary embedding, "
+            "which is not supported yet",
+            REMEDY,
+        )
+    return LayerRecipe(shape, key, value)
 
 
-def _layer_recipe(
-    loaded: LoadedModel,
-    seen: SeenLayer,
-    rotary_calls: Sequence[RotaryCall],
-    tables: dict[tuple[Any, ...], RotaryTable],
-) -> LayerRecipe:
-    """Find one layer's recipe; layers with the same RoPE share a table."""
-    key_shape = (seen.key.shape[1], seen.key.shape[3])
-    value_shape = (seen.value.shape[1], seen.value.shape[3])
-    found = _find_source(seen)
-    if found is None:
-        if seen.calls:
-            raise ModelModeMissingError(
-                f"a key of {loaded.architecture} is changed after its rotary embedding, "
-                "which is not supported yet",
-                REMEDY,
-            )
-        return LayerRecipe(LayerShape(key_shape, value_shape), None, None)
-    source, result_index = found
-    call = seen.calls[source.call_index]
-    used = used_rotary_calls(call, rotary_calls)
-    identity = (call.apply, source, result_index, key_shape[1], *(id(u) for u in used))
-    if identity not in tables:
-        for rotary_call in used:
-            _check_fixed(loaded, rotary_call)
-        tables[identity] = _compile(loaded, seen, source, result_index, used)
-        tables[identity] = _best_dtype(loaded, tables[identity], seen, source)
-    table = tables[identity]
-    _check_table(loaded, table, seen, source)
-    return LayerRecipe(LayerShape(key_shape, value_shape), source, table)
+def _component_recipe(seen: SeenLayer, cached: Tensor, tables: RopeTables) -> ComponentRecipe:
+    """Find the recipe of one component, cached as [1, heads, tokens, dim]."""
+    for turned, post in _before_norms(seen, cached):
+        found = _find_source(seen.calls, turned)
+        if found is not None:
+            source, result_index = found
+            free = source.free_rows([(call.args, None) for call in seen.calls], turned)
+            table = tables.find(seen.calls[source.call_index], source, result_index, free, turned)
+            recipe = ComponentRecipe(source, table, post and _with_scale(post, table, free))
+            _check_recipe(tables.loaded, recipe, free, cached)
+            return recipe
+    return ComponentRecipe()
 
 
-def _find_source(seen: SeenLayer) -> tuple[KeySource, int] | None:
-    """Find the apply call whose result the key is, or begins with, and the result's index."""
-    num_tokens, width = seen.key.shape[2:]
-    for call_index, call in enumerate(seen.calls):
+def _with_scale(post: PostRotary, rotary: RotaryTable, free: Tensor) -> PostRotary:
+    return replace(post, scale=find_scale(rotary, post.norm, free))
+
+
+def _before_norms(seen: SeenLayer, cached: Tensor) -> Iterator[tuple[Tensor, PostRotary | None]]:
+    """Yield what may be the result of an apply call: the component, then what a norm made it of."""
+    yield cached, None
+    for call in seen.norms:
+        for taken, made in ((call.taken, call.made), call.swapped()):
+            if made.shape == cached.shape and torch.equal(made, cached):
+                yield taken, PostRotary(call.norm)
+
+
+def _find_source(calls: Sequence[ApplyCall], turned: Tensor) -> tuple[KeySource, int] | None:
+    """Find the apply call whose result the component is, or begins with, and the result's index."""
+    num_tokens, width = turned.shape[2:]
+    for call_index, call in enumerate(calls):
         for result_index, result in enumerate(call.results):
             argument = call.args[result_index] if result_index < len(call.args) else None
             if (
@@ -83,101 +96,25 @@ def _find_source(seen: SeenLayer) -> tuple[KeySource, int] | None:
             ):
                 continue
             seq_dim = 2 if argument.shape[2] == num_tokens else 1
-            turned = result if seq_dim == 2 else result.transpose(1, 2)
-            part = seen.key[..., : turned.shape[-1]]
+            by_head = result if seq_dim == 2 else result.transpose(1, 2)
+            part = turned[..., : by_head.shape[-1]]
             if (
-                turned.shape[-1] <= width
-                and turned.shape == part.shape
-                and torch.equal(turned, part)
+                by_head.shape[-1] <= width
+                and by_head.shape == part.shape
+                and torch.equal(by_head, part)
             ):
-                return KeySource(call_index, result_index, seq_dim, turned.shape[-1]), result_index
+                return KeySource(call_index, result_index, seq_dim, by_head.shape[-1]), result_index
     return None
 
 
-def _compile(
-    loaded: LoadedModel,
-    seen: SeenLayer,
-    source: KeySource,
-    result_index: int,
-    used: Sequence[RotaryCall],
-) -> RotaryTable:
-    rope = rope_of(
-        seen.calls[source.call_index],
-        result_index=result_index,
-        seq_dim=source.seq_dim,
-        width=source.width,
-        rotary_calls=used,
-    )
-    try:
-        pairing = find_pairing(rope, seen.key.shape[3], loaded.device)
-    except RotaryNotLinearError as error:
-        raise ModelModeMissingError(
-            f"the rotary embedding of {loaded.architecture} is not a rotation of pairs: {error}",
-            REMEDY,
-        ) from error
-    return RotaryTable(
-        rope,
-        pairing,
-        max_tokens=loaded.context_window,
-        table_dtype=loaded.dtype,
-        dtype=loaded.dtype,
-        device=loaded.device,
-    )
-
-
-def _best_dtype(
-    loaded: LoadedModel, table: RotaryTable, seen: SeenLayer, source: KeySource
-) -> RotaryTable:
-    """Return the table in the dtypes in which it repeats the model's rotation best."""
-    candidates = [table]
-    if loaded.dtype != torch.float32:
-        candidates += [
-            table.with_dtypes(table_dtype, torch.float32)
-            for table_dtype in (torch.float32, loaded.dtype)
-        ]
-    return min(candidates, key=lambda candidate: _rotation_error(candidate, seen, source))
-
-
-def _check_table(
-    loaded: LoadedModel, table: RotaryTable, seen: SeenLayer, source: KeySource
+def _check_recipe(
+    loaded: LoadedModel, recipe: ComponentRecipe, free: Tensor, cached: Tensor
 ) -> None:
-    """Refuse a table that does not turn the keys before RoPE into the keys the model cached."""
-    error = _rotation_error(table, seen, source)
-    if error > SAME:
+    """Refuse a recipe that does not turn the rows before RoPE into those the model cached."""
+    error = distance(recipe.embed(free, 0), cached[0].transpose(0, 1))
+    if not error <= SAME:  # written so that NaN is refused too
         raise ModelModeMissingError(
             f"the rotary embedding of {loaded.architecture} could not be reproduced "
             f"(error {error:.1e})",
             REMEDY,
         )
-
-
-def _check_fixed(loaded: LoadedModel, rotary_call: RotaryCall) -> None:
-    """Refuse frequencies that depend on the longest position of this or an earlier forward."""
-    few = torch.arange(4, device=loaded.device)
-    many = torch.cat((few, torch.tensor([loaded.context_window - 1], device=loaded.device)))
-    alone, beside, after = (rotary_call.at(positions) for positions in (few, many, few))
-    for one, two, three in zip(alone, beside, after, strict=True):
-        if not (torch.equal(one, two[:, : len(few)]) and torch.equal(one, three)):
-            raise RopeVariesError(
-                f"the rotary frequencies of {loaded.architecture} depend on the length of the "
-                "sequence, which is not supported yet",
-                f"lower max_position_embeddings (now {loaded.context_window}) to the length the "
-                "model was trained at before scaling",
-            )
-
-
-def _rotation_error(table: RotaryTable, seen: SeenLayer, source: KeySource) -> float:
-    return distance(table.rotate(free_rows(source, seen), 0), seen.key[0].transpose(0, 1))
-
-
-def free_rows(source: KeySource | None, seen: SeenLayer) -> Tensor:
-    """Return the layer's keys before RoPE, [tokens, kv_heads, dim]."""
-    if source is None:
-        return seen.key[0].transpose(0, 1)
-    return source.free_rows([(call.args, None) for call in seen.calls], seen.key)
-
-
-def distance(value: Tensor, reference: Tensor) -> float:
-    """Return the largest difference, relative to the largest value."""
-    reference = reference.float()
-    return float((value.float() - reference).abs().max() / reference.abs().max().clamp_min(1e-30))

@@ -20,6 +20,8 @@ from shared.kv_layout import ITEM_BYTES
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 # Names that configs use for the number of positions.
 CONTEXT_WINDOW_KEYS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
+# Models that count distances only need not name one. What the common ones (BLOOM) were trained at.
+UNSTATED_WINDOW = 2048
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class LoadedModel:
         name: of the directory.
         architecture: class name.
         fingerprint: see `fingerprint`.
-        context_window: tokens; 0 if the config does not say.
+        context_window: tokens; UNSTATED_WINDOW if the config does not say.
         vocab_size: of the logits.
         eos_ids: tokens that end an answer.
     """
@@ -92,7 +94,7 @@ def describe_model(
         name=name,
         architecture=type(model).__name__,
         fingerprint=fingerprint,
-        context_window=next((window for window in windows if isinstance(window, int)), 0),
+        context_window=next((w for w in windows if isinstance(w, int)), UNSTATED_WINDOW),
         vocab_size=config.vocab_size,
         eos_ids=_eos_ids(model),
         device=model.device,

@@ -2,13 +2,19 @@
 
 from inference_svc.core.errors import UnsupportedModelError
 
-REMEDY = "serve a decoder-only model with rotary positions, such as Llama, Qwen or Mistral"
+REMEDY = "serve a decoder-only model that caches keys and values, such as Llama, Qwen or Mistral"
 
 
-class ModelNotRotaryError(UnsupportedModelError):
-    """Keys depend on absolute positions that were added before the attention."""
+class ModelEncoderError(UnsupportedModelError):
+    """Tokens see those after them: there is nothing that a later token leaves as it was."""
 
-    reason = "model_not_rotary"
+    reason = "model_encoder"
+
+
+class ModelUncachedError(UnsupportedModelError):
+    """The model hands no keys and values to a cache."""
+
+    reason = "model_uncached"
 
 
 class ModelRecurrentError(UnsupportedModelError):
@@ -17,14 +23,26 @@ class ModelRecurrentError(UnsupportedModelError):
     reason = "model_recurrent"
 
 
+class ModelIndexerError(UnsupportedModelError):
+    """The model caches an index of its keys, by which it chooses those to attend to."""
+
+    reason = "model_indexer_cache"
+
+
 class ModelModeMissingError(UnsupportedModelError):
-    """The model needs another way of attending, which does not exist yet."""
+    """The model cannot be run in the mode that was tried."""
 
     reason = "model_mode_missing"
 
 
+class NotDecoupledError(UnsupportedModelError):
+    """Rows of the first layer depend on where their token stands; `positions` asked for others."""
+
+    reason = "model_positions_coupled"
+
+
 class RopeVariesError(UnsupportedModelError):
-    """Rotary frequencies change with the length of the sequence (dynamic NTK, longrope)."""
+    """Rotary frequencies change with the length of the sequence, and cannot be frozen."""
 
     reason = "rope_depends_on_length"
 
@@ -33,3 +51,7 @@ class CalibrationMismatchError(UnsupportedModelError):
     """Our logits differ from the stock model's."""
 
     reason = "calibration_mismatch"
+
+
+# However it is run: these are no question of the mode.
+FINAL = (ModelUncachedError, ModelRecurrentError, ModelIndexerError, RopeVariesError)

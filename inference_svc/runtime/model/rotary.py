@@ -5,47 +5,28 @@ j of a key,
 
     out[j] = x[source[j]] * C[position, j] + x[partner[j]] * S[position, j]
 
-`find_pairing` finds source and partner by sending unit vectors through the model's own apply
-function, and C, S by sending the indicator of one member of each pair and of the other: products
-with 0 and 1 are exact, so are the tables. Owns the tables and the pairing, nothing else; the
-arithmetic is in `rotation.py`; knows no layers and no slabs.
+with source and partner as `pairing.py` finds them. C and S are found by sending the indicator of
+one member of each pair, and of the other, through the model's own function: products with 0 and 1
+are exact, so are the tables. Owns the tables, nothing else; the arithmetic is in `rotation.py` and
+`inversion.py`; knows no layers and no slabs.
 
 Invariant: `rotate_into` repeats the model's own arithmetic, element by element, in the same dtypes;
-calibration checks it against keys the model rotated itself.
+calibration checks it against keys the model rotated itself. Models that multiply complex numbers
+fuse two of its roundings: there float32 keys differ in the last bit.
 """
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from inference_svc.runtime.kv.scratch import ThreadScratch
+from inference_svc.runtime.model.inversion import Inversion
+from inference_svc.runtime.model.pairing import Pairing, Rope
 from inference_svc.runtime.model.rotation import ElementTake, Spare, Tables, Turn
 
-# Applies the model's own RoPE to keys [1, heads, n, dim] (float32) at n positions.
-Rope = Callable[[Tensor, Tensor], Tensor]
-
-PROBE_POSITIONS = (0, 1, 2, 3, 5, 8, 13)  # among these no turning pair has only sines of zero
 FIRST_TABLE_TOKENS = 1024
-
-
-class RotaryNotLinearError(Exception):
-    """The apply function is not a rotation of pairs; the model needs another recipe."""
-
-
-@dataclass(frozen=True)
-class Pairing:
-    """Which two elements of a key each element of its rotation is made of.
-
-    Attributes:
-        source: index per output element; its factor at position 0 is the scale.
-        partner: index of the other member; equals source where the element is only scaled.
-    """
-
-    source: tuple[int, ...]
-    partner: tuple[int, ...]
 
 
 class RotaryTable:
@@ -101,6 +82,21 @@ class RotaryTable:
             device=self._device,
         )
 
+    def as_rope(self) -> Rope:
+        """Return the same embedding as a function that needs nothing but tables.
+
+        They are made to the end of the context window now; the model is not asked again.
+        """
+        self._tables_to(self._max_tokens)
+
+        def rope(keys: Tensor, positions: Tensor) -> Tensor:
+            rows = keys[0].transpose(0, 1)
+            rotated = torch.empty_like(rows)
+            self._apply(self._tables_to(self._max_tokens).of(positions), rows, rotated)
+            return rotated.transpose(0, 1)[None]
+
+        return rope
+
     def rotate(self, keys: Tensor, start: int) -> Tensor:
         """Embed `keys` [n, heads, dim], before RoPE, at positions from `start` on."""
         rotated = torch.empty_like(keys)
@@ -108,8 +104,17 @@ class RotaryTable:
         return rotated
 
     def rotate_into(self, keys: Tensor, start: int, out: Tensor) -> None:
-        """Write what `rotate` returns to `out`, [n, heads, dim] of any strides, not over `keys`."""
-        self.turn(keys, start).into(out)
+        """Write what `rotate` returns to `out`, [n, heads, dim] of any strides, not over `keys`.
+
+        If `out` is of another dtype than the keys: computed in float32 at least, rounded once.
+        """
+        if out.dtype == keys.dtype:
+            self.turn(keys, start).into(out)
+        elif self.wide is not self:
+            self.wide.rotate_into(keys, start, out)
+        else:
+            end = start + keys.shape[0]
+            self._apply(self._tables_to(end).at(start, end), keys, out)
 
     def turn(self, keys: Tensor, start: int) -> Turn:
         """Prepare `rotate_into` for whatever `keys` will hold; in this thread only."""
@@ -123,6 +128,58 @@ class RotaryTable:
         )
         wide = parts[2].view(num_tokens, heads, tables.width) if num_parts == 3 else None
         return Turn(keys, tables, start, Spare(products, sums[0] if sums else None, wide))
+
+    def unrotate_into(self, keys: Tensor, start: int, out: Tensor) -> None:
+        """Undo `rotate_into`: write the keys before RoPE, but for rounding.
+
+        Computes in float32 at least, and rounds once to the dtype of `out`.
+
+        Args:
+            keys: [n, heads, dim], after RoPE, on the table's device.
+            start: position of the first.
+            out: of the same shape and any strides; may overlap the keys.
+        """
+        wide, end = self.wide, start + keys.shape[0]
+        if wide is not self:
+            wide.unrotate_into(keys, start, out)
+            return
+        self._apply(self._inversion.back(self._tables_to(end), start, end), keys, out)
+
+    def move_into(self, keys: Tensor, old_start: int, new_start: int, out: Tensor) -> None:
+        """Embed keys, embedded from `old_start` on, from `new_start` on; else as `unrotate_into`.
+
+        One matrix per pair instead of two, and one rounding: half the work of taking the embedding
+        back and doing it again.
+        """
+        wide, num_tokens = self.wide, keys.shape[0]
+        if wide is not self:
+            wide.move_into(keys, old_start, new_start, out)
+            return
+        tables = self._tables_to(max(old_start, new_start) + num_tokens)
+        self._apply(self._inversion.move(tables, old_start, new_start, num_tokens), keys, out)
+
+    def _apply(self, tables: Tables, keys: Tensor, out: Tensor) -> None:
+        """Apply tables that begin at the first key, in their dtype; `out` may overlap the keys."""
+        num_tokens, heads, dim = keys.shape
+        parts = self._scratch.take(3, heads, num_tokens, dim).transpose(1, 2)
+        staged, products, sums = parts.unbind(0)  # head-major, as results are going to be
+        staged.copy_(keys)
+        is_rounded = out.dtype != sums.dtype
+        spare = Spare(
+            products[..., : tables.width], sums[..., : tables.width] if is_rounded else None
+        )
+        Turn(staged, tables, 0, spare).into(out)
+
+    @cached_property
+    def wide(self) -> "RotaryTable":
+        """The same rotation, computed in float32 at least, from tables rounded as the model's."""
+        if self._dtype in (torch.float32, torch.float64):
+            return self
+        return self.with_dtypes(self._table_dtype, torch.float32)
+
+    @cached_property
+    def _inversion(self) -> Inversion:
+        return Inversion(self.pairing, self._tables_to(1).width, self._device)
 
     def _tables_to(self, end: int) -> Tables:
         tables = self._tables
@@ -168,29 +225,3 @@ class RotaryTable:
         stays = (cosines == 1).flatten(0, 1).all(dim=0).tolist()
         pairs = enumerate(zip(self.pairing.source, self.pairing.partner, strict=True))
         return max((j + 1 for j, pair in pairs if pair != (j, j) or not stays[j]), default=0)
-
-
-@torch.no_grad()
-def find_pairing(rope: Rope, dim: int, device: torch.device) -> Pairing:
-    """Find the pairing of `rope` over keys of `dim` elements.
-
-    Raises:
-        RotaryNotLinearError: if an output element depends on more than two inputs, or pairs do not
-            close.
-    """
-    positions = torch.tensor(PROBE_POSITIONS, device=device)
-    units = torch.eye(dim, device=device)[None, :, None, :].expand(1, dim, len(positions), dim)
-    answer = rope(units, positions)[0].cpu()  # [input, position, output]
-    used = (answer != 0).any(dim=1).T  # [output, input]; what is not used is an exact 0
-    source = answer[:, 0, :].abs().argmax(dim=0)  # at position 0 only the source counts
-    partner = source.clone()
-    for output in range(dim):
-        others = [int(i) for i in used[output].nonzero().flatten() if int(i) != int(source[output])]
-        if len(others) > 1:
-            raise RotaryNotLinearError(f"element {output} is made of {len(others) + 1} elements")
-        if others:
-            partner[output] = others[0]
-    pairs = {(min(a, b), max(a, b)) for a, b in zip(source.tolist(), partner.tolist(), strict=True)}
-    if sum(2 if a != b else 1 for a, b in pairs) != dim:
-        raise RotaryNotLinearError("its elements do not form pairs")
-    return Pairing(tuple(source.tolist()), tuple(partner.tolist()))

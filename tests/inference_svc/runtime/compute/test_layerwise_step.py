@@ -29,7 +29,7 @@ def gated(model, token_ids, num_open):
     return slab
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek-v3", "falcon", "bloom"])
 @pytest.mark.parametrize("new", [[5], [5, 6, 7]])
 def test_late_gate_changes_no_bit(tiny, name, new):
     """A step that waits for rows written by another thread computes what an open gate gives."""

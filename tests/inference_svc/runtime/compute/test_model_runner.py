@@ -27,6 +27,15 @@ ARCHITECTURES = (
     "smollm3",
     "mixtral",
     "gpt-oss",
+    "gpt2",
+    "deepseek-v3",
+    "diffllama",
+    "falcon",
+    "gptj",
+    "mpt",
+    "bloom",
+    "gpt-neo",
+    "llama4",
 )
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -164,10 +173,14 @@ def test_bfloat16_stays_close_to_stock(tiny):
     assert (one - many).norm() <= 0.05 * one.norm()
 
 
-@pytest.mark.parametrize("name", ["llama", "phi", "cohere2", "gemma2", "gpt-oss"])
-def test_write_buffer_holds_keys_before_rope(tiny, make_arena, rows, name):
+@pytest.mark.parametrize("positions", ["auto", "coupled"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "phi", "cohere2", "gemma2", "gpt-oss", "gpt2", "deepseek-v3", "falcon", "bloom"],
+)
+def test_write_buffer_holds_keys_before_rope(tiny, make_arena, rows, name, positions):
     """Rows of a write buffer, stored and loaded, are bit by bit the slab that attention reads."""
-    model = tiny(name)
+    model = tiny(name, positions=positions)
     token_ids = tokens(9, 30)
     slab, buffer = model.new_slab(30), model.new_buffer(30)
     begin = 0
@@ -180,9 +193,13 @@ def test_write_buffer_holds_keys_before_rope(tiny, make_arena, rows, name):
     for layer_index, recipe in enumerate(model.calibration.layers):
         for ours, theirs in ((slab.keys, again.keys), (slab.values, again.values)):
             assert torch.equal(ours[layer_index][:, :, :30], theirs[layer_index][:, :, :30])
-        unturned = buffer.keys[layer_index][:30].transpose(0, 1)[None]
-        is_turned = not torch.equal(unturned, slab.keys[layer_index][:, :, :30])
-        assert is_turned == (recipe.rotary is not None)
+        for stored, cached, component in zip(
+            (buffer.keys, buffer.values), (slab.keys, slab.values), recipe.components, strict=True
+        ):
+            unturned = stored[layer_index][:30].transpose(0, 1)[None]
+            is_turned = not torch.equal(unturned, cached[layer_index][:, :, :30])
+            assert is_turned == (component.rotary is not None)
+            assert not is_turned or positions == "auto"
 
 
 def test_write_buffer_takes_tokens_from_its_first_on(tiny):

@@ -29,6 +29,10 @@ def textbook(query, keys, values, options):
     hidden = (
         distance < 0 if options.window is None else (distance < 0) | (distance >= options.window)
     )
+    if options.chunk is not None:
+        hidden |= (
+            position[LENGTH - num_tokens :, None] // options.chunk != position // options.chunk
+        )
     weights = scores.masked_fill(hidden, float("-inf")).exp()
     total = weights.sum(-1, keepdim=True)
     if options.sinks is not None:
@@ -57,6 +61,18 @@ def test_attention_equals_the_formula(name, window, num_tokens, kv_heads, value_
     options = OPTIONS[name]._replace(window=window)
     attended = attend(query, keys, values, options, {})
     assert attended.shape == (1, HEADS, num_tokens, value_dim)
+    assert_close(attended, textbook(query, keys, values, options))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, TILE_TOKENS + 1, LENGTH])
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("chunk", [1, 7, 100, TILE_TOKENS + 20, LENGTH, LENGTH + 1])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_chunks_equal_the_formula(name, chunk, window, num_tokens):
+    """A query sees its own chunk up to itself, however tiles and chunks lie to each other."""
+    query, keys, values = tensors(num_tokens, 2)
+    options = OPTIONS[name]._replace(chunk=chunk, window=window)
+    attended = attend(query, keys, values, options, {})
     assert_close(attended, textbook(query, keys, values, options))
 
 

@@ -16,6 +16,7 @@ CPU = torch.device("cpu")
 OPTIONS = {
     "plain": AttentionOptions(),
     "window": AttentionOptions(window=5),
+    "chunk": AttentionOptions(chunk=8),
     "softcap": AttentionOptions(softcap=1.5),
     "sinks": AttentionOptions(sinks=torch.linspace(-1, 2, HEADS), window=9),
 }
@@ -52,6 +53,7 @@ def test_a_part_is_attended_alone(name, sizes, value_dim):
     for layer_index in reversed(range(NUM_LAYERS)):
         together = step.attend(query, layer_index, OPTIONS[name])
         assert together.shape == (1, query.shape[2], HEADS, value_dim)
+        assert together.is_contiguous()
         begin = 0
         for part in parts:
             own = query[:, :, begin : begin + part.num_tokens]

@@ -5,7 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from inference_svc.runtime.model.rotary import RotaryNotLinearError, RotaryTable, find_pairing
+from inference_svc.runtime.model.pairing import RotaryNotLinearError, find_pairing
+from inference_svc.runtime.model.rotary import RotaryTable
 from inference_svc.runtime.model.rotation import MAX_RUNS, element_runs
 
 DIM = 16
