@@ -7,6 +7,7 @@ what the scheduler was given.
 
 from dataclasses import dataclass, field
 
+from inference_svc.core.discards import Range, merge_ranges, without
 from inference_svc.core.errors import QueueFullError
 from inference_svc.core.rates.rates import Rates
 from inference_svc.core.scheduling.request import Request, RequestState
@@ -41,6 +42,7 @@ class Job:
         source: it moves its rows from there.
         writes: rows of its write buffers, oldest first.
         is_writing: the last of them is its own.
+        is_rigid: nothing of its context may be dropped.
     """
 
     request: Request
@@ -51,6 +53,13 @@ class Job:
     source: Slab | None = None
     writes: list[int] = field(default_factory=list)
     is_writing: bool = False
+    is_rigid: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether its answer has ended, at the latest now."""
+        is_long = self.request.num_sampled == self.request.max_tokens
+        return is_long or (self.is_rigid and self.request.is_overflowing)
 
     @property
     def num_saving(self) -> int:
@@ -58,16 +67,30 @@ class Job:
         return len(self.writes) - self.is_writing
 
 
+def some_ranges(num_tokens: int, how: int) -> tuple[Range, ...]:
+    """Some of them: the first half, every third, all, or the last."""
+    chosen = (
+        [(0, max(1, num_tokens // 2))],
+        [(first, first + 1) for first in range(0, num_tokens, 3)],
+        [(0, num_tokens)],
+        [(num_tokens - 1, num_tokens)],
+    )[how % 4]
+    return merge_ranges(chosen, num_tokens)
+
+
 class SchedulerWorld:
     """See the module docstring."""
 
-    def __init__(self, limits: SchedulerLimits) -> None:
+    def __init__(self, limits: SchedulerLimits, window_share: float = 1.0) -> None:
         self.limits = limits
+        most = limits.kv_rows // (2 if limits.saves else 1)
+        self.window_tokens = max(1, int(most * window_share))
         self.rates = Rates()
         self.scheduler = Scheduler(limits, self.rates, NUM_LAYERS, {"b": 2.0})
         self.now_ns = 1
         self.jobs: dict[int, Job] = {}  # every one ever submitted
         self.residents: dict[SessionKey, Slab] = {}
+        self.shifts: dict[SessionKey, tuple[Job | None, tuple[Range, ...]]] = {}  # under way
         self.conversations: dict[SessionKey, list[int]] = {key: [] for key in KEYS}
         self.num_sampled = 0
 
@@ -119,12 +142,10 @@ class SchedulerWorld:
 
     def submit(self, key, new_tokens, max_tokens, *, priority=0, deadline_ns=None) -> Job | None:
         """Submit a turn that goes on with its conversation, as far as that fits."""
-        window = self.limits.kv_rows // (2 if self.limits.saves else 1)
-        max_tokens = min(max_tokens, window)
-        history = self.conversations[key]
-        if len(history) + new_tokens + max_tokens - 1 > window:
-            history.clear()
-        new_tokens = min(new_tokens, window - max_tokens + 1)
+        history, window = self.conversations[key], self.window_tokens
+        new_tokens = min(new_tokens, window)
+        if len(history) + new_tokens > window:
+            del history[: max(len(history) // 2, len(history) + new_tokens - window)]
         number = len(self.jobs)
         token_ids = history + [number * 1000 + i for i in range(new_tokens)]
         request = Request(
@@ -133,6 +154,7 @@ class SchedulerWorld:
             token_ids,
             max_tokens,
             self.now_ns,
+            window_tokens=window,
             history_tokens=len(history),
             priority=priority,
             deadline_ns=deadline_ns,
@@ -143,7 +165,7 @@ class SchedulerWorld:
             assert self.scheduler.num_waiting >= self.limits.max_waiting
             assert error.retry_after_s > 0  # noqa: PT017
             return None
-        job = self.jobs[number] = Job(request)
+        job = self.jobs[number] = Job(request, is_rigid=number % 5 == 0)
         return job
 
     def schedule(self) -> StepPlan:
@@ -152,6 +174,8 @@ class SchedulerWorld:
         self._check_plan(plan)
         for request in plan.preempted:
             self._preempt(self.jobs[request.number])
+        for request in plan.overflowed:
+            self._overflow(self.jobs[request.number])
         for key in plan.evicted:
             del self.residents[key]
         for admission in plan.admitted:
@@ -190,6 +214,46 @@ class SchedulerWorld:
         assert request.key not in self.residents
         self.residents[request.key] = slab
         job.slab, job.layers, job.is_writing = None, None, False
+
+    # ------------------------------------------------------------------------------- discards
+
+    def _overflow(self, job: Job) -> None:
+        """Drop some of what it has computed; its resident closes up later."""
+        request = job.request
+        assert request.computed_tokens == self.window_tokens
+        assert not job.is_rigid
+        ranges = some_ranges(request.computed_tokens, request.num_sampled)
+        self._preempt(job)
+        self.shifts[request.key] = (job, ranges)
+        self.scheduler.truncated(request, ranges)
+        assert len(request.token_ids) <= self.window_tokens
+        assert request.token_ids
+
+    def discard(self, key: SessionKey, how: int) -> None:
+        """A client drops tokens between two turns."""
+        history = self.conversations[key]
+        if any(job.request.key == key for job in self.alive()) or not history:
+            return
+        ranges = some_ranges(len(history), how)
+        ours = self.residents[key].rows if key in self.residents else []
+        is_same = list(self.scheduler.residents.token_ids(key)) == history[: len(ours)]
+        if is_same and self.scheduler.residents.begin_shift(key):
+            self.shifts[key] = (None, ranges)
+        else:
+            self.drop_resident(key)
+        history[:] = without(history, ranges)
+
+    def end_shift(self, key: SessionKey, *, works: bool) -> None:
+        """The rows that are left have closed up, or are lost."""
+        job, ranges = self.shifts.pop(key)
+        rows = self.residents[key].rows
+        assert list(self.scheduler.residents.token_ids(key)) == rows
+        rows[:] = without(rows, ranges)
+        is_wanted = works and (job is None or not job.request.is_over)
+        if self.scheduler.residents.end_shift(key, rows if is_wanted else ()):
+            assert is_wanted
+        else:
+            del self.residents[key]
 
     # ---------------------------------------------------------------------------------- loads
 
@@ -280,6 +344,7 @@ class SchedulerWorld:
     def finish(self, job: Job, *, keeps: bool) -> None:
         """A job's answer is complete."""
         request, slab = job.request, job.slab
+        assert request.num_sampled <= request.max_tokens
         self.scheduler.finish(request, self.tick())
         token_ids = request.token_ids[: request.computed_tokens]
         if keeps and self.scheduler.keep_resident(request, token_ids, self.now_ns):
@@ -327,7 +392,8 @@ class SchedulerWorld:
     def drain(self) -> None:
         """Everything that can happen does: all requests end, in a bounded number of steps."""
         most_steps = 50 + 40 * sum(
-            job.request.full_capacity_tokens - job.request.computed_tokens for job in self.alive()
+            job.request.uncomputed_tokens + job.request.max_tokens - job.request.num_sampled
+            for job in self.alive()
         )
         for _ in range(most_steps):
             if not self.alive():
@@ -343,6 +409,8 @@ class SchedulerWorld:
 
     def let_everything_happen(self) -> None:
         """All copies end, and a step is made."""
+        for key in list(self.shifts):
+            self.end_shift(key, works=True)
         for job in self.jobs.values():
             if job.request.is_over and job.layers is not None:
                 self.settle(job, moves=True)
@@ -353,6 +421,6 @@ class SchedulerWorld:
             if job.layers is not None:
                 self.progress(job, NUM_LAYERS)
         for job in self.step(self.schedule()):
-            if len(job.request.output_ids) == job.request.max_tokens:
+            if job.is_complete:
                 self.finish(job, keeps=True)
         self.check()

@@ -35,9 +35,9 @@ LIMITS = st.builds(
 class SchedulerMachine(RuleBasedStateMachine):
     """See the module docstring."""
 
-    @initialize(limits=LIMITS)
-    def begin(self, limits) -> None:
-        self.world = SchedulerWorld(limits)
+    @initialize(limits=LIMITS, window_share=st.sampled_from([1.0, 0.5, 0.1]))
+    def begin(self, limits, window_share) -> None:
+        self.world = SchedulerWorld(limits, window_share)
 
     def some(self, data, jobs):
         return data.draw(st.sampled_from(jobs))
@@ -70,7 +70,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         fails = numbers and data.draw(st.integers(0, 9)) == 0
         failing = [data.draw(st.sampled_from(numbers))] if fails else []
         for job in self.world.step(plan, failing):
-            if ends or len(job.request.output_ids) == job.request.max_tokens:
+            if ends or job.is_complete:
                 self.world.finish(job, keeps=keeps)
 
     @precondition(lambda self: any(job.admission for job in self.world.jobs.values()))
@@ -101,6 +101,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             self.world.progress(job, layers)
 
+    @precondition(lambda self: self.world.shifts)
+    @rule(data=st.data(), works=st.booleans())
+    def shift(self, data, works) -> None:
+        self.world.end_shift(self.some(data, sorted(self.world.shifts)), works=works)
+
     @precondition(lambda self: any(job.num_saving for job in self.world.jobs.values()))
     @rule(data=st.data())
     def save(self, data) -> None:
@@ -114,7 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         key=st.sampled_from(KEYS),
-        what=st.sampled_from(["delete", "regenerate", "measure", "wait", "look"]),
+        what=st.sampled_from(["delete", "discard", "regenerate", "measure", "wait", "look"]),
         amount=st.integers(1, 30),
     )
     def meanwhile(self, key, what, amount) -> None:
@@ -123,6 +128,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if what == "delete":
             world.drop_resident(key)
             world.conversations[key].clear()
+        elif what == "discard":
+            world.discard(key, amount)
         elif what == "regenerate":
             del world.conversations[key][amount:]
         elif what == "measure":
@@ -207,16 +214,24 @@ def go_round(world: SchedulerWorld, random: Random, seen: Counter[str]) -> None:
     """The engine's loop, once."""
     for job in list(world.jobs.values()):
         disturb(world, job, random)
+    for key in list(world.shifts):
+        if random.random() < 0.5:
+            seen["shifted"] += 1
+            world.end_shift(key, works=random.random() < 0.8)
+    if random.random() < 0.05:
+        key = random.choice(KEYS)
+        world.discard(key, random.randint(0, 3))
+        seen["discarded"] += key in world.shifts
     plan = world.schedule()
     seen["preempted"] += len(plan.preempted)
+    seen["overflowed"] += len(plan.overflowed)
     seen["evicted"] += len(plan.evicted)
     seen["expired"] += len(plan.expired)
     seen["in place"] += sum(admission.in_place for admission in plan.admitted)
     seen["moved"] += sum(a.resident_tokens > 0 and not a.in_place for a in plan.admitted)
     seen["mixed"] += len(plan.chunks) > 1
     for job in world.step(plan):
-        is_long = len(job.request.output_ids) == job.request.max_tokens
-        if is_long or random.random() < 0.05:
+        if job.is_complete or random.random() < 0.05:
             seen["finished"] += 1
             world.finish(job, keeps=random.random() < 0.9)
     world.check()
@@ -225,7 +240,7 @@ def go_round(world: SchedulerWorld, random: Random, seen: Counter[str]) -> None:
 def random_traffic(seed: int, num_rounds: int) -> Counter[str]:
     """Turns come and go; at last no more come, and everything ends. Returns what happened."""
     random, seen = Random(seed), Counter[str]()  # noqa: S311  # test data
-    world = SchedulerWorld(random_limits(random))
+    world = SchedulerWorld(random_limits(random), random.choice([1.0, 1.0, 0.5, 0.2]))
     for _ in range(num_rounds):
         if random.random() < 0.4:
             key = random.choice(KEYS)
@@ -247,7 +262,8 @@ def random_traffic(seed: int, num_rounds: int) -> Counter[str]:
 
 def check_traffic(seeds: range, num_rounds: int) -> None:
     seen = sum((random_traffic(seed, num_rounds) for seed in seeds), Counter[str]())
-    wanted = ("preempted", "evicted", "expired", "in place", "moved", "mixed", "finished")
+    wanted = ("preempted", "overflowed", "shifted", "discarded", "evicted", "expired", "in place")
+    wanted += ("moved", "mixed", "finished")
     assert min(seen[what] for what in wanted) > 0, f"the traffic is too tame: {seen}"
 
 

@@ -1,6 +1,7 @@
 """Requests that are admitted and not over: LOADING, READY or RUNNING.
 
-Invariants (`check`): 1. nothing else is here; 2. one request of a session at a time.
+Invariants (`check`): 1. nothing else is here; 2. one request of a session at a time; 3. it has not
+computed more than it has rows for, nor rows for more than its window.
 """
 
 from collections.abc import Iterator
@@ -44,3 +45,5 @@ class ActiveRequests:
         """Raise AssertionError if an invariant is broken."""
         assert all(request.state in _STATES for request in self)
         assert len(self) == len({request.key for request in self})
+        for request in self:
+            assert request.computed_tokens <= request.capacity_tokens <= request.window_tokens

@@ -20,7 +20,9 @@ def prompt_budget(running: Sequence[Request], limits: SchedulerLimits) -> int:
 
 def plan_chunks(running: Sequence[Request], limits: SchedulerLimits) -> tuple[PlannedChunk, ...]:
     """Choose the chunks of a step; prompts are served in the order of `running`."""
-    growing = [request for request in running if not request.is_outgrown]
+    growing = [
+        request for request in running if not (request.is_outgrown or request.is_overflowing)
+    ]
     chunks = [PlannedChunk(r, 1, sample=True) for r in growing if r.is_decoding]
     left = prompt_budget(running, limits)
     for request in growing:

@@ -1,6 +1,7 @@
 """Makes the plan of the next step: who leaves the batch, who joins it, who is admitted.
 
-    1. a running request that has outgrown its rows goes back to its place in the queue;
+    1. a running request that has outgrown its rows goes back to its place in the queue, and so
+       does one whose window is full: its resident is protected until its rows have closed up;
     2. requests that are ready start, those of higher priority first, once the start gate lets them:
        a full batch gives up one of lower priority;
     3. the head of the queue is admitted, while there is room: residents are evicted for it, and
@@ -32,6 +33,7 @@ class _Draft:
     now_ns: int
     admitted: list[Admission] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    overflowed: list[Request] = field(default_factory=list)
     evicted: list[SessionKey] = field(default_factory=list)
 
 
@@ -58,10 +60,10 @@ class Planner:
     def plan(self, now_ns: int) -> StepPlan:
         """Make a plan; of deadlines it knows nothing."""
         draft = _Draft(now_ns)
-        self._preempt_outgrown(draft)
+        self._preempt_full(draft)
         wake_ns = self._start_ready(draft)
         self._admit(draft)
-        if draft.preempted:  # there may be places in the batch again
+        if draft.preempted or draft.overflowed:  # there may be places in the batch again
             wake_ns = self._start_ready(draft)
         if not self._limits.keeps_residents:
             self._evict_left_over(draft)
@@ -69,16 +71,21 @@ class Planner:
             plan_chunks(self._active.in_state(RequestState.RUNNING), self._limits),
             tuple(draft.admitted),
             tuple(draft.preempted),
+            tuple(draft.overflowed),
             tuple(draft.evicted),
             wake_ns=wake_ns,
         )
 
     # ----------------------------------------------------------------------------- the batch
 
-    def _preempt_outgrown(self, draft: _Draft) -> None:
+    def _preempt_full(self, draft: _Draft) -> None:
         for request in self._active.in_state(RequestState.RUNNING):
-            if request.is_outgrown and self._can_preempt(request):
+            if not self._can_preempt(request):
+                continue
+            if request.is_outgrown:
                 self._preempt(request, draft)
+            elif request.is_overflowing:
+                self._overflow(request, draft)
 
     def _start_ready(self, draft: _Draft) -> int | None:
         """Start what is ready and may; returns when the next that is held back may."""
@@ -108,8 +115,8 @@ class Planner:
     def _admit(self, draft: _Draft) -> None:
         """Admit from the head of the queue while there is room, or room can be made."""
         while (head := self._queue.head) is not None:
-            # A session's earlier request, or its resident's move, has to end first.
-            if self._active.has_session(head.key) or self._residents.is_moving(head.key):
+            # A session's earlier request, or what is done to its resident, has to end first.
+            if self._active.has_session(head.key) or self._residents.is_busy(head.key):
                 return
             terms = self._terms_with_room(head) or self._terms_by_preempting(head, draft)
             if terms is None:
@@ -169,14 +176,25 @@ class Planner:
 
     def _preempt(self, request: Request, draft: _Draft) -> None:
         """Send a request back to its place; what it has is its session's resident."""
-        request.move(RequestState.WAITING)
         request.num_preemptions += 1
+        self._put_back(request, draft)
+        draft.preempted.append(request)
+
+    def _overflow(self, request: Request, draft: _Draft) -> None:
+        """Send a request back to its place until its context is cut."""
+        request.num_overflows += 1
+        self._put_back(request, draft)
+        is_there = self._residents.begin_shift(request.key)
+        assert is_there, "what it has computed is resident now"
+        draft.overflowed.append(request)
+
+    def _put_back(self, request: Request, draft: _Draft) -> None:
+        request.move(RequestState.WAITING)
         token_ids = request.token_ids[: request.computed_tokens]
         self._rows.become_resident(request, token_ids, draft.now_ns)
         self._active.remove(request)
         self._gate.forget(request)
         self._queue.put_back(request)
-        draft.preempted.append(request)
 
     def _evict_left_over(self, draft: _Draft) -> None:
         """Without residents, only what was preempted and waits keeps its slab."""

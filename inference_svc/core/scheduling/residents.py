@@ -1,16 +1,17 @@
 """Sessions whose slab is kept after their turn: a hit there needs no load (the HBM-resident tail).
 
 Knows which tokens a resident's rows are of, and who must go first when room is needed. While a
-resident is moved to a larger slab it stays, is of no use to others, and is no victim.
+resident is moved to a larger slab, or its rows are shifted because tokens between them were
+dropped, it stays, is of no use to others, and is no victim.
 
 Invariants (`check`): 1. a session has one resident at most; 2. num_rows is the sum of their
-capacities; 3. only a resident is moved, by one request.
+capacities; 3. only a resident is moved, by one request, or shifted, not both.
 
 *Source:* look-ahead eviction: CachedAttention §3.3.2.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from inference_svc.core.scheduling.request import Request
 from shared.queue_digest import Rank
@@ -44,6 +45,7 @@ class Residents:
         self.num_rows = 0
         self._residents: dict[SessionKey, Resident] = {}
         self._movers: dict[SessionKey, int] = {}  # by the request that has the new slab
+        self._shifts: dict[SessionKey, bool] = {}  # whether it is still wanted
         self._last_match: tuple[Request | None, Resident | None, int] = (None, None, 0)
 
     def __len__(self) -> int:
@@ -55,12 +57,17 @@ class Residents:
     @property
     def evictable_rows(self) -> int:
         """Rows that would be free if every resident were evicted that can be."""
-        moving = (self._residents[key].capacity_tokens for key in self._movers)
-        return self.num_rows - sum(moving)
+        busy = (self._residents[key].capacity_tokens for key in (*self._movers, *self._shifts))
+        return self.num_rows - sum(busy)
 
     def get(self, key: SessionKey) -> Resident | None:
         """A session's resident."""
         return self._residents.get(key)
+
+    def token_ids(self, key: SessionKey) -> Sequence[int]:
+        """The tokens that a session's resident has rows of; () if there is none."""
+        resident = self._residents.get(key)
+        return () if resident is None else resident.token_ids
 
     def put(self, resident: Resident) -> None:
         """Add one; the session has none."""
@@ -69,11 +76,23 @@ class Residents:
         self.num_rows += resident.capacity_tokens
 
     def take(self, key: SessionKey) -> Resident:
-        """Remove one that is not being moved."""
-        assert key not in self._movers, f"the resident of {key} is being moved"
+        """Remove one that is not busy."""
+        assert not self.is_busy(key), f"the resident of {key} is being moved"
         resident = self._residents.pop(key)
         self.num_rows -= resident.capacity_tokens
         return resident
+
+    def drop(self, key: SessionKey) -> bool:
+        """Remove a session's resident; False if there is none, or it is busy.
+
+        One that is being shifted goes when that ends.
+        """
+        if key in self._shifts:
+            self._shifts[key] = False
+        if key not in self._residents or self.is_busy(key):
+            return False
+        self.take(key)
+        return True
 
     def match(self, request: Request) -> int:
         """How many of a request's first tokens its session's resident has rows of.
@@ -104,7 +123,7 @@ class Residents:
         idle: list[tuple[int, int, Resident]] = []
         queued: list[tuple[Rank, Resident]] = []
         for resident in self._residents.values():
-            if resident.key == spared or resident.key in self._movers:
+            if resident.key == spared or self.is_busy(resident.key):
                 continue
             place = rank(resident.key)
             if place is None:
@@ -121,15 +140,25 @@ class Residents:
             num_rows -= resident.capacity_tokens
         return chosen
 
+    def take_surplus(
+        self, most: int, rank: Callable[[SessionKey], Rank | None]
+    ) -> list[SessionKey]:
+        """Remove residents beyond a number, as far as they may go, in the order of `victims`."""
+        taken = []
+        while len(self) > most and (found := self.victims(1, rank)):
+            self.take(found[0])
+            taken.append(found[0])
+        return taken
+
     def unqueued(self, rank: Callable[[SessionKey], Rank | None]) -> list[SessionKey]:
-        """Those of whom no request waits and that are not being moved."""
-        return [key for key in self._residents if key not in self._movers and rank(key) is None]
+        """Those of whom no request waits and that are not busy."""
+        return [key for key in self._residents if not self.is_busy(key) and rank(key) is None]
 
-    # ----------------------------------------------------------------------------------- moves
+    # ------------------------------------------------------------------------ moves and shifts
 
-    def is_moving(self, key: SessionKey) -> bool:
-        """Whether a session's resident is being moved."""
-        return key in self._movers
+    def is_busy(self, key: SessionKey) -> bool:
+        """Whether a session's resident is being moved or shifted."""
+        return key in self._movers or key in self._shifts
 
     def is_moved_by(self, request: Request) -> bool:
         """Whether a request's session has a resident that is being moved to its slab."""
@@ -138,7 +167,7 @@ class Residents:
     def begin_move(self, request: Request) -> None:
         """The rows of the session's resident are to go to a request's slab."""
         assert request.key in self._residents, f"{request.key} has no resident"
-        assert request.key not in self._movers, f"the resident of {request.key} is being moved"
+        assert not self.is_busy(request.key), f"the resident of {request.key} is being moved"
         self._movers[request.key] = request.number
 
     def end_move(self, request: Request) -> None:
@@ -152,11 +181,35 @@ class Residents:
         if self.is_moved_by(request):
             del self._movers[request.key]
 
+    def begin_shift(self, key: SessionKey) -> bool:
+        """Protect a resident while rows of it are dropped and the others close up.
+
+        False if there is none, or it is busy; else `end_shift` is owed.
+        """
+        if key not in self._residents or self.is_busy(key):
+            return False
+        self._shifts[key] = True
+        return True
+
+    def end_shift(self, key: SessionKey, token_ids: Sequence[int]) -> bool:
+        """The resident's rows are those of `token_ids` now; False: it is no more.
+
+        It goes if it has no row left, or was dropped meanwhile.
+        """
+        is_wanted = self._shifts.pop(key)
+        resident = self._residents[key]
+        if is_wanted and token_ids:
+            self._residents[key] = replace(resident, token_ids=tuple(token_ids))
+            return True
+        self.take(key)
+        return False
+
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         assert all(key == resident.key for key, resident in self._residents.items())
         assert self.num_rows == sum(r.capacity_tokens for r in self._residents.values())
-        assert set(self._movers) <= set(self._residents)
+        assert self._movers.keys() | self._shifts.keys() <= self._residents.keys()
+        assert not self._movers.keys() & self._shifts.keys()
         assert all(len(r.token_ids) <= r.capacity_tokens for r in self._residents.values())
 
 

@@ -10,12 +10,13 @@ buffers, and by residents. What happens to them:
     admitted, moving      + capacity; the resident's stay   + capacity promised
     announced                                               of the promise, what can be new stays
     moved                 the resident's are free
-    preempted             become a resident's               stay
+    preempted, overflowed become a resident's               stay
     ended                 stay                              stay
     kept                  become a resident's               stay
     restarted, or         free; a move under way is         a promise is void; others stay
       release_slab          off, and the resident stays
     release_write                                           the oldest one's are free
+    resident shifted      stay, however few are in use
     resident evicted      the resident's are free
       or dropped
 

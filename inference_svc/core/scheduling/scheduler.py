@@ -6,8 +6,9 @@ calls, and no method blocks:
     submit ─► schedule ─► plan: admitted ─► announced ─► progressed … ─► schedule ─► plan: chunks
                                                                            ▲           │
                                                          finish ◄── apply ─┴───────────┘
-    and owes, for each announcement, release_write (if requests have write buffers), and, for each
-    request that is over, release_slab. The life of rows: `row_budget.py`.
+    and owes, for each announcement, release_write (if requests have write buffers), for a request
+    that is over, release_slab, and for one that overflowed, truncated and the end of its resident's
+    shift. The life of rows: `row_budget.py`.
 
 Invariants (`check`):
     1. rows: see row_budget.py and residents.py;
@@ -15,13 +16,14 @@ Invariants (`check`):
        either; at most max_waiting wait, apart from those that were preempted or restarted;
     3. a step contains every answer under way that has room, and prompt tokens up to the bound;
     4. nothing starves: the head of the queue holds back those behind it, a request that is
-       preempted has its old place, and whoever holds rows gives them up in the end: residents are
-       evicted, requests end or outgrow their rows. Only higher priorities go first.
+       preempted or overflows has its old place, and whoever holds rows gives them up in the end:
+       residents are evicted, requests end or outgrow their rows. Only higher priorities go first.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from inference_svc.core.discards import Range
 from inference_svc.core.errors import QueueFullError
 from inference_svc.core.rates.rates import Rates
 from inference_svc.core.scheduling.active_requests import ActiveRequests
@@ -49,8 +51,9 @@ class Scheduler:
         tenant_weights: shares of tenants that wait at the same time; 1 for one not named.
 
     Attributes:
-        feed: requests that wait, and those that run: from their admission until they are preempted
-            or restarted, or, after their end, until `release_slab`.
+        feed: requests that wait, and those that run: from admission until they wait again, or,
+            after their end, until `release_slab`.
+        residents: who drops rows of one says so there.
     """
 
     def __init__(
@@ -64,11 +67,11 @@ class Scheduler:
         self.feed = QueueFeed()
         self._queue = WaitingQueue(tenant_weights or {}, self.feed)
         self._active = ActiveRequests()
-        self._residents = Residents()
-        self._rows = RowBudget(limits.kv_rows, self._residents)
+        self.residents = Residents()
+        self._rows = RowBudget(limits.kv_rows, self.residents)
         self._gate = StartGate(num_layers, rates)
         self._planner = Planner(
-            limits, self._queue, self._active, self._rows, self._residents, self._gate
+            limits, self._queue, self._active, self._rows, self.residents, self._gate
         )
         self._deadlines = Deadlines()
         self._estimates = StartEstimates(rates)
@@ -88,12 +91,12 @@ class Scheduler:
     @property
     def num_resident(self) -> int:
         """Sessions whose slab is kept."""
-        return len(self._residents)
+        return len(self.residents)
 
     @property
     def resident_rows(self) -> int:
         """Rows of these slabs."""
-        return self._residents.num_rows
+        return self.residents.num_rows
 
     @property
     def reserved_rows(self) -> int:
@@ -116,10 +119,9 @@ class Scheduler:
         Raises:
             QueueFullError: the waiting queue is at its bound.
         """
-        buffers = 2 if self._limits.saves else 1
-        assert buffers * request.full_capacity_tokens <= self._limits.kv_rows, (
-            "the caller checks the window"
-        )
+        assert len(request.token_ids) <= request.window_tokens, "the caller cuts the context"
+        most_rows = request.full_capacity_tokens * (2 if self._limits.saves else 1)
+        assert most_rows <= self._limits.kv_rows, "the caller checks the window"
         if len(self._queue) >= self._limits.max_waiting:
             raise QueueFullError(
                 f"the queue is full ({len(self._queue)} turns wait)",
@@ -156,7 +158,7 @@ class Scheduler:
         assert 0 <= num_tokens < len(request.token_ids), "the last token is always computed"
         request.move(RequestState.READY)
         request.computed_tokens = num_tokens
-        if not request.num_preemptions:
+        if not request.is_back:
             request.loaded_tokens = num_tokens
         request.ready_ns = request.ready_ns or now_ns
         self._rows.open_write(request, request.capacity_tokens - write_first_token)
@@ -173,7 +175,7 @@ class Scheduler:
         """
         request.move(RequestState.WAITING)
         request.computed_tokens = 0
-        if not request.num_preemptions:
+        if not request.is_back:
             request.loaded_tokens = 0
         self._rows.release_slab(request)
         self._deactivate(request)
@@ -190,7 +192,7 @@ class Scheduler:
             request.computed_tokens += chunk.num_tokens
             assert request.computed_tokens <= request.capacity_tokens, "a slab has overflowed"
             if chunk.sample:
-                request.token_ids.append(result.sampled[request.number])
+                request.append(result.sampled[request.number])
                 request.first_token_ns = request.first_token_ns or now_ns
 
     def finish(self, request: Request, now_ns: int) -> None:
@@ -214,20 +216,14 @@ class Scheduler:
         key = request.key
         if not (self._limits.keeps_residents and token_ids and self._rows.slab_rows(request)):
             return False
-        if key in self._residents or self._active.has_session(key):
+        if key in self.residents or self._active.has_session(key):
             return False
         self._rows.become_resident(request, token_ids, now_ns)
         return True
 
     def evict_surplus(self, most: int) -> list[SessionKey]:
         """Take out residents beyond a number; their slabs are to be released."""
-        evicted = []
-        while len(self._residents) > most and (
-            found := self._residents.victims(1, self._queue.rank)
-        ):
-            self._residents.take(found[0])
-            evicted.append(found[0])
-        return evicted
+        return self.residents.take_surplus(most, self._queue.rank)
 
     def release_slab(self, request: Request) -> None:
         """Free the slab of a request that is over; nothing if it has none (any more).
@@ -246,14 +242,20 @@ class Scheduler:
 
     def resident_moved(self, request: Request) -> None:
         """Free the slab from which rows were moved for a request."""
-        self._residents.end_move(request)
+        self.residents.end_move(request)
 
     def drop_resident(self, key: SessionKey) -> bool:
-        """Free a session's resident; False if there is none, or it is being moved."""
-        if key not in self._residents or self._residents.is_moving(key):
-            return False
-        self._residents.take(key)
-        return True
+        """Free a session's resident; False if there is none, or it is busy."""
+        return self.residents.drop(key)
+
+    def truncated(self, request: Request, ranges: Sequence[Range]) -> None:
+        """Cut the context of a request that overflowed; it is admitted once its resident is ready.
+
+        `ranges` are merged, not empty, and leave its last token.
+        """
+        assert ranges, "a context that stays as it is would overflow for ever"
+        request.discard(ranges)
+        self._queue.history_changed(request)
 
     # ---------------------------------------------------------------------------------- plan
 
@@ -294,6 +296,4 @@ class Scheduler:
         assert len(self._queue) + num_active <= limits.max_waiting + most_admitted
         assert all(request.state is RequestState.WAITING for request in self._queue)
         self._active.check()
-        for request in self._active:
-            assert request.computed_tokens <= request.capacity_tokens
-            assert request.capacity_tokens <= self._rows.slab_rows(request)
+        assert all(r.capacity_tokens <= self._rows.slab_rows(r) for r in self._active)

@@ -64,11 +64,14 @@ class Admission:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What to do now, to be carried out in this order: preempted, evicted, admitted, chunks.
+    """What to do now, in this order: preempted, overflowed, evicted, admitted, chunks.
 
     Attributes:
         preempted: their slabs are their sessions' residents now, with `computed_tokens` rows;
             they wait again. Their write buffers may be saved, and `release_write` is owed.
+        overflowed: as preempted, because their window is full. Until their context is cut they are
+            not admitted, and nobody else is whose place is behind theirs: `truncated`, then
+            `end_shift` of their resident are owed.
         evicted: sessions whose resident slab is to be released before memory is given to others.
         expired: failed because their deadline passed; release is owed.
         wake_ns: when to ask again even if nothing happens; None: not needed.
@@ -77,6 +80,7 @@ class StepPlan:
     chunks: tuple[PlannedChunk, ...] = ()
     admitted: tuple[Admission, ...] = ()
     preempted: tuple[Request, ...] = ()
+    overflowed: tuple[Request, ...] = ()
     evicted: tuple[SessionKey, ...] = ()
     expired: tuple[Request, ...] = ()
     wake_ns: int | None = None

@@ -73,6 +73,10 @@ class WaitingQueue:
         self._requests[request.number] = request
         self._feed.waits(rank, request.key, request.history_tokens)
 
+    def history_changed(self, request: Request) -> None:
+        """Tell of a request that waits that its session has another history now."""
+        self._feed.waits(_rank_of(request), request.key, request.history_tokens)
+
     def admit(self, request: Request) -> None:
         """Take a request out of the queue because it is its turn: it runs from now on."""
         self._take_out(request)

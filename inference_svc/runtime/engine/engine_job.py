@@ -1,19 +1,22 @@
 """A turn inside the engine: its request, its memory, and where its tokens go."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
+from inference_svc.core.discards import Discard, Range
 from inference_svc.core.rates.load_or_recompute import LoadPolicy
 from inference_svc.core.scheduling.request import Request
+from inference_svc.runtime.compute.attention_scores import ScoreKeeper
 from inference_svc.runtime.compute.sampling import Sampled, Sampler
 from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.store.save_stream import SaveStream
 from shared.block_key import TOKEN_BYTES
+from shared.lineage import Lineage
 from shared.session_key import SessionKey
 
 
@@ -45,6 +48,9 @@ class TurnSink(Protocol):
     def sampled(self, token: Sampled) -> bool:
         """Take the next token; return whether the answer ends with it."""
 
+    def window_full(self) -> None:
+        """No token comes any more: the window is full, and nothing may be dropped."""
+
 
 @dataclass(eq=False)
 class EngineJob:
@@ -54,6 +60,13 @@ class EngineJob:
         is_final: the session ends with this turn.
         done: set when the answer is complete; its exception is why there is none.
         load_policy: None: the engine's.
+        truncate: given the context whose window is full, returns what is to be dropped of it: ()
+            ends the answer. None: the answer never fills its window.
+        scores: attention of its tokens, for compression.
+        input_tokens: how many of the prompt's tokens are the turn's own.
+        lineage: of its context; None: the store is not told of it.
+        discards: what `truncate` made it drop, in order.
+        to_drop: what it is about to.
         slab: from the start of loading until it is released or becomes a resident.
         write_buffer: of this admission; None if nothing is saved.
         saves: stores the write buffer.
@@ -68,6 +81,12 @@ class EngineJob:
     sink: TurnSink
     done: asyncio.Future[None]
     load_policy: LoadPolicy | None = None
+    truncate: Callable[[Sequence[int]], tuple[Range, ...]] | None = None
+    scores: ScoreKeeper | None = None
+    input_tokens: int = 0
+    lineage: Lineage | None = None
+    discards: list[Discard] = field(default_factory=list)
+    to_drop: tuple[Range, ...] = ()
     slab: KVSlab | None = None
     write_buffer: WriteBuffer | None = None
     saves: SaveStream | None = None
@@ -94,6 +113,18 @@ class EngineJob:
         new = self.request.token_ids[known:]
         self._token_bytes += as_token_bytes(new)
         return bytes(self._token_bytes[: num_tokens * TOKEN_BYTES])
+
+    def context_cut(self, ranges: Sequence[Range]) -> None:
+        """Tokens of the context are dropped; the request is told separately, and after this.
+
+        `ranges` are merged, and of what is computed.
+        """
+        computed = self.token_bytes(self.request.computed_tokens)
+        if self.lineage is not None:
+            self.lineage = self.lineage.after(computed, ranges)
+        if self.scores is not None:
+            self.scores.discard(ranges)
+        self._token_bytes.clear()
 
     def detach(self) -> None:
         """Forget the memory, which goes its own way; the job waits for another admission."""

@@ -3,36 +3,39 @@
     submit ─► waiting ─► load (loads.py) ─► step, step, … (stepping.py) ─► done ─► keep: resident
                  ▲            │                    │                         └──► drop
                  └────────────┴── preempted ◄──────┘   saves (save_stream.py) go on beside all this
+                                  window full: cut (discards.py)
 
 Threads: the event loop, one compute thread (steps), one load thread and one store thread (copies).
 The scheduler and all jobs belong to the event loop. Invariants:
     1. memory is given back only when no step and no copy uses it: the pool's holds see to that;
     2. whoever gets an answer owes `keep` or `drop`; until then its rows stay reserved;
-    3. rows computed over history that is still being loaded are neither shown nor saved before
-       that load is confirmed;
+    3. rows computed over a load are neither shown nor saved before that is confirmed;
     4. an exception that is nobody's turn's fault ends the loop, and with it the process.
 """
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from inference_svc.core.counters import Counters
-from inference_svc.core.errors import DeadlineExceededError
+from inference_svc.core.discards import Range, merge_ranges
 from inference_svc.core.scheduling.request import RequestState
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.core.scheduling.step_plan import PlannedChunk, StepPlan, StepResult
-from inference_svc.runtime.compute.model_runner import Chunk
-from inference_svc.runtime.compute.stepping import StepInput, StepOutput, Stepper
+from inference_svc.runtime.compute.stepping import StepOutput, Stepper
+from inference_svc.runtime.engine.discards import Discards
 from inference_svc.runtime.engine.engine_job import EngineJob, as_token_bytes
 from inference_svc.runtime.engine.job_memory import JobMemory
+from inference_svc.runtime.engine.jobs import Jobs
 from inference_svc.runtime.engine.load_tasks import LoadTasks
 from inference_svc.runtime.engine.loads import Loads
-from inference_svc.runtime.kv.copy_stream import StepClock
+from inference_svc.runtime.engine.step_parts import follow_step, settle_load, step_input
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.resident_slabs import ResidentSlabs
+from inference_svc.runtime.kv.shift import SlabShifts
 from inference_svc.runtime.store.saves import Saves
 from inference_svc.runtime.store.session_store import SessionStore
+from shared.lineage import Lineage
 from shared.progress_words import LoadFailedError
 from shared.session_key import SessionKey
 from shared.units import NS_PER_S
@@ -53,6 +56,7 @@ class EngineLoop:
         loads: Loads,
         saves: Saves,
         residents: ResidentSlabs,
+        shifts: SlabShifts,
         pool: KVPool,
         store: SessionStore,
         counters: Counters,
@@ -68,8 +72,6 @@ class EngineLoop:
         self._counters = counters
         self._num_layers = num_layers
         self._saves_first = saves_first
-        self._jobs: dict[int, EngineJob] = {}  # by request number, until their slab is given up
-        self._dropped: list[EngineJob] = []
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -78,11 +80,19 @@ class EngineLoop:
         self._memory = JobMemory(
             *(scheduler, pool, residents, saves, store, counters, self._tasks, self._changed)
         )
+        self._discards = Discards(
+            *(scheduler, self._memory, residents, shifts, counters, self._tasks, self._changed)
+        )
+        self._jobs = Jobs(
+            *(scheduler, self._memory, counters),
+            is_loading=self._is_loading,
+            changed=self._changed,
+        )
         self._loading = LoadTasks(
             *(scheduler, loads, saves, self._memory, self._tasks),
             num_layers=num_layers,
-            failed=self._fail,
-            ended=self._give_up,
+            failed=self._jobs.fail,
+            ended=self._jobs.give_up,
             changed=self._changed,
         )
 
@@ -105,11 +115,10 @@ class EngineLoop:
 
     def gauges(self) -> dict[str, float]:
         """What goes up and down, by name."""
-        scheduler = self._scheduler
         return {
-            "reserved_rows": scheduler.reserved_rows,
-            "resident_rows": scheduler.resident_rows,
-            "resident_sessions": scheduler.num_resident,
+            "reserved_rows": self._scheduler.reserved_rows,
+            "resident_rows": self._scheduler.resident_rows,
+            "resident_sessions": self._scheduler.num_resident,
             "pool_rows": self._pool.num_rows,
             "pool_free_rows": self._pool.num_free,
             "pool_misses": self._pool.num_outside,  # rows found no room in the pool: only slower
@@ -118,7 +127,7 @@ class EngineLoop:
         }
 
     async def wait_idle(self) -> None:
-        """Wait until nothing is computed, loaded or saved."""
+        """Wait until nothing is computed, loaded, saved or dropped."""
         await self._idle.wait()
 
     # ------------------------------------------------------------------------- for the turns
@@ -131,7 +140,7 @@ class EngineLoop:
             ReportedError: it failed; nothing is owed.
         """
         self._scheduler.submit(job.request)
-        self._jobs[job.request.number] = job
+        self._jobs.add(job)
         self._idle.clear()
         self._wake.set()
         try:
@@ -146,11 +155,38 @@ class EngineLoop:
         `token_ids` are the first of the request's tokens, all computed: they are what is kept.
         """
         self._memory.keep(job, token_ids)
-        self._forget(job)
+        self._jobs.forget(job)
+
+    async def discard(
+        self,
+        key: SessionKey,
+        token_ids: Sequence[int],
+        ranges: Iterable[Range],
+        lineage: Lineage | None = None,
+    ) -> None:
+        """Drop tokens of a session no turn of which is under way; the others keep their KV.
+
+        Returns once that in memory is in order. The store is told behind the session's saves, and
+        before its next load and save; if that fails, a later load misses.
+
+        Args:
+            key: whose.
+            token_ids: of its context before, those that were computed.
+            ranges: positions in these.
+            lineage: of these; None: the store is not told of it.
+
+        Raises:
+            InvalidDiscardError: for a range that is empty or outside the context.
+        """
+        merged = merge_ranges(ranges, len(token_ids))
+        if merged:
+            self._idle.clear()
+            await self._discards.discard(key, token_ids, merged, lineage)
 
     async def forget(self, key: SessionKey, token_ids: Sequence[int]) -> None:
-        """Have the KV of a deleted session dropped, after the save of its last turn."""
+        """Have the KV of a session dropped that is deleted, or not as its transcript says."""
         self.release_resident(key)
+        await self._discards.settled(key)
         await self._saves.settled(key)
         await self._store.forget(key, as_token_bytes(token_ids))
 
@@ -166,8 +202,7 @@ class EngineLoop:
 
     def drop(self, job: EngineJob) -> None:
         """Give the job up wherever it is; does nothing for one that is kept or released."""
-        if not job.is_kept and job.request.number in self._jobs:
-            self._dropped.append(job)
+        if self._jobs.drop(job):
             self._wake.set()
 
     # ------------------------------------------------------------------------------ the loop
@@ -177,7 +212,7 @@ class EngineLoop:
         async with self._tasks:
             while True:
                 self._wake.clear()
-                self._settle_dropped()
+                self._jobs.settle_dropped()
                 if self._saves_first:
                     await self._all_saved()
                 self._loading.note_progress()
@@ -190,10 +225,10 @@ class EngineLoop:
 
     async def _all_saved(self) -> None:
         """Wait until what has been computed is stored, answers that are just complete included."""
-        while any(job.request.state is RequestState.FINISHED for job in self._jobs.values()):
+        while any(job.request.state is RequestState.FINISHED for job in self._jobs):
             await self._wake.wait()  # for their `keep`, or `drop`
             self._wake.clear()
-            self._settle_dropped()
+            self._jobs.settle_dropped()
         await self._saves.caught_up()
 
     async def _sleep(self, wake_ns: int | None) -> None:
@@ -208,31 +243,24 @@ class EngineLoop:
         finally:
             timer.cancel()
 
-    def _settle_dropped(self) -> None:
-        """No step is under way: stop what was dropped, and release it unless a load uses it."""
-        dropped, self._dropped = self._dropped, []
-        for job in dropped:
-            if not job.request.is_over:
-                self._scheduler.stop(job.request, RequestState.CANCELLED, time.monotonic_ns())
-            self._give_up(job)
-
     def _carry_out(self, plan: StepPlan) -> None:
         for request in plan.preempted:
             self._counters.add("preempted")
-            self._memory.preempt(self._jobs[request.number])
+            self._memory.preempt(self._jobs.of(request))
+        for request in plan.overflowed:
+            self._discards.truncate(self._jobs.of(request))
         for key in plan.evicted:
             self._memory.evict(key)
         for request in plan.expired:
-            self._counters.add("expired")
-            self._expire(self._jobs[request.number])
+            self._jobs.expire(self._jobs.of(request))
         for admission in plan.admitted:
-            self._loading.start(self._jobs[admission.request.number], admission)
+            self._loading.start(self._jobs.of(admission.request), admission)
 
     # --------------------------------------------------------------------------------- steps
 
     async def _step(self, chunks: Sequence[PlannedChunk]) -> None:
-        inputs = [self._input(chunk) for chunk in chunks]
-        clock = self._follow(inputs)
+        inputs = [step_input(self._jobs.of(chunk.request), chunk) for chunk in chunks]
+        clock = follow_step(inputs, self._num_layers)
         outputs = await self._stepper.step(inputs, clock)
         computed = [c for c, output in zip(chunks, outputs, strict=True) if output.error is None]
         sampled = {
@@ -243,95 +271,29 @@ class EngineLoop:
         self._scheduler.apply(StepResult(computed, sampled), time.monotonic_ns())
         for part, output in zip(inputs, outputs, strict=True):
             if not part.job.request.is_over:  # its load may have failed it under the step
-                self._settle_load(part.job)
+                settle_load(part.job)
                 self._hand_out(part.job, output)
-
-    def _input(self, chunk: PlannedChunk) -> StepInput:
-        request = chunk.request
-        job = self._jobs[request.number]
-        assert job.slab is not None, "a running request has a slab"  # noqa: S101
-        job.in_batch.set()
-        if job.gate is not None:
-            job.gate.on_change = None  # who is in the batch waits in the forward
-        start = request.computed_tokens
-        token_ids = request.token_ids[start : start + chunk.num_tokens]
-        return StepInput(job, Chunk(job.slab, token_ids, chunk.sample, job.write_buffer))
-
-    def _follow(self, inputs: Sequence[StepInput]) -> StepClock | None:
-        """Have saves follow the step layer by layer, where history is certain."""
-        clock = None
-        for part in inputs:
-            job, slab = part.job, part.chunk.slab
-            end_token = slab.num_tokens + len(part.chunk.token_ids)
-            if job.saves is not None and slab.gate is None and job.saves.wants(end_token):
-                clock = clock or StepClock(self._num_layers, slab.device)
-                job.saves.follow(job.token_bytes(end_token), clock)
-        return clock
-
-    def _settle_load(self, job: EngineJob) -> None:
-        """After the first step over a load: its gate has done its duty, and saving may begin."""
-        slab = job.slab
-        if slab is None or slab.gate is None or not slab.gate.is_settled:
-            return
-        job.outcome.stall_s += slab.gate.waited_s
-        if slab.gate.error is not None:
-            return
-        slab.gate = None
-        if job.saves is not None and job.saves.wants(slab.num_tokens):
-            job.saves.follow(job.token_bytes(slab.num_tokens), None)
 
     def _hand_out(self, job: EngineJob, output: StepOutput) -> None:
         """Give the token to the turn; end the request if the answer does, or if it failed."""
         if isinstance(output.error, LoadFailedError):
-            self._restart(job)
+            self._jobs.restart(job)
         elif output.error is not None:
-            self._fail(job, output.error)
+            self._jobs.fail(job, output.error)
         elif output.token is not None:
             try:
-                is_over = job.sink.sampled(output.token)
+                is_over = job.sink.sampled(output.token) or self._discards.is_end(job)
             except Exception as error:  # noqa: BLE001  # the turn's, which logs it
-                self._fail(job, error)
+                self._jobs.fail(job, error)
                 return
             if is_over:
                 self._scheduler.finish(job.request, time.monotonic_ns())
                 job.end()
 
-    # ---------------------------------------------------------------------------------- ends
-
-    def _restart(self, job: EngineJob) -> None:
-        """Its history did not arrive: what was computed over it is void, it is admitted anew."""
-        job.num_failed_loads += 1
-        self._memory.void(job)
-        self._scheduler.restart(job.request, time.monotonic_ns())
-
-    def _expire(self, job: EngineJob) -> None:
-        job.end(
-            DeadlineExceededError(
-                "the turn's deadline passed before it was complete",
-                "submit it again with more time, or when the service is less busy",
-            )
-        )
-        self._give_up(job)
-
-    def _fail(self, job: EngineJob, error: Exception) -> None:
-        if not job.request.is_over:
-            self._scheduler.stop(job.request, RequestState.FAILED, time.monotonic_ns())
-        job.end(error)
-        self._give_up(job)
-
-    def _give_up(self, job: EngineJob) -> None:
-        """Release a job that has no answer, unless its load is under way, which does it then."""
-        job.in_batch.set()  # a load that waits for it goes on
-        if not self._loading.is_loading(job) and self._forget(job):
-            self._memory.give_up(job)
-
-    def _forget(self, job: EngineJob) -> bool:
-        """Forget a job that is over; False if it was before."""
-        is_known = self._jobs.pop(job.request.number, None) is not None
-        self._changed()
-        return is_known
+    def _is_loading(self, job: EngineJob) -> bool:
+        return self._loading.is_loading(job)
 
     def _changed(self) -> None:
         self._wake.set()
-        if not self._jobs and not self._memory.num_saving:
+        if not (self._jobs or self._memory.num_saving or self._discards.num_shifting):
             self._idle.set()

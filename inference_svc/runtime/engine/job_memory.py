@@ -14,14 +14,16 @@ import time
 from collections.abc import Callable, Sequence
 
 from inference_svc.core.counters import Counters
+from inference_svc.core.discards import Range
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.runtime.engine.engine_job import EngineJob
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.kv_slab import WriteBuffer
 from inference_svc.runtime.kv.resident_slabs import ResidentSlabs
 from inference_svc.runtime.store.save_stream import SaveStream
-from inference_svc.runtime.store.saves import Saves
+from inference_svc.runtime.store.saves import DiscardLink, Saves
 from inference_svc.runtime.store.session_store import SessionStore
+from shared.lineage import WHOLE, Lineage
 from shared.session_key import SessionKey
 
 # Each has up to a block of rows beside the scheduler's account: for its tail.
@@ -35,7 +37,7 @@ class JobMemory:
         changed: called when rows came back.
 
     Attributes:
-        num_saving: saves under way, and ends of sessions that the store is being told.
+        num_saving: saves under way, and discards and ends of sessions that the store is being told.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class JobMemory:
 
     def open_save(self, job: EngineJob, buffer: WriteBuffer) -> None:
         """Begin to save a buffer that is about to be filled."""
-        stream = job.saves = self._saves.open(job.key, buffer)
+        stream = job.saves = self._saves.open(job.key, buffer, job.lineage or WHOLE)
         self.num_saving += 1
         self._tasks.create_task(self._save(job, stream, buffer))
 
@@ -82,6 +84,30 @@ class JobMemory:
 
     async def _end_session(self, key: SessionKey) -> None:
         await self._store.end_session(key)
+        self.num_saving -= 1
+        self._changed()
+
+    def discard_stored(
+        self,
+        key: SessionKey,
+        token_ids: bytes,
+        ranges: Sequence[Range],
+        lineage: Lineage | None,
+    ) -> None:
+        """Have the store drop tokens, behind the session's saves; nobody waits for that."""
+        link = self._saves.open_discard(key)
+        self.num_saving += 1
+        self._tasks.create_task(self._discard(key, link, token_ids, ranges, lineage or WHOLE))
+
+    async def _discard(
+        self,
+        key: SessionKey,
+        link: DiscardLink,
+        token_ids: bytes,
+        ranges: Sequence[Range],
+        lineage: Lineage,
+    ) -> None:
+        await self._saves.run_discard(key, link, token_ids, ranges, lineage)
         self.num_saving -= 1
         self._changed()
 
@@ -104,8 +130,15 @@ class JobMemory:
 
     def preempt(self, job: EngineJob) -> None:
         """The job waits again: its slab is a resident now, and all of it is saved."""
+        self._leave_resident(job, job.write_buffer)
+
+    def overflow(self, job: EngineJob) -> None:
+        """The same, but rows of it are about to be dropped: its last block is not going to grow."""
+        self._leave_resident(job, None)
+
+    def _leave_resident(self, job: EngineJob, buffer: WriteBuffer | None) -> None:
         num_tokens = job.request.computed_tokens
-        self._become_resident(job, num_tokens)
+        self._become_resident(job, num_tokens, buffer)
         if job.saves is not None:
             job.saves.finish(job.token_bytes(num_tokens))
         job.detach()
@@ -121,15 +154,19 @@ class JobMemory:
     def give_up(self, job: EngineJob) -> None:
         """The job has no answer: nothing more is saved, its memory goes back.
 
-        What its slab has of the session's history is as good as it was, and stays if it may.
+        What its slab has of the session's history is as good as it was, and stays if it may: not
+        if the turn has dropped some of that, which its session has as ever.
         """
         num_tokens = min(job.request.computed_tokens, job.request.history_tokens)
-        self._keep_resident(job, job.request.token_ids[:num_tokens])
+        if not job.discards:
+            self._keep_resident(job, job.request.token_ids[:num_tokens])
         if job.saves is not None:
             job.saves.abandon()
         elif job.write_buffer is not None:  # it was cancelled before its save was opened
             self._pool.release(job.write_buffer)
         self.release_slab(job)
+        if job.discards:
+            self.release_resident(job.key)
 
     def release_slab(self, job: EngineJob) -> None:
         """Give the slab back, if it is still the job's."""
@@ -153,13 +190,13 @@ class JobMemory:
         if not is_whole or not has_tail:
             return
         if self._scheduler.keep_resident(job.request, token_ids, time.monotonic_ns()):
-            self._become_resident(job, len(token_ids))
+            self._become_resident(job, len(token_ids), job.write_buffer)
             for key in self._scheduler.evict_surplus(MOST_RESIDENTS):
                 self.evict(key)
 
-    def _become_resident(self, job: EngineJob, num_tokens: int) -> None:
+    def _become_resident(self, job: EngineJob, num_tokens: int, buffer: WriteBuffer | None) -> None:
         assert job.slab is not None, "a job that has computed has a slab"  # noqa: S101
-        self._residents.put(job.key, job.slab, num_tokens, job.write_buffer)
+        self._residents.put(job.key, job.slab, num_tokens, buffer)
         job.slab = None
 
     def evict(self, key: SessionKey) -> None:

@@ -23,6 +23,7 @@ from inference_svc.runtime.kv.layer_load import move_layer
 from inference_svc.runtime.kv.resident_slabs import Resident, ResidentSlabs
 from inference_svc.runtime.store.session_store import BegunLoad, LoadRequest, SessionStore
 from inference_svc.runtime.worker_thread import WorkerThread
+from shared.lineage import WHOLE
 
 MOST_FAILED_LOADS = 2  # of one turn, after which it is computed
 HBM = "hbm"
@@ -103,6 +104,7 @@ class Loads:
                 slab=slab,
                 policy=self._policy_of(job),
                 may_wait=not job.num_failed_loads,
+                lineage=job.lineage or WHOLE,
             )
         )
         _note_outcome(job, begun.end_token, dict(begun.tier_tokens), begun.reason)
@@ -216,8 +218,8 @@ def _hand_over(hidden: LayerGate, gate: LayerGate) -> None:
 def _note_outcome(
     job: EngineJob, num_tokens: int, tier_tokens: dict[str, int], reason: str
 ) -> None:
-    """Record where the history was; a turn that was preempted keeps its first record."""
-    if job.request.num_preemptions:
+    """Record where the history was; a turn that has come back keeps its first record."""
+    if job.request.is_back:
         return
     outcome = job.outcome
     outcome.tokens, outcome.tier_tokens, outcome.reason = num_tokens, tier_tokens, reason

@@ -60,6 +60,10 @@ class SlotRun:
             for begin in range(0, len(self.slot_ids), step)
         ]
 
+    def placed(self, rows: Tensor) -> Tensor:
+        """View contiguous rows [n, heads, dim] as `gather` fills them."""
+        return rows.view(len(self.slot_ids), self.num_rows, *rows.shape[1:])
+
     @cached_property
     def indices(self) -> Tensor:
         """The slot ids as a tensor."""
@@ -70,6 +74,33 @@ class SlotRun:
         """Whether the slots lie side by side, in order."""
         first = self.slot_ids[0]
         return first >= 0 and list(self.slot_ids) == list(range(first, first + len(self.slot_ids)))
+
+
+class ScatteredRows:
+    """Rows here and there, one by one: many short runs, as a discard leaves them."""
+
+    num_rows = 1
+
+    def __init__(self, slot_ids: Tensor, rows: Tensor) -> None:
+        """Store the slot and the row in it of each, [n] both."""
+        self.slot_ids = slot_ids
+        self.rows = rows
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows there are."""
+        return len(self.rows)
+
+    def split(self, max_tokens: int) -> "list[ScatteredRows]":
+        """Cut into parts of at most so many."""
+        return [
+            ScatteredRows(self.slot_ids[first : first + max_tokens], self.rows[first:][:max_tokens])
+            for first in range(0, self.num_tokens, max_tokens)
+        ]
+
+    def placed(self, rows: Tensor) -> Tensor:
+        """View rows [n, heads, dim] as `gather` fills them."""
+        return rows
 
 
 class ArenaRows:
@@ -116,13 +147,32 @@ class ArenaRows:
         component = self.layout.layers[layer_index].components[component_index]
         return self._scratch[component.dtype].take(num_tokens, *component.shape)
 
-    def gather(self, layer_index: int, component_index: int, run: SlotRun, out: Tensor) -> None:
-        """Copy a run's rows to `out`, [slots of the run, num_rows, *shape] with any strides."""
+    def gather(
+        self, layer_index: int, component_index: int, run: SlotRun | ScatteredRows, out: Tensor
+    ) -> None:
+        """Copy a run's rows to `out`, shaped as by `run.placed`, with any strides."""
+        if isinstance(run, ScatteredRows):
+            self._gather_scattered(self._views[layer_index][component_index], run, out)
+            return
         rows = self._rows(layer_index, component_index, run)
         if out.device.type == "cpu":
             torch.index_select(rows, 0, run.indices, out=out)
         else:
             out.copy_(rows.index_select(0, run.indices))
+
+    def _gather_scattered(self, view: Tensor, run: ScatteredRows, out: Tensor) -> None:
+        """Copy rows one by one; as one index where slots are a whole number of rows apart."""
+        rows_apart, odd = divmod(view.stride(0), view.stride(1))
+        if odd or self.num_slots == 0:
+            out.copy_(view[run.slot_ids, run.rows])
+            return
+        num_rows = (self.num_slots - 1) * rows_apart + view.shape[1]
+        flat = view.as_strided((num_rows, *view.shape[2:]), view.stride()[1:])
+        indices = run.slot_ids * rows_apart + run.rows
+        if out.device.type == "cpu":
+            torch.index_select(flat, 0, indices, out=out)
+        else:
+            out.copy_(flat.index_select(0, indices))
 
     def scatter(self, layer_index: int, component_index: int, run: SlotRun, source: Tensor) -> None:
         """Copy `source`, shaped as `out` of `gather`, to a run's rows; no other byte changes."""

@@ -13,15 +13,19 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from inference_svc.runtime.kv.arena_rows import ArenaRows, SlotRun
+from inference_svc.runtime.kv.arena_rows import ArenaRows, ScatteredRows, SlotRun
 from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
-from inference_svc.runtime.model.recipes import Calibration, LayerRecipe
+from inference_svc.runtime.model.recipes import Calibration, PostRotary
 from inference_svc.runtime.model.rotary import RotaryTable
 from inference_svc.runtime.model.rotation import Turn
 from shared.kv_layout import KVLayout
 from shared.units import ceil_div
 
-PIECE_ITEMS = 1 << 18  # elements of keys turned at once: 1 MiB in float32; 16 MiB are 25 % slower
+PIECE_ITEMS = 1 << 18  # elements of rows turned at once: 1 MiB in float32; 16 MiB are 25 % slower
+
+SHORT_RUN = 64  # tokens; a run costs as much as its rows one by one, if it is so short
+
+Run = SlotRun | ScatteredRows
 
 
 class Span(Protocol):
@@ -106,14 +110,12 @@ class LayerLoader:
     @torch.inference_mode()
     def load(self, layer_index: int) -> None:
         """Load one layer of all spans, whose bytes are in the slots."""
-        recipe = self._layers[layer_index]
-        keys, values = self._slab.keys[layer_index][0], self._slab.values[layer_index][0]
-        if recipe.rotary is None:
-            self._place(layer_index, 0, keys)
-        else:
-            for piece in self._pieces_of(recipe, layer_index):
-                self._turn(layer_index, piece, recipe.rotary, keys)
-        self._place(layer_index, 1, values)
+        slab_rows = (self._slab.keys[layer_index][0], self._slab.values[layer_index][0])
+        for component, recipe in enumerate(self._layers[layer_index].components):
+            if recipe.rotary is None:
+                self._place(layer_index, component, slab_rows[component])
+            else:
+                self._embed(layer_index, component, recipe.rotary, recipe.post)
         if self._tail is not None and self._tail_rows is not None:
             slot_id, start, count = self._tail_rows
             for component, kept in enumerate((self._tail.keys, self._tail.values)):
@@ -124,36 +126,38 @@ class LayerLoader:
         """Copy rows as they are to their place in `layer_rows`, [heads, capacity, dim]."""
         first = self._first
         for run in self._runs:
-            self._rows.gather(layer_index, component, run, _by_slot(layer_rows, first, run))
+            self._rows.gather(layer_index, component, run, _place_of(run, layer_rows, first))
             first += run.num_tokens
 
-    def _turn(
-        self, layer_index: int, piece: "_Piece", rotary: RotaryTable, layer_keys: Tensor
+    def _embed(
+        self, layer_index: int, component: int, rotary: RotaryTable, post: PostRotary | None
     ) -> None:
-        """Gather a piece's keys, and write them after RoPE to `layer_keys`."""
-        for run, place in piece.gathers:
-            self._rows.gather(layer_index, 0, run, place)
-        out = layer_keys.narrow(1, piece.first, len(piece.keys)).transpose(0, 1)
-        if piece.turn is not None:
-            piece.turn.into(out)
-        else:
-            rotary.rotate_into(piece.keys.to(out.device), piece.first, out)
+        """Gather a component piece by piece, and write it after RoPE to its place."""
+        layer_rows = (self._slab.keys, self._slab.values)[component][layer_index][0]
+        for piece in self._pieces_of(layer_index, component, rotary):
+            for run, place in piece.gathers:
+                self._rows.gather(layer_index, component, run, place)
+            out = layer_rows.narrow(1, piece.first, len(piece.rows)).transpose(0, 1)
+            if piece.turn is not None:
+                piece.turn.into(out)
+            else:
+                rotary.rotate_into(piece.rows.to(out.device), piece.first, out)
+            if post is not None:
+                post.apply_to(out)
 
-    def _pieces_of(self, recipe: LayerRecipe, layer_index: int) -> "list[_Piece]":
-        """Return the pieces of keys of a kind, cut for this thread's scratch."""
-        rotary = recipe.rotary
-        assert rotary is not None  # noqa: S101 - for the type checker
-        kind = (threading.get_ident(), rotary, recipe.shape.key)
+    def _pieces_of(self, layer_index: int, component: int, rotary: RotaryTable) -> "list[_Piece]":
+        """Return the pieces of rows of a kind, cut for this thread's scratch."""
+        heads, dim = self._layers[layer_index].shape[component]
+        kind = (threading.get_ident(), rotary, (heads, dim))
         if kind not in self._pieces:
-            heads, dim = recipe.shape.key
-            is_on_cpu = self._slab.keys[layer_index].device.type == "cpu"
+            is_on_cpu = self._slab.device.type == "cpu"
             pieces = self._pieces[kind] = []
             first = self._first
             for runs in _balanced(self._runs, self._num_tokens, PIECE_ITEMS // (heads * dim)):
                 count = sum(run.num_tokens for run in runs)
-                keys = self._rows.scratch(layer_index, 0, count)
-                turn = rotary.turn(keys, first) if is_on_cpu else None
-                pieces.append(_Piece(first, keys, list(_places(keys, runs)), turn))
+                rows = self._rows.scratch(layer_index, component, count)
+                turn = rotary.turn(rows, first) if is_on_cpu else None
+                pieces.append(_Piece(first, rows, list(_places(rows, runs)), turn))
                 first += count
         return self._pieces[kind]
 
@@ -165,23 +169,55 @@ def move_layer(source: KVSlab, target: KVSlab, layer_index: int, num_tokens: int
 
 
 class _Piece(NamedTuple):
-    """Keys that are turned in one go.
+    """Rows that are turned in one go.
 
     Attributes:
         first: position of the first.
-        keys: [n, heads, dim], scratch to gather them into.
-        gathers: runs and their places in `keys`.
-        turn: of `keys`; None: they have to go to another device before.
+        rows: [n, heads, dim], scratch to gather them into.
+        gathers: runs and their places in `rows`.
+        turn: of `rows`; None: they have to go to another device before.
     """
 
     first: int
-    keys: Tensor
-    gathers: list[tuple[SlotRun, Tensor]]
+    rows: Tensor
+    gathers: list[tuple[Run, Tensor]]
     turn: Turn | None
 
 
-def _runs(spans: Sequence[Span]) -> Iterator[SlotRun]:
-    """Put successive spans of the same rows together: all full blocks, then the last one."""
+def _runs(spans: Sequence[Span]) -> Iterator[Run]:
+    """Put spans together that can be gathered in one call.
+
+    Usually all full blocks, then the last one. After discards of tokens here and there no two spans
+    are of the same rows: rows of short runs are gathered one by one.
+    """
+    short: list[SlotRun] = []
+    for run in _equal_runs(spans):
+        if run.num_tokens < SHORT_RUN:
+            short.append(run)
+            continue
+        yield from _joined(short)
+        short = []
+        yield run
+    yield from _joined(short)
+
+
+def _joined(short: Sequence[SlotRun]) -> Iterator[Run]:
+    """Make one of several short runs."""
+    if len(short) < 2:
+        yield from short
+        return
+    slot_ids = [slot for run in short for slot in run.slot_ids for _ in range(run.num_rows)]
+    rows = [
+        row
+        for run in short
+        for _ in run.slot_ids
+        for row in range(run.start, run.start + run.num_rows)
+    ]
+    yield ScatteredRows(torch.tensor(slot_ids), torch.tensor(rows))
+
+
+def _equal_runs(spans: Sequence[Span]) -> Iterator[SlotRun]:
+    """Put successive spans of the same rows together."""
     slot_ids: list[int] = []
     rows = (0, 0)
     for span in spans:
@@ -194,12 +230,12 @@ def _runs(spans: Sequence[Span]) -> Iterator[SlotRun]:
         yield SlotRun(slot_ids, *rows)
 
 
-def _balanced(runs: Sequence[SlotRun], num_tokens: int, max_tokens: int) -> Iterator[list[SlotRun]]:
+def _balanced(runs: Sequence[Run], num_tokens: int, max_tokens: int) -> Iterator[list[Run]]:
     """Divide runs into groups of about equal size, of `max_tokens` and less than a slot at most."""
     num_groups = max(1, ceil_div(num_tokens, max(1, max_tokens)))
     # Rounded up by a slot: else what the groups lack in whole slots would be one group more.
     size = ceil_div(num_tokens, num_groups) + max((run.num_rows - 1 for run in runs), default=0)
-    group: list[SlotRun] = []
+    group: list[Run] = []
     count = 0
     for run in runs:
         for part in run.split(size):
@@ -212,17 +248,18 @@ def _balanced(runs: Sequence[SlotRun], num_tokens: int, max_tokens: int) -> Iter
         yield group
 
 
-def _places(keys: Tensor, runs: Sequence[SlotRun]) -> Iterator[tuple[SlotRun, Tensor]]:
-    """Pair each run with its part of `keys`, [slots, rows, heads, dim]."""
+def _places(rows: Tensor, runs: Sequence[Run]) -> Iterator[tuple[Run, Tensor]]:
+    """Pair each run with its part of `rows`, as it is gathered."""
     first = 0
     for run in runs:
-        part = keys.narrow(0, first, run.num_tokens)
-        yield run, part.view(len(run.slot_ids), run.num_rows, *part.shape[1:])
+        yield run, run.placed(rows.narrow(0, first, run.num_tokens))
         first += run.num_tokens
 
 
-def _by_slot(layer_rows: Tensor, first: int, run: SlotRun) -> Tensor:
-    """View tokens from `first` on of [heads, capacity, dim] as [slots, rows, heads, dim]."""
+def _place_of(run: Run, layer_rows: Tensor, first: int) -> Tensor:
+    """View tokens from `first` on of [heads, capacity, dim] as a run is gathered."""
+    if isinstance(run, ScatteredRows):
+        return layer_rows.narrow(1, first, run.num_tokens).transpose(0, 1)
     per_head, per_token, per_item = layer_rows.stride()
     heads, _, dim = layer_rows.shape
     return layer_rows.as_strided(  # one call instead of three

@@ -1,15 +1,21 @@
 """Slabs of sessions whose turn is over: the HBM-resident tail. The scheduler decides who stays.
 
 A resident keeps, beside its slab, the position-free rows of its last partial block: growing that
-block means to store these tokens again (D9). Invariant: a session has one resident at most.
+block means to store these tokens again (D9). After a discard none are needed: what a discard has
+touched never grows, so that the next store begins behind it.
+
+Invariant: a session has one resident at most.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from inference_svc.core.discards import Range
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
+from inference_svc.runtime.kv.shift import SlabShifts
 from shared.session_key import SessionKey
 
 
@@ -18,7 +24,8 @@ class Resident:
     """One session's rows.
 
     Attributes:
-        tail_from: the block boundary at or before slab.num_tokens.
+        tail_from: the block boundary at or before slab.num_tokens; after a discard blocks are
+            counted from there.
         tail: position-free rows [tail_from, slab.num_tokens); None: there are none, or nothing is
             saved.
     """
@@ -70,6 +77,16 @@ class ResidentSlabs:
         if resident.tail is not None:
             self._pool.release(resident.tail)
             resident.tail = None
+
+    async def discard(self, key: SessionKey, kept: Sequence[Range], shifts: SlabShifts) -> int:
+        """Drop all rows but the kept runs, and close up; returns how many are left.
+
+        Meanwhile nobody uses the resident. With 0 rows, or if it raises, it is owed a `release`.
+        """
+        resident = self._residents[key]
+        self.release_tail(resident)
+        resident.tail_from = await shifts.shift(resident.slab, kept)
+        return resident.tail_from
 
     def usable_tokens(self, resident: Resident, num_tokens: int) -> int:
         """How many of the first `num_tokens` rows can be built on.

@@ -149,6 +149,7 @@ class KvdLoads:
                 left_s,
                 accept_pending=may_wait,
                 dram_only=dram_only,
+                lineage=request.lineage,
             )
             if grant.lookup is Lookup.MISS:
                 begun.reason = self._miss_reason(begun, grant)

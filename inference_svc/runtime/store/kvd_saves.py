@@ -18,6 +18,7 @@ from inference_svc.runtime.worker_thread import WorkerThread
 from shared.errors import ReportedError
 from shared.grants import StoreGrant
 from shared.kvd_client import KvdClient
+from shared.lineage import Lineage
 from shared.session_key import SessionKey
 from shared.units import ceil_div
 
@@ -52,10 +53,13 @@ class KvdSaves:
         from_token: int,
         buffer: WriteBuffer,
         clock: StepClock | None,
+        lineage: Lineage,
     ) -> str | None:
         """See SessionStore.save."""
         try:
-            refused_reason = await self._save_all(key, token_ids, from_token, buffer, clock)
+            refused_reason = await self._save_all(
+                key, token_ids, from_token, buffer, clock, lineage
+            )
         except StepNotDoneError:  # its rows are computed anew, and saved with the next piece
             return None
         except Exception as error:  # noqa: BLE001  # whatever it is, the turn is answered
@@ -71,12 +75,15 @@ class KvdSaves:
         from_token: int,
         buffer: WriteBuffer,
         clock: StepClock | None,
+        lineage: Lineage,
     ) -> str:
         """Store as much as there is room for; return why it is not all."""
         deadline_s = time.monotonic() + self._deadline_s
         while True:
             left_s = max(0.0, deadline_s - time.monotonic())
-            grant = await self._client.prepare_store(key, token_ids, from_token, left_s)
+            grant = await self._client.prepare_store(
+                key, token_ids, from_token, left_s, lineage=lineage
+            )
             await self._save_grant(buffer, grant, clock)
             if grant.refused_reason or not grant.more or grant.end_token <= from_token:
                 return grant.refused_reason

@@ -1,6 +1,9 @@
 """The store of sessions behind kvd."""
 
+from collections.abc import Sequence
+
 from inference_svc.core.counters import Counters
+from inference_svc.core.discards import Range
 from inference_svc.core.rates.rates import Rates
 from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
@@ -13,6 +16,7 @@ from inference_svc.runtime.store.session_store import BegunLoad, LoadRequest, St
 from shared.block_key import TOKEN_BYTES
 from shared.errors import ReportedError
 from shared.kvd_client import KvdClient
+from shared.lineage import WHOLE, Lineage
 from shared.queue_feed import QueueFeed
 from shared.session_key import SessionKey
 
@@ -73,9 +77,26 @@ class KvdSessionStore:
         from_token: int,
         buffer: WriteBuffer,
         clock: StepClock | None = None,
+        lineage: Lineage = WHOLE,
     ) -> str | None:
         """See SessionStore."""
-        return await self._saves.save(key, token_ids, from_token, buffer, clock)
+        return await self._saves.save(key, token_ids, from_token, buffer, clock, lineage)
+
+    async def discard(
+        self,
+        key: SessionKey,
+        token_ids: bytes,
+        ranges: Sequence[Range],
+        lineage: Lineage = WHOLE,
+    ) -> None:
+        """See SessionStore. Without kvd it keeps what no context matches any more."""
+        try:
+            await self._client.discard(key, token_ids, ranges, lineage=lineage)
+        except Exception as error:  # noqa: BLE001  # whatever it is, a later load misses
+            self._talk.counters.add("store_discards_failed")
+            self._talk.note_problem("discard", error)
+        else:
+            self._talk.counters.add("store_discards")
 
     async def end_session(self, key: SessionKey) -> None:
         """See SessionStore. Without kvd it is told when kvd is back."""

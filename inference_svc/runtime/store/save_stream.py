@@ -17,6 +17,7 @@ from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.kv_slab import WriteBuffer
 from inference_svc.runtime.store.session_store import SessionStore
 from shared.block_key import TOKEN_BYTES
+from shared.lineage import WHOLE, Lineage
 from shared.session_key import SessionKey
 
 
@@ -35,6 +36,7 @@ class SaveStream:
         previous: set when the session's save before this one is over.
         block_tokens: of the layout.
         group_tokens: fewer unsaved tokens than this wait for more, or for the end.
+        lineage: of the tokens.
 
     Attributes:
         over: set when nothing is being stored any more and nothing will be.
@@ -51,6 +53,7 @@ class SaveStream:
         previous: asyncio.Event | None,
         block_tokens: int,
         group_tokens: int,
+        lineage: Lineage = WHOLE,
     ) -> None:
         self.over = asyncio.Event()
         self.refused_reason: str | None = ""
@@ -61,6 +64,7 @@ class SaveStream:
         self._previous = previous
         self._block_tokens = block_tokens
         self._group_tokens = max(group_tokens, block_tokens)
+        self._lineage = lineage
         self._asked_token = buffer.first_token  # what is before it has been asked for
         self._saved_token = buffer.first_token
         self._next: _Piece | None = None
@@ -126,7 +130,8 @@ class SaveStream:
         if len(piece.token_ids) // TOKEN_BYTES <= self._saved_token:  # less is kept than is stored
             return
         reason = await self._store.save(
-            self._key, piece.token_ids, self._saved_token, self._buffer, piece.clock
+            *(self._key, piece.token_ids, self._saved_token, self._buffer, piece.clock),
+            lineage=self._lineage,
         )
         self.refused_reason = reason
         if reason == "":

@@ -6,15 +6,18 @@ the store: the turn is recomputed, or not saved, and that is counted.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from inference_svc.core.discards import Range
 from inference_svc.core.rates.load_or_recompute import LoadPolicy
 from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from shared.block_key import TOKEN_BYTES
 from shared.grants import LoadGrant
+from shared.lineage import WHOLE, Lineage
 from shared.queue_feed import QueueFeed
 from shared.session_key import SessionKey
 
@@ -29,6 +32,7 @@ class LoadRequest:
         token_ids: little-endian uint32: all that may be loaded, from the first token on.
         slab: empty; belongs to the load until it is over.
         may_wait: take what kvd is still reading, too.
+        lineage: of the tokens: which discards they come after.
     """
 
     key: SessionKey
@@ -36,6 +40,7 @@ class LoadRequest:
     slab: KVSlab
     policy: LoadPolicy
     may_wait: bool = True
+    lineage: Lineage = WHOLE
 
     @property
     def num_tokens(self) -> int:
@@ -99,12 +104,32 @@ class SessionStore(Protocol):
         from_token: int,
         buffer: WriteBuffer,
         clock: StepClock | None = None,
+        lineage: Lineage = WHOLE,
     ) -> str | None:
-        """Store the buffer's rows of token_ids[from_token:].
+        """Store the buffer's rows of token_ids[from_token:], which come after the lineage.
 
         With a clock they are still being computed: a layer's rows are read once it lets them pass,
         and nothing is published before it is confirmed. Returns why not all of them are stored, ""
         if they are, None if it failed.
+        """
+
+    async def discard(
+        self,
+        key: SessionKey,
+        token_ids: bytes,
+        ranges: Sequence[Range],
+        lineage: Lineage = WHOLE,
+    ) -> None:
+        """Drop merged ranges of a session's tokens; the others keep their KV.
+
+        If the store cannot be told, it has nothing of the tokens that are left, or only what it
+        knows to have been computed as they were: a later load misses the rest.
+
+        Args:
+            key: whose.
+            token_ids: before the discard.
+            ranges: positions in these.
+            lineage: of these.
         """
 
     async def end_session(self, key: SessionKey) -> None:
@@ -150,10 +175,20 @@ class NoSessionStore:
         from_token: int,
         buffer: WriteBuffer,
         clock: StepClock | None = None,
+        lineage: Lineage = WHOLE,
     ) -> str | None:
         """Never called: there are no write buffers."""
-        del key, token_ids, from_token, buffer, clock
+        del key, token_ids, from_token, buffer, clock, lineage
         raise AssertionError("nothing is saved")
+
+    async def discard(
+        self,
+        key: SessionKey,
+        token_ids: bytes,
+        ranges: Sequence[Range],
+        lineage: Lineage = WHOLE,
+    ) -> None:
+        """Nothing is stored."""
 
     async def end_session(self, key: SessionKey) -> None:
         """Nobody to tell."""

@@ -54,6 +54,20 @@ LONGROPE = {
     "original_max_position_embeddings": 48,
     "factor": 4.0,
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 1,
+}
 # name -> (config class, arguments on top of SIZES; ... : without this one)
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -83,6 +97,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Cohere2Config",
         {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
     ),
+    "hunyuan": ("HunYuanDenseV1Config", {}),
+    "nanochat": ("NanoChatConfig", {}),
     "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0]}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
     "gpt-oss": (
@@ -98,27 +114,48 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPTConfig", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4, "seq_length": WINDOW}),
     "mamba": ("MambaConfig", {}),
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
+    "bert": ("BertConfig", {}),
+    "openai-gpt": ("OpenAIGPTConfig", {"n_embd": 32, "n_layer": 2, "n_head": 4}),
+    "mpt": ("MptConfig", {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": WINDOW}),
     "falcon": ("FalconConfig", {"new_decoder_architecture": True, "head_dim": ...}),
+    "falcon-rw": (
+        "FalconConfig",
+        {"alibi": True, "multi_query": False, "parallel_attn": False, "head_dim": ...},
+    ),
+    "gpt-neo": (
+        "GPTNeoConfig",
+        {
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 7,
+        },
+    ),
+    "codegen": (
+        "CodeGenConfig",
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": WINDOW, "rotary_dim": 4},
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            "attention_chunk_size": 16,
+            "floor_scale": 64,
+            "attn_scale": 0.5,
+            "no_rope_layers": [1, 0],
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 48,
+        },
+    ),
+    "diffllama": ("DiffLlamaConfig", {}),
     "gptj": (
         "GPTJConfig",
         {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": WINDOW, "rotary_dim": 4},
     ),
-    "deepseek-v3": (
-        "DeepseekV3Config",
-        {
-            "num_key_value_heads": 4,
-            "moe_intermediate_size": 16,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_group": 2,
-            "topk_group": 1,
-            "kv_lora_rank": 8,
-            "q_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 8,
-            "first_k_dense_replace": 1,
-        },
+    "deepseek-v3": ("DeepseekV3Config", LATENT),
+    "deepseek-v32": (
+        "DeepseekV32Config",
+        {**LATENT, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4},
     ),
 }
 
@@ -176,19 +213,19 @@ def build(one_thread):
 @pytest.fixture(scope="session")
 def tiny(build):
     """Return a function that gives a calibrated model by name, the same object each time."""
-    made: dict[tuple[str, torch.dtype], Tiny] = {}
+    made: dict[tuple[str, torch.dtype, str], Tiny] = {}
 
-    def tiny_by_name(name, dtype=torch.float32):
-        if (name, dtype) not in made:
+    def tiny_by_name(name, dtype=torch.float32, positions="auto"):
+        if (name, dtype, positions) not in made:
             model = build(name).to(dtype)
             stock = copy.deepcopy(model).eval()
             loaded = describe_model(model, tokenizer=None, name=name, fingerprint="0" * 32)
-            calibration = calibrate(loaded)
+            calibration = calibrate(loaded, positions)
             shapes = [layer.shape for layer in calibration.layers]
             pool = KVPool(shapes, POOL_ROWS, device=loaded.device, dtype=dtype)
             runner = ModelRunner(loaded, calibration)
-            made[name, dtype] = Tiny(loaded, calibration, runner, stock, pool)
-        return made[name, dtype]
+            made[name, dtype, positions] = Tiny(loaded, calibration, runner, stock, pool)
+        return made[name, dtype, positions]
 
     return tiny_by_name
 

@@ -49,7 +49,8 @@ def test_the_last_token_of_the_longest_answer_needs_no_row():
 def test_room_for_an_answer_grows_with_it(answer_tokens, num_outputs, wanted):
     """A request asks for what is known and an ordinary answer, then for twice its answer."""
     grown = request(prompt_tokens=10, max_tokens=100)
-    grown.token_ids += range(num_outputs)
+    for token in range(num_outputs):
+        grown.append(token)
     assert grown.wanted_capacity(answer_tokens) == wanted
 
 
@@ -65,9 +66,64 @@ def test_only_a_request_that_wants_more_rows_has_outgrown_them():
 def test_an_answer_that_is_computed_anew_is_not_decoding_until_its_last_token():
     """After a preemption, sampled tokens may have to be fed like a prompt."""
     again = request(prompt_tokens=10)
-    again.token_ids += [1, 2, 3]
+    for token in (1, 2, 3):
+        again.append(token)
     again.computed_tokens = 10
     assert not again.is_decoding
     again.computed_tokens = 12
     assert again.is_decoding
     assert again.output_ids == [1, 2, 3]
+
+
+def running(computed, window_tokens=12, max_tokens=100) -> Request:
+    """A request of 10 prompt tokens, 6 of them history, and what was sampled since."""
+    one = Request(1, KEY, list(range(10)), max_tokens, 0, window_tokens, history_tokens=6)
+    for token in range(10, computed + 1):
+        one.append(token)
+    one.computed_tokens, one.state = computed, RequestState.RUNNING
+    one.capacity_tokens = min(one.wanted_capacity(2), computed)
+    return one
+
+
+def test_a_window_bounds_the_rows():
+    """However long the answer may become."""
+    assert running(10, window_tokens=12, max_tokens=100).full_capacity_tokens == 12
+    assert running(10, window_tokens=12, max_tokens=2).full_capacity_tokens == 11
+    assert running(10, window_tokens=12).wanted_capacity(50) == 12
+
+
+def test_a_request_overflows_when_its_window_is_full_and_it_wants_more():
+    """Which is not the same as having outgrown its rows."""
+    outgrown, full = running(11), running(12)
+    assert (outgrown.is_outgrown, outgrown.is_overflowing) == (True, False)
+    assert (full.is_outgrown, full.is_overflowing) == (False, True)
+    assert not running(12, max_tokens=3).is_overflowing, "its answer is complete"
+    full.state = RequestState.WAITING
+    assert not full.is_overflowing
+
+
+def test_a_discard_keeps_every_count_true():
+    """Prompt, history and computed tokens are those that are left; sampled ones stay counted."""
+    cut = running(12)
+    cut.state = RequestState.WAITING
+    cut.discard([(0, 2), (5, 7), (9, 11)])
+    assert cut.token_ids == [2, 3, 4, 7, 8, 11, 12]
+    assert cut.output_ids == [11, 12]
+    assert (cut.prompt_tokens, cut.history_tokens, cut.computed_tokens) == (5, 3, 6)
+    assert (cut.num_sampled, cut.uncomputed_tokens) == (3, 1)
+    assert cut.is_decoding
+    assert cut.full_capacity_tokens == 12
+    cut.discard([(0, 6)])
+    assert (cut.prompt_tokens, cut.token_ids, cut.num_sampled) == (0, [12], 3)
+
+
+@pytest.mark.parametrize(
+    ("state", "ranges"),
+    [(RequestState.RUNNING, [(0, 1)]), (RequestState.WAITING, [(0, 13)])],
+)
+def test_a_running_request_and_the_last_token_are_not_cut(state, ranges):
+    """Nobody may compute on what is dropped, and something has to be fed."""
+    cut = running(12)
+    cut.state = state
+    with pytest.raises(AssertionError):
+        cut.discard(ranges)

@@ -79,7 +79,7 @@ def test_what_is_being_moved_is_no_victim():
     residents.put(resident("b"))
     mover = request("a", [1, 2, 3, 4])
     residents.begin_move(mover)
-    assert residents.is_moving(key("a"))
+    assert residents.is_busy(key("a"))
     assert residents.evictable_rows == 10
     assert residents.num_rows == 20
     assert residents.victims(1000, {}.get, key("z")) == [key("b")]
@@ -113,3 +113,37 @@ def test_a_session_has_one_resident():
     residents.put(resident("a"))
     with pytest.raises(AssertionError, match="has a resident"):
         residents.put(resident("a"))
+
+
+def test_a_resident_that_is_shifted_is_protected_until_its_rows_have_closed_up():
+    """It is no victim, and neither taken nor moved; then its rows are those that are left."""
+    residents = Residents()
+    residents.put(resident("a"))
+    residents.put(resident("b"))
+    assert residents.begin_shift(key("a"))
+    assert not residents.begin_shift(key("a")), "one shift at a time"
+    assert not residents.begin_shift(key("z")), "there is none"
+    assert residents.is_busy(key("a"))
+    assert residents.evictable_rows == 10
+    assert residents.victims(1000, {}.get, key("z")) == [key("b")]
+    assert residents.take_surplus(0, {}.get) == [key("b")]
+    with pytest.raises(AssertionError, match="being moved"):
+        residents.begin_move(request("a", [1, 2, 3, 4]))
+    residents.check()
+    assert residents.end_shift(key("a"), [3])
+    assert residents.token_ids(key("a")) == (3,)
+    assert residents.match(request("a", [3, 9])) == 1
+    assert residents.drop(key("a"))
+
+
+@pytest.mark.parametrize("is_dropped", [True, False])
+def test_a_resident_that_lost_all_rows_or_its_session_goes(is_dropped):
+    """At the end of its shift; who drops it earlier need not wait."""
+    residents = Residents()
+    residents.put(resident("a"))
+    residents.begin_shift(key("a"))
+    if is_dropped:
+        assert not residents.drop(key("a"))
+    assert not residents.end_shift(key("a"), [3] if is_dropped else [])
+    assert (len(residents), residents.num_rows) == (0, 0)
+    residents.check()

@@ -6,6 +6,8 @@ import torch
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.kv_slab import LayerShape
 from inference_svc.runtime.kv.resident_slabs import ResidentSlabs
+from inference_svc.runtime.kv.shift import SlabShifts
+from inference_svc.runtime.worker_thread import WorkerThread
 from shared.session_key import SessionKey
 
 KEY = SessionKey("default", "m", "s")
@@ -83,3 +85,31 @@ def test_a_released_resident_gives_everything_back(pool):
     pool.release(buffer)
     residents.release(KEY)
     assert pool.num_free == NUM_ROWS
+
+
+@pytest.fixture
+def shifts(tiny):
+    """Of a model, on a thread of their own."""
+    thread = WorkerThread("shift")
+    yield SlabShifts(tiny("llama").calibration, thread)
+    thread.close()
+
+
+async def test_after_a_discard_the_next_buffer_begins_behind_what_is_left(tiny, shifts):
+    """What a discard has touched never grows: the position-free rows of its end are not needed."""
+    pool = KVPool(
+        [layer.shape for layer in tiny("llama").calibration.layers],
+        NUM_ROWS,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
+    residents = ResidentSlabs(pool, BLOCK_TOKENS)
+    buffer = pool.new_write_buffer(0, 14)
+    buffer.end_token = 14
+    residents.put(KEY, pool.new_slab(60), 14, buffer)
+    pool.release(buffer)
+    assert await residents.discard(KEY, [(2, 5), (8, 14)], shifts) == 9
+    resident = residents.get(KEY)
+    assert (resident.slab.num_tokens, resident.tail_from, resident.tail) == (9, 9, None)
+    assert residents.next_buffer(resident, 9, 60).first_token == 9
+    residents.release(KEY)

@@ -9,6 +9,7 @@ from inference_svc.runtime.engine.engine_job import as_token_bytes
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.kv_slab import LayerShape
 from inference_svc.runtime.store.saves import Saves
+from shared.lineage import WHOLE
 from shared.session_key import SessionKey
 
 KEY = SessionKey("default", "m", "s")
@@ -27,14 +28,19 @@ class Store:
         self.answer = answer
         self.num_under_way = 0
 
-    async def save(self, key, token_ids, from_token, buffer, clock=None):
+    async def save(self, key, token_ids, from_token, buffer, clock=None, lineage=WHOLE):
         assert self.num_under_way == 0, "two saves of one session at a time"
         self.num_under_way += 1
         self.began.set()
         await self.may_end.wait()
         self.saves.append((from_token, len(token_ids) // 4))
         self.num_under_way -= 1
+        self.lineage = lineage
         return self.answer
+
+    async def discard(self, key, token_ids, ranges, lineage=WHOLE):
+        assert self.num_under_way == 0, "a save is under way"
+        self.saves.append("discard")
 
 
 def tokens(num_tokens):
@@ -168,3 +174,48 @@ async def test_synchronous_saving_waits_for_everything_asked_for():
     assert scene.store.saves == [(0, 8)]
     stream.abandon()
     await life
+
+
+async def test_a_discard_comes_after_the_save_before_it_and_before_the_next():
+    """What it drops some of is stored by then; what builds on the rest is not."""
+    scene = Scene()
+    scene.store.may_end.clear()
+    first, first_life = scene.open(0)
+    first.finish(tokens(12))
+    link = scene.saves.open_discard(KEY)
+    told = asyncio.create_task(scene.saves.run_discard(KEY, link, tokens(12), ((0, 4),), WHOLE))
+    second, second_life = scene.open(8)
+    second.finish(tokens(10))
+    loads = asyncio.create_task(scene.saves.settled(KEY))
+    await scene.store.began.wait()
+    assert not link.over.is_set()
+    scene.store.may_end.set()
+    await asyncio.gather(first_life, told, second_life, loads)
+    assert scene.store.saves == [(0, 12), "discard", (8, 10)]
+
+
+async def test_a_load_waits_for_a_discard_that_nothing_follows():
+    """Else it would be granted what is about to be dropped."""
+    scene = Scene()
+    stream, life = scene.open(0)
+    link = scene.saves.open_discard(KEY)
+    told = asyncio.create_task(scene.saves.run_discard(KEY, link, tokens(12), ((0, 4),), WHOLE))
+    loads = asyncio.create_task(scene.saves.settled(KEY))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not loads.done()
+    stream.abandon()
+    await asyncio.gather(life, told, loads)
+    assert scene.store.saves == ["discard"]
+    await scene.saves.settled(KEY)
+    await scene.saves.caught_up()
+
+
+async def test_a_streams_tokens_come_after_its_lineage():
+    """It is handed on with each piece."""
+    scene = Scene()
+    lineage = WHOLE.after(tokens(12), [(0, 4)])
+    stream = scene.saves.open(KEY, scene.pool.new_write_buffer(8, 50), lineage)
+    stream.finish(tokens(20))
+    await scene.saves.run(KEY, stream)
+    assert scene.store.lineage == lineage

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from inference_svc.core.counters import Counters
+from inference_svc.core.discards import kept_runs
 from inference_svc.core.rates.load_or_recompute import LoadPolicy
 from inference_svc.core.rates.rates import Rates, pairs
 from inference_svc.runtime.compute.model_runner import Chunk, ModelRunner
@@ -23,6 +24,7 @@ from inference_svc.runtime.worker_thread import WorkerThread
 from kvd.tiers.progress import Progress
 from shared.grants import KvdProtocolError, LoadGrant, LoadSpan, Lookup, StoreBlock, StoreGrant
 from shared.kvd_attachment import KvdUnavailableError
+from shared.lineage import WHOLE
 from shared.progress_words import LoadFailedError, LoadProgress, ProgressWords
 from shared.session_key import SessionKey
 
@@ -59,6 +61,7 @@ class Peer:
         self.num_layers = len(layout.layers)
         self.dram_tokens = 1000  # what is beyond is on SSD
         self.ended = []
+        self.lineages = []  # of loads, stores and discards
 
     def pending_progress(self, lease_id):
         """A load that ends as it was told, in a thread of its own; "never" has no end."""
@@ -85,8 +88,9 @@ class Peer:
             raise KvdProtocolError("kvd answered nonsense", "check")
 
     async def prepare_load(
-        self, key, token_ids, from_token, deadline_s, *, accept_pending, dram_only
+        self, key, token_ids, from_token, deadline_s, *, accept_pending, dram_only, lineage
     ):
+        self.lineages.append(lineage)
         self.maybe_fail("prepare_load" if from_token == 0 else "second prepare_load")
         if dram_only and from_token >= self.dram_tokens:
             return self.load_grant(Lookup.MISS, 0, (), from_token, False, reason="on_ssd")
@@ -123,7 +127,8 @@ class Peer:
         self.progress.close(grant.lease_id)
         self.maybe_fail("complete_load")
 
-    async def prepare_store(self, key, token_ids, from_token, deadline_s):
+    async def prepare_store(self, key, token_ids, from_token, deadline_s, *, lineage):
+        self.lineages.append(lineage)
         self.maybe_fail("prepare_store")
         num_tokens = len(token_ids) // 4
         end = min(from_token + self.grant_tokens, num_tokens)
@@ -139,10 +144,13 @@ class Peer:
             arena=self.arena,
         )
 
-    async def discard(self, key, token_ids, ranges):
+    async def discard(self, key, token_ids, ranges, *, lineage=WHOLE):
         self.maybe_fail("discard")
-        self.stored = b""
-        return 0
+        self.lineages.append(lineage)
+        assert token_ids.startswith(self.stored)
+        kept = kept_runs(ranges, len(self.stored) // 4)
+        self.stored = b"".join(self.stored[4 * start : 4 * end] for start, end in kept)
+        return len(self.stored) // 4
 
     async def end_session(self, key):
         self.ended.append(key)
@@ -382,3 +390,32 @@ async def test_load_policy_never_does_not_ask(model, copy_threads):
     """History is saved, and recomputed all the same."""
     scene = await saved_scene(model, copy_threads)
     assert (await scene.load(LoadPolicy.NEVER))[0].reason == "load_policy_never"
+
+
+async def test_a_discard_is_handed_on_with_its_lineage(model, copy_threads):
+    """So is that of what is stored and loaded."""
+    scene = await saved_scene(model, copy_threads)
+    token_ids, ranges = as_token_bytes(PROMPT), ((0, 10), (20, 21))
+    await scene.store.discard(KEY, token_ids, ranges)
+    after = WHOLE.after(token_ids, ranges)
+    assert len(scene.peer.stored) == 4 * 29
+    await scene.store.discard(KEY, scene.peer.stored, ((0, 1),), after)
+    await scene.store.save(KEY, token_ids, 0, scene.computed()[1], lineage=after)
+    slab = scene.pool.new_slab(64)
+    request = LoadRequest(KEY, token_ids, slab, LoadPolicy.ALWAYS, lineage=after)
+    await scene.store.give_up(await scene.store.begin_load(request))
+    assert scene.counters.snapshot()["store_discards"] == 2
+    assert set(scene.peer.lineages) == {WHOLE, after}
+    assert scene.peer.lineages[-4:] == [after] * 4
+
+
+@pytest.mark.parametrize("fail_at", ["discard", "discard nonsense"])
+async def test_a_discard_that_kvd_does_not_hear_of_is_counted(model, copy_threads, fail_at):
+    """Nobody gets an error: a later load misses what is not there."""
+    scene = await saved_scene(model, copy_threads)
+    scene.peer.fail_at = fail_at
+    await scene.store.discard(KEY, as_token_bytes(PROMPT), ((0, 10),))
+    assert scene.counters.snapshot()["store_discards_failed"] == 1
+    assert scene.counters.snapshot()["store_discards"] == 0
+    begun, _, _ = await scene.load()
+    assert begun.end_token == 39

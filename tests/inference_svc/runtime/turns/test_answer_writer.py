@@ -4,14 +4,20 @@ import asyncio
 
 import pytest
 
+from inference_svc.core.chat_frames import FrameTokens
+from inference_svc.core.context import Context
+from inference_svc.core.discards import Discard
 from inference_svc.core.sampling_params import SamplingParams
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.stopping import GrowingAnswer
 from inference_svc.core.submission import Submission, TokenInput
+from inference_svc.core.truncation import OverflowPolicy
+from inference_svc.core.turn_window import TurnWindow
 from inference_svc.runtime.compute.sampling import Sampled, Sampler
 from inference_svc.runtime.engine.engine_job import EngineJob
 from inference_svc.runtime.turns.answer_writer import AnswerWriter
 from inference_svc.runtime.turns.turn import Turn
+from inference_svc.runtime.turns.turn_prompt import Prompt
 from shared.session_key import SessionKey
 from shared.units import NS_PER_S
 
@@ -19,6 +25,8 @@ KEY = SessionKey("default", "m", "s")
 SAMPLING = SamplingParams(max_tokens=2)
 PROMPT = list(range(10))
 HISTORY_TOKENS = 6
+WINDOW = TurnWindow(OverflowPolicy(), 12, 1, 2, True, FrameTokens())
+PROMPT_OF_TURN = Prompt(Context(tuple(PROMPT[:6]), 6), (), PROMPT[6:], 0, False, WINDOW)
 
 
 @pytest.fixture
@@ -48,6 +56,12 @@ async def job():
         sink=writer,
         done=asyncio.get_running_loop().create_future(),
     )
+
+
+def answer_with(job, token_id):
+    """A step samples a token."""
+    job.request.append(token_id)
+    return job.sink.sampled(Sampled(token_id, None, ()))
 
 
 def reuse(usage):
@@ -98,11 +112,37 @@ async def test_the_record_holds_input_answer_and_usage(job):
     """The last token of the answer was never fed."""
     job.outcome.tokens, job.outcome.tier_tokens = 6, {"dram": 6}
     job.sink.started(job.request, job.outcome)
-    is_over = [job.sink.sampled(Sampled(token_id, None, ())) for token_id in (70, 71)]
-    job.request.token_ids += [70, 71]
+    is_over = [answer_with(job, token_id) for token_id in (70, 71)]
     job.request.computed_tokens = len(PROMPT) + 1
-    record = job.sink.record(job, 3, PROMPT[:HISTORY_TOKENS])
+    record = job.sink.record(job, 3, PROMPT_OF_TURN)
     assert is_over == [False, True]
     assert (record.turn, record.input_ids, record.output_ids) == (3, (6, 7, 8, 9), (70, 71))
     assert (record.uncomputed_tokens, record.finish_reason) == (1, "length")
     assert record.usage.reused_tokens == 6
+
+
+async def test_a_discard_in_the_middle_leaves_the_turns_own_numbers(job):
+    """The record has all of the input and answer; usage is of the prompt as the turn began."""
+    job.sink.started(job.request, job.outcome)
+    answer_with(job, 70)
+    job.discards.append(Discard(((0, 8),), after_tokens=5))
+    job.request.computed_tokens = 10
+    job.request.discard(((0, 8),))
+    answer_with(job, 71)
+    job.request.computed_tokens = 3
+    record = job.sink.record(job, 3, PROMPT_OF_TURN)
+    assert (record.input_ids, record.output_ids) == ((6, 7, 8, 9), (70, 71))
+    assert job.sink.context_ids(job.request) == [8, 9, 70, 71]
+    assert job.sink.computed_ids(job.request) == [8, 9, 70]
+    assert record.uncomputed_tokens == 1
+    assert reuse(record.usage) == (6, 0, 6, 4)
+    assert record.usage.dropped_tokens == 8
+
+
+async def test_a_full_window_ends_the_answer(job):
+    """What was sampled is shown; the reason is the length."""
+    job.sink.started(job.request, job.outcome)
+    answer_with(job, 70)
+    job.sink.window_full()
+    record = job.sink.record(job, 3, PROMPT_OF_TURN)
+    assert (record.output_ids, record.finish_reason) == ((70,), "length")

@@ -119,3 +119,58 @@ def test_special_tokens_have_no_text(tokenizer):
     """The end-of-turn token adds nothing to the answer."""
     detokenizer = Detokenizer(tokenizer, [])
     assert [detokenizer.push(token) for token in [tokenizer.eos_token_id] * 3] == [""] * 3
+
+
+def test_messages_begin_at_the_templates_special_token(tokenizer):
+    """Found by trying the template out; none where it opens messages with plain text."""
+    start_id = tokenizer.convert_tokens_to_ids("<|start|>")
+    frames = text_of(tokenizer).frame_tokens
+    assert (frames.opening, frames.closing) == ({start_id}, {tokenizer.eos_token_id})
+    plain = text_of(tokenizer, STRICT).frame_tokens
+    assert (plain.opening, plain.closing) == (set(), {tokenizer.eos_token_id})
+    assert text_of(tokenizer, "").frame_tokens.starts([start_id], b"\1") == []
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+# The system message as a part of the first question, as several templates have it.
+FOLDED = (
+    "{% if messages[0].role == 'system' %}{% set system = messages[0].content + '\n' %}"
+    "{% set rest = messages[1:] %}{% else %}{% set system = '' %}{% set rest = messages %}"
+    "{% endif %}"
+    "{% for m in rest %}<|start|>{{ m.role }}\n{{ system if loop.first else '' }}{{ m.content }}"
+    "<|end|>\n{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "expected"),
+    [
+        (None, [user("What?")], ""),
+        (None, [SYSTEM, user("What?")], "<|start|>system\nBe brief.<|end|>\n"),
+        (None, [SYSTEM, SYSTEM, user("ping 7f3a")], "<|start|>system\nBe brief.<|end|>\n" * 2),
+        (FOLDED, [user("What?")], ""),
+        (FOLDED, [SYSTEM, user("What?")], "<|start|>user\nBe brief.\n"),
+        (STRICT, [SYSTEM, user("What?")], "[system]Be brief.<|end|>"),
+        ("<|start|>" + STRICT, [user("What?")], ""),
+        (STRICT, [{"role": "tool", "content": "x"}], ""),
+    ],
+)
+def test_the_system_message_is_what_comes_before_the_first_question(
+    tokenizer, template, messages, expected
+):
+    """Whole frames of it; where it is part of the question, the tokens that are it."""
+    text = text_of(tokenizer, template)
+    if messages[0]["role"] == "tool":
+        assert text.system_tokens(messages, [5, 6]) == 0
+        return
+    ids = text.encode_chat(messages, [])
+    assert tokenizer.decode(ids[: text.system_tokens(messages, ids)]) == expected
+
+
+def test_a_question_after_an_answer_that_is_gone_closes_nothing(tokenizer):
+    """It begins with its own frame."""
+    text = text_of(tokenizer)
+    closed = text.encode_chat([user("Is it?")], [7])
+    opened = text.encode_chat([user("Is it?")], [7], continues_answer=False)
+    assert tokenizer.decode(closed) == "<|end|>\n" + tokenizer.decode(opened)
+    assert tokenizer.decode(opened).startswith("<|start|>user\nIs it?")

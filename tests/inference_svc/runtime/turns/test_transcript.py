@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from inference_svc.core.discards import CLIENT, Discard
 from inference_svc.core.errors import TranscriptError, UnknownSessionError
 from inference_svc.core.turn_record import TurnRecord, Usage
 from inference_svc.runtime.turns.transcript import TranscriptStore, TranscriptUnavailableError
@@ -163,3 +164,17 @@ async def test_tenants_and_models_do_not_meet(tmp_path):
     assert await store.find(KEY._replace(tenant="other")) is None
     assert await store.find(KEY._replace(model="other")) is None
     assert len(list(tmp_path.iterdir())) == 1
+
+
+async def test_a_discard_is_there_for_the_next_process(tmp_path):
+    """Between turns, in its place; a session that does not exist has none."""
+    store = TranscriptStore(tmp_path)
+    await append(store, KEY, 0)
+    after = await store.discard(KEY, Discard(((0, 2),), 0, CLIENT))
+    await append(store, KEY, 1)
+    assert after.context_ids == (2, 3, 9)
+    found = await TranscriptStore(tmp_path).get(KEY)
+    assert found.context_ids == (2, 3, 9, 0, 1, 2, 3, 9)
+    assert [turn for turn, _ in found.all_discards] == [1]
+    with pytest.raises(UnknownSessionError):
+        await store.discard(KEY._replace(session_id="nobody"), Discard(((0, 2),), 0, CLIENT))

@@ -1,0 +1,80 @@
+"""Discards: which tokens of a context are dropped, and what is left of it. Pure.
+
+A range is half-open, in positions of the context before the discard. Merged ranges are sorted, do
+not touch and are not empty: every function here but `merge_ranges` takes only those.
+
+*Source:* token truncation and token discard lists: CachedAttention, USENIX ATC'24, §3.4.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from inference_svc.core.errors import InvalidDiscardError
+
+Range = tuple[int, int]
+
+OVERFLOW = "overflow"
+CLIENT = "client"
+COMPRESSION = "compression:"  # followed by the policy's name
+
+
+@dataclass(frozen=True)
+class Discard:
+    """One discard, as it is remembered.
+
+    Attributes:
+        ranges: merged; positions in the context it was applied to.
+        after_tokens: how many tokens of its turn (input, then output) the context had got when it
+            happened; 0: before the turn's input.
+        reason: "overflow", "client" or "compression:<policy>".
+    """
+
+    ranges: tuple[Range, ...]
+    after_tokens: int = 0
+    reason: str = OVERFLOW
+
+
+def merge_ranges(ranges: Iterable[Range], num_tokens: int) -> tuple[Range, ...]:
+    """Sort and join ranges of a context of `num_tokens`.
+
+    Raises:
+        InvalidDiscardError: for one that is empty or outside the context.
+    """
+    merged: list[Range] = []
+    for start, end in sorted(ranges):
+        if not 0 <= start < end <= num_tokens:
+            raise InvalidDiscardError(
+                f"range [{start}, {end}) is empty or outside the context of {num_tokens} tokens",
+                "send half-open ranges of positions in the context as it is before the discard",
+            )
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return tuple(merged)
+
+
+def num_in(ranges: Iterable[Range]) -> int:
+    """Count the tokens of some ranges."""
+    return sum(end - start for start, end in ranges)
+
+
+def kept_runs(ranges: Iterable[Range], num_tokens: int) -> list[Range]:
+    """What is left of the first `num_tokens` positions: runs in order, none empty."""
+    kept = []
+    start = 0
+    for range_start, range_end in ranges:
+        end = min(range_start, num_tokens)
+        if start < end:
+            kept.append((start, end))
+        start = range_end
+    if start < num_tokens:
+        kept.append((start, num_tokens))
+    return kept
+
+
+def without(token_ids: Sequence[int], ranges: Iterable[Range]) -> list[int]:
+    """Return a context's tokens that are left."""
+    return [
+        token for start, end in kept_runs(ranges, len(token_ids)) for token in token_ids[start:end]
+    ]

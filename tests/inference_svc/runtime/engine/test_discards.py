@@ -1,0 +1,364 @@
+"""Dropping tokens under a running engine: what follows is what the plain formula says.
+
+The plain formula: the stock model, its own cache, and after each discard the kept keys turned back
+from their old positions and forth to their new ones with the model's cosines and sines.
+"""
+
+import asyncio
+import threading
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from inference_svc.core.discards import kept_runs, without
+from inference_svc.core.errors import InvalidDiscardError
+from inference_svc.core.scheduling.request import RequestState
+from inference_svc.runtime.compute.attention_scores import ScoreKeeper
+from inference_svc.runtime.engine.engine_job import as_token_bytes
+from shared.lineage import WHOLE
+from tests.memory_engine import loaded_model, running_engine
+
+WINDOW = 64
+PROMPT = list(range(20, 60))
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return loaded_model(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def stock(tiny_model):
+    """The model as Transformers has it."""
+    return AutoModelForCausalLM.from_pretrained(tiny_model).eval()
+
+
+class PlainSession:
+    """A context and its cache; keys lie at positions 0, 1, 2, …."""
+
+    def __init__(self, stock):
+        self.stock, self.past = stock, DynamicCache()
+        self.context, self.num_fed = [], 0
+
+    def answer(self, prompt, max_tokens, choose=None):
+        """The most likely tokens; whenever the window is full, what `choose` says is dropped."""
+        self.context += prompt
+        answer = []
+        while len(answer) < max_tokens:
+            if self.num_fed == WINDOW:
+                self.discard(choose(self.context))
+            new = self.context[self.num_fed :]
+            positions = torch.arange(self.num_fed, len(self.context))[None]
+            with torch.no_grad():
+                logits = self.stock(
+                    input_ids=torch.tensor([new]),
+                    position_ids=positions,
+                    past_key_values=self.past,
+                ).logits[0, -1]
+            self.num_fed = len(self.context)
+            answer.append(int(logits.argmax()))
+            self.context.append(answer[-1])
+        return answer
+
+    def discard(self, ranges):
+        kept = [i for run in kept_runs(ranges, self.num_fed) for i in range(*run)]
+        old, self.past = self.past, DynamicCache()
+        for index, layer in enumerate(old.layers):
+            keys, values = layer.keys[:, :, kept], layer.values[:, :, kept]
+            free = self.turned(keys, torch.tensor(kept), -1)
+            self.past.update(self.turned(free, torch.arange(len(kept)), 1), values, index)
+        self.context, self.num_fed = without(self.context, ranges), len(kept)
+
+    def turned(self, keys, positions, direction):
+        with torch.no_grad():
+            cosines, sines = self.stock.model.rotary_emb(keys, positions[None])
+        first, second = keys.chunk(2, dim=-1)
+        halves = torch.cat((-second, first), dim=-1)
+        return keys * cosines[None] + direction * halves * sines[None]
+
+
+def oldest_half(context):
+    return ((0, (len(context) - 1) // 2),)
+
+
+def behind_the_first_four(context):
+    return ((4, 4 + len(context) // 2),)
+
+
+def every_third(context):
+    return tuple((first, first + 1) for first in range(3, len(context) - 2, 3))
+
+
+def all_but_two(context):
+    return ((0, len(context) - 2),)
+
+
+def the_oldest(context):
+    del context
+    return ((0, 1),)
+
+
+async def finished(engine, job):
+    await engine.loop.generate(job)
+    engine.loop.keep(job, job.request.token_ids[: job.request.computed_tokens])
+    return job
+
+
+def resident_ids(engine, job):
+    return list(engine.scheduler.residents.token_ids(job.key))
+
+
+@asynccontextmanager
+async def held(thread):
+    """A thread that does nothing until the event is set, or the block is left."""
+    may_go_on = threading.Event()
+    busy = asyncio.create_task(thread.run(may_go_on.wait))
+    try:
+        yield may_go_on
+    finally:
+        may_go_on.set()
+        await busy
+
+
+CHOICES = [oldest_half, behind_the_first_four, every_third, all_but_two, the_oldest]
+
+
+@pytest.mark.parametrize("choose", CHOICES)
+@pytest.mark.parametrize("saves", [True, False])
+async def test_an_answer_goes_on_when_its_window_is_full(model, stock, choose, saves):
+    """Again and again, from the rows that are left."""
+    async with running_engine(model, saves=saves) as engine:
+        engine.store.saves = saves
+        job = engine.job(PROMPT, 90, window_tokens=WINDOW, truncate=choose)
+        job.input_tokens = 30
+        await finished(engine, job)
+        assert job.sink.token_ids == PlainSession(stock).answer(PROMPT, 90, choose)
+        request = job.request
+        assert request.num_sampled == 90
+        assert request.num_overflows == len(job.discards) == engine.counters.snapshot()["shifts"]
+        assert job.discards[0].after_tokens == 30 + WINDOW - len(PROMPT) + 1
+        assert job.discards[0].ranges == choose([0] * (WINDOW + 1))
+        assert len(request.token_ids) <= WINDOW + 1
+        assert job.outcome.tier_tokens == {}
+        assert request.num_preemptions < 5
+        await engine.all_given_back()
+
+
+@pytest.mark.parametrize("choose", CHOICES)
+@pytest.mark.parametrize("keeps_residents", [True, False])
+async def test_the_next_turn_goes_on_from_what_is_left(model, stock, keeps_residents, choose):
+    """From memory, or from the store: that hears of a discard between the saves about it."""
+    async with running_engine(model, keeps_residents=keeps_residents) as engine:
+        session = PlainSession(stock)
+        job = engine.job(PROMPT, 60, window_tokens=WINDOW, truncate=choose)
+        await finished(engine, job)
+        assert job.sink.token_ids == session.answer(PROMPT, 60, choose)
+        request = job.request
+        dropped = ((0, request.computed_tokens // 2),)
+        computed_ids = request.token_ids[: request.computed_tokens]
+        await engine.loop.discard(job.key, computed_ids, dropped)
+        session.discard(dropped)
+        following = [*without(request.token_ids, dropped), 77, 78]
+        turn = await finished(
+            engine, engine.job(following, 30, window_tokens=WINDOW, truncate=choose)
+        )
+        assert turn.outcome.tokens == len(following) - 3
+        assert turn.sink.token_ids == session.answer([77, 78], 30, choose)
+        await engine.all_given_back()
+
+
+@pytest.mark.parametrize("ranges", [((0, 20),), ((4, 9), (30, 47)), ((40, 47),), ((0, 47),)])
+@pytest.mark.parametrize("where", ["memory", "store", "nowhere"])
+async def test_tokens_are_dropped_between_turns(model, stock, ranges, where):
+    """The other tokens' rows close up in memory; those in the store are loaded to new positions."""
+    async with running_engine(model, keeps_residents=where == "memory") as engine:
+        engine.store.is_away = where == "nowhere"
+        session = PlainSession(stock)
+        first = await engine.run(PROMPT)
+        assert first.sink.token_ids == session.answer(PROMPT, 8)
+        context = first.request.token_ids
+        await engine.loop.discard(first.key, context[:47], ranges)
+        if where == "nowhere":  # all of what is left is computed anew
+            session = PlainSession(stock)
+            session.context = without(context, ranges)
+        else:
+            session.discard(ranges)
+        kept = without(context, ranges)
+        turn = await engine.run([*kept, 70, 71, 72])
+        num_kept = len(kept) - 1
+        if where != "nowhere":
+            tier = "hbm" if where == "memory" else "dram"
+            assert turn.outcome.tier_tokens == ({tier: num_kept} if num_kept else {})
+        assert turn.sink.token_ids == session.answer([70, 71, 72], 8)
+        following = [*turn.request.token_ids, 73]
+        again = await engine.run(following)
+        assert again.sink.token_ids == session.answer([73], 8)
+        await engine.all_given_back()
+
+
+async def test_a_discard_of_something_else_is_refused(model):
+    """Ranges outside the context are the caller's mistake; no range is nothing to do."""
+    async with running_engine(model) as engine:
+        first = await engine.run(PROMPT)
+        with pytest.raises(InvalidDiscardError):
+            await engine.loop.discard(first.key, first.request.token_ids[:47], [(40, 48)])
+        await engine.loop.discard(first.key, first.request.token_ids[:47], [])
+        assert "discard" not in engine.store.order
+        assert resident_ids(engine, first) == first.request.token_ids[:47]
+        await engine.all_given_back()
+
+
+async def test_a_resident_of_another_context_is_given_up(model):
+    """Its rows are not those of the tokens that are left."""
+    async with running_engine(model) as engine:
+        first = await engine.run(PROMPT)
+        other = [99, *first.request.token_ids[1:47]]
+        await engine.loop.discard(first.key, other, [(0, 10)])
+        assert not engine.scheduler.num_resident
+        await engine.all_given_back()
+
+
+@pytest.mark.parametrize("truncate", [None, lambda context: ()])
+async def test_an_answer_ends_when_nothing_may_be_dropped(model, stock, truncate):
+    """With as many tokens as the window has rows for."""
+    async with running_engine(model) as engine:
+        job = engine.job(PROMPT, 90, window_tokens=WINDOW, truncate=truncate)
+        await finished(engine, job)
+        assert job.sink.is_cut_off
+        assert job.sink.token_ids == PlainSession(stock).answer(PROMPT, WINDOW - len(PROMPT) + 1)
+        assert job.request.computed_tokens == WINDOW
+        await engine.all_given_back()
+
+
+@pytest.mark.parametrize("ranges", [((0, 0),), ((60, WINDOW + 1),), ((0, 1000),)])
+async def test_a_turn_that_drops_what_it_must_not_fails(model, ranges):
+    """The last token is fed next; others go on."""
+    async with running_engine(model) as engine:
+        job = engine.job(PROMPT, 90, window_tokens=WINDOW, truncate=lambda context: ranges)
+        with pytest.raises(InvalidDiscardError):
+            await engine.loop.generate(job)
+        await engine.run(PROMPT, session="other")
+        await engine.all_given_back()
+
+
+async def test_others_decode_while_rows_close_up(model, stock):
+    """The load thread is busy; steps of others go on, and the turn waits for its rows."""
+    engine_of_big_slabs = running_engine(model, answer_tokens=256)
+    async with engine_of_big_slabs as engine, held(engine.threads[1]) as may_go_on:
+        cut = engine.job(PROMPT, 60, window_tokens=WINDOW, truncate=oldest_half, session="cut")
+        answer = asyncio.create_task(finished(engine, cut))
+        long = engine.job(range(30, 60), 200, session="long")
+        others = asyncio.create_task(finished(engine, long))
+        await others
+        assert cut.request.state is RequestState.WAITING
+        assert len(cut.sink.token_ids) == WINDOW - len(PROMPT) + 1
+        may_go_on.set()
+        await answer
+        assert cut.sink.token_ids == PlainSession(stock).answer(PROMPT, 60, oldest_half)
+        await engine.all_given_back()
+
+
+async def test_a_turn_cancelled_while_its_rows_close_up_leaves_nothing(model, stock):
+    """Its session never had the context that would be left."""
+    async with running_engine(model, answer_tokens=256) as engine:
+        first = await engine.run(PROMPT)
+        prompt = [*first.request.token_ids, 70]
+        cut = engine.job(prompt, 60, window_tokens=WINDOW, truncate=oldest_half)
+        answer = asyncio.create_task(engine.loop.generate(cut))
+        await cut.sink.has_token.wait()
+        async with held(engine.threads[1]) as may_go_on:
+            await engine.store.has_discarded.wait()
+            answer.cancel()
+            await asyncio.gather(answer, return_exceptions=True)
+            forgotten = asyncio.create_task(engine.loop.forget(cut.key, prompt[:47]))
+            other = await engine.run(PROMPT, session="other")
+            assert not forgotten.done()
+            may_go_on.set()
+            await forgotten
+        assert engine.scheduler.num_resident == 1
+        assert resident_ids(engine, other)
+        session = PlainSession(stock)
+        session.answer(PROMPT, 8)
+        again = await engine.run([*prompt[:-1], 71])
+        assert again.sink.token_ids == session.answer([71], 8)
+        await engine.all_given_back()
+
+
+async def test_a_turn_cancelled_after_its_context_was_cut_leaves_no_resident(model):
+    """Nobody builds on what the discard left."""
+    async with running_engine(model) as engine:
+        is_full_again = asyncio.Event()
+
+        def choose(context):
+            if cut.discards:
+                is_full_again.set()
+            return oldest_half(context)
+
+        cut = engine.job(PROMPT, 200, window_tokens=WINDOW, truncate=choose, history_tokens=30)
+        answer = asyncio.create_task(engine.loop.generate(cut))
+        await is_full_again.wait()
+        answer.cancel()
+        await asyncio.gather(answer, return_exceptions=True)
+        await engine.loop.wait_idle()
+        assert cut.discards
+        assert not engine.scheduler.num_resident
+        await engine.all_given_back()
+
+
+async def test_rows_that_cannot_be_moved_are_loaded_or_computed_again(model, stock, monkeypatch):
+    """A shift that fails costs time, no token; the store has what is left."""
+    for is_away in (False, True):
+        async with running_engine(model) as engine:
+
+            def fail(*_arguments):
+                raise RuntimeError("out of memory")
+
+            monkeypatch.setattr("inference_svc.runtime.kv.shift.Shift.run", fail)
+            engine.store.is_away = is_away
+            job = engine.job(PROMPT, 60, window_tokens=WINDOW, truncate=oldest_half)
+            await finished(engine, job)
+            assert engine.counters.snapshot()["shifts_failed"] == job.request.num_overflows == 2
+            if not is_away:
+                assert job.sink.token_ids == PlainSession(stock).answer(PROMPT, 60, oldest_half)
+            assert len(job.sink.token_ids) == 60
+            await engine.all_given_back()
+
+
+async def test_many_turns_overflow_in_a_budget_for_few(model, stock):
+    """Each waits for room again, and answers what it would alone."""
+    async with running_engine(model, kv_rows=300) as engine:
+        prompts = [list(range(20 + n, 50 + n)) for n in range(6)]
+        jobs = [
+            engine.job(prompt, 70, str(n), window_tokens=WINDOW, truncate=behind_the_first_four)
+            for n, prompt in enumerate(prompts)
+        ]
+        await asyncio.gather(*(finished(engine, job) for job in jobs))
+        for job, prompt in zip(jobs, prompts, strict=True):
+            expected = PlainSession(stock).answer(prompt, 70, behind_the_first_four)
+            assert job.sink.token_ids == expected
+        await engine.all_given_back()
+
+
+async def test_scores_are_of_the_tokens_that_are_left(model):
+    """A policy that reads them at the end finds one for each token that was computed."""
+    async with running_engine(model) as engine:
+        job = engine.job(PROMPT, 60, window_tokens=WINDOW, truncate=every_third)
+        job.scores = ScoreKeeper("accumulated", 0, len(PROMPT))
+        await finished(engine, job)
+        assert job.discards
+        assert len(job.scores.scores()) == job.request.computed_tokens
+        await engine.all_given_back()
+
+
+async def test_the_lineage_follows_the_discards_of_a_turn(model):
+    """Each time that of the computed tokens; without one nothing is told."""
+    async with running_engine(model) as engine:
+        job = engine.job(PROMPT, 30, window_tokens=WINDOW, truncate=oldest_half)
+        job.lineage = WHOLE
+        await finished(engine, job)
+        (discard,) = job.discards
+        before = [*PROMPT, *job.sink.token_ids[: WINDOW - len(PROMPT)]]
+        assert job.lineage == WHOLE.after(as_token_bytes(before), discard.ranges)
+        await engine.all_given_back()

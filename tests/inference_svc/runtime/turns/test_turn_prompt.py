@@ -1,0 +1,140 @@
+"""A turn's prompt: its input, encoded for what is left of the context after room was made."""
+
+import pytest
+from transformers import AutoTokenizer
+
+from inference_svc.core.context import Context
+from inference_svc.core.discards import num_in
+from inference_svc.core.errors import InputTooLongError, InvalidTurnError
+from inference_svc.core.sampling_params import SamplingParams
+from inference_svc.core.stopping import AnswerToken, GrowingAnswer
+from inference_svc.core.submission import ChatInput, Submission, TextInput, TokenInput
+from inference_svc.core.truncation import OverflowPolicy
+from inference_svc.runtime.turns.chat_text import TurnText
+from inference_svc.runtime.turns.turn_prompt import MidTurnCut, PromptMaker, TurnLimits
+from inference_svc.runtime.worker_thread import WorkerThread
+from shared.session_key import SessionKey
+
+WINDOW_TOKENS = 100
+SYSTEM = ("system", "Be brief.")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model):
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer):
+    text = TurnText(tokenizer, frozenset({tokenizer.eos_token_id}))
+    text.try_out()
+    thread = WorkerThread("text")
+    limits = TurnLimits(WINDOW_TOKENS, len(tokenizer), frozenset({tokenizer.eos_token_id}), 10)
+    yield PromptMaker(text, thread, limits, has_tokenizer=True)
+    thread.close()
+
+
+def submission(given, policy=None, **sampling):
+    return Submission(
+        key=SessionKey("default", "m", "s"),
+        input=given,
+        sampling=SamplingParams(**sampling),
+        has_max_tokens=True,
+        request_id="r",
+        digest="d",
+        expected_turn=None,
+        waits=False,
+        is_final=False,
+        arrived_ns=0,
+        overflow=policy or OverflowPolicy(),
+    )
+
+
+def question(text, *before):
+    return ChatInput((*before, ("user", text)))
+
+
+async def chat(prompts, tokenizer, *before):
+    """A context of one question and its answer, which did not end by itself."""
+    prompt = await prompts.make(submission(question("What is a block?", *before)), Context())
+    answer = tokenizer("It is kept in blocks. " * 3, add_special_tokens=False).input_ids
+    return prompt.context.with_answer(answer)
+
+
+async def test_a_first_turn_knows_its_system_message(prompts, tokenizer):
+    """It stays when the next turns make room."""
+    context = await chat(prompts, tokenizer, SYSTEM)
+    system = tokenizer.decode(context.token_ids[: context.system_tokens])
+    assert system == "<|start|>system\nBe brief.<|end|>\n"
+    prompt = await prompts.make(submission(question("Why? " * 12)), context)
+    assert prompt.ranges[0][0] == context.system_tokens
+    assert tokenizer.decode(prompt.context.token_ids).startswith(system + "<|start|>")
+    assert prompt.context.system_tokens == context.system_tokens
+    assert [discard.ranges for discard in prompt.discards] == [prompt.ranges]
+
+
+async def test_where_all_messages_go_nothing_is_closed(prompts, tokenizer):
+    """The new question begins the context, or follows the system message at once."""
+    for before in ((), (SYSTEM,)):
+        context = await chat(prompts, tokenizer, *before)
+        policy = OverflowPolicy(ratio=1.0)
+        prompt = await prompts.make(submission(question("Why? " * 12), policy), context)
+        assert prompt.ranges == ((context.system_tokens, len(context.token_ids)),)
+        kept = tokenizer.decode(context.token_ids[: context.system_tokens])
+        text = tokenizer.decode(prompt.context.token_ids)
+        assert text.startswith(kept + "<|start|>user\nWhy?")
+        assert prompt.context.system_tokens == context.system_tokens
+
+
+async def test_text_is_cut_anywhere_and_token_ids_where_their_messages_begin(prompts, tokenizer):
+    """A special token in raw text begins no message."""
+    rendered = "<|start|>user\n" + "Why? " * 8
+    ids = tuple(tokenizer(rendered, add_special_tokens=False).input_ids)
+    for given, first_end in ((TextInput(rendered), None), (TokenInput(ids), len(ids))):
+        first = await prompts.make(submission(given), Context())
+        assert first.context.token_ids == ids
+        second = await prompts.make(
+            submission(TokenInput((5,) * (WINDOW_TOKENS - len(ids)))), first.context
+        )
+        half = -(-len(ids) // 2)
+        assert second.ranges == ((0, first_end or half),)
+
+
+async def test_what_cannot_fit_is_refused(prompts):
+    """Whatever would be dropped."""
+    with pytest.raises(InputTooLongError):
+        await prompts.make(submission(TokenInput((5,) * WINDOW_TOKENS)), Context())
+    with pytest.raises(InvalidTurnError, match="vocabulary"):
+        await prompts.make(submission(TokenInput((10**6,))), Context())
+
+
+async def test_a_full_window_is_cut_again_and_again(prompts):
+    """Tokens held back for a stop string stay; cuts add up to what the context lost."""
+    params = SamplingParams(stop=("xyz",), max_tokens=500)
+    answer = GrowingAnswer(params, frozenset())
+    prompt = await prompts.make(submission(TokenInput((5,) * 60), max_tokens=500), Context())
+    cut = MidTurnCut(prompt, answer)
+    context = list(prompt.context.token_ids)
+    for number in range(200):
+        answer.push(AnswerToken(100 + number, "x"))
+        context.append(100 + number)
+        if len(context) == WINDOW_TOKENS + 1:
+            ((start, end),) = cut(context)
+            assert (start, answer.num_held) == (0, 1)
+            context = context[end:]
+    assert context[-1] == 299
+    assert len(context) <= WINDOW_TOKENS
+
+
+async def test_an_answer_that_fills_the_window_alone_is_not_cut(prompts, tokenizer):
+    """Nothing of its message goes."""
+    first = await prompts.make(submission(question("Why?"), max_tokens=500), Context())
+    cut = MidTurnCut(first, GrowingAnswer(SamplingParams(), frozenset()))
+    context = [*first.context.token_ids]
+    context += [5] * (WINDOW_TOKENS + 1 - len(context))
+    (first_cut,) = cut(context)
+    kept = context[: first_cut[0]] + context[first_cut[1] :]
+    assert tokenizer.decode(kept).startswith("<|start|>assistant\n")
+    assert num_in([first_cut]) < len(first.context.token_ids)
+    kept += [5] * (WINDOW_TOKENS + 1 - len(kept))
+    assert cut(kept) == ()

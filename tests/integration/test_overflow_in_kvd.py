@@ -1,0 +1,117 @@
+"""An engine and a real kvd: contexts that overflow are loaded back as they were left.
+
+The engine of the benchmarks, without its residents: each turn's history comes from kvd.
+"""
+
+import asyncio
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from inference_svc.assembly import Model
+from inference_svc.bench.local_engine import running_engine
+from inference_svc.bench.workspace import workspace
+from inference_svc.core.discards import kept_runs, without
+from inference_svc.core.sampling_params import SamplingParams
+from inference_svc.core.scheduling.request import Request
+from inference_svc.runtime.compute.sampling import Sampler
+from inference_svc.runtime.engine.engine_job import EngineJob, as_token_bytes
+from inference_svc.runtime.model.calibration import calibrate
+from inference_svc.runtime.model.model_loader import load_model
+from shared.lineage import WHOLE
+from tests.inference_svc.runtime.engine.test_discards import PlainSession
+from tests.memory_engine import Sink
+
+WINDOW = 64
+PROMPT = list(range(20, 60))
+EVERY_THIRD = tuple((first, first + 1) for first in range(3, 60, 3))
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    loaded = load_model(tiny_model, "float32", "cpu")
+    return Model(loaded, calibrate(loaded))
+
+
+@pytest.fixture(scope="module")
+def stock(tiny_model):
+    return AutoModelForCausalLM.from_pretrained(tiny_model).eval()
+
+
+class Session:
+    """One session of a local engine, with its context and lineage as a transcript has them."""
+
+    def __init__(self, local, *, names_lineage):
+        self.local, self.key = local, local.key("s")
+        self.context, self.computed = [], 0
+        self.lineage = WHOLE if names_lineage else None
+        self.numbers = iter(range(1000, 2000))
+
+    async def turn(self, new_ids, max_tokens, choose=None):
+        """Answer a turn from what kvd has; returns its job."""
+        engine = self.local.parts.engine
+        prompt = [*self.context, *new_ids]
+        request = Request(next(self.numbers), self.key, prompt, max_tokens, 0, WINDOW)
+        job = EngineJob(
+            request=request,
+            is_final=False,
+            sampler=Sampler(SamplingParams()),
+            sink=Sink(max_tokens),
+            done=asyncio.get_running_loop().create_future(),
+            truncate=choose,
+            lineage=self.lineage,
+        )
+        await engine.generate(job)
+        engine.keep(job, request.token_ids[: request.computed_tokens])
+        self.context, self.computed = request.token_ids, request.computed_tokens
+        self.lineage = job.lineage
+        return job
+
+    async def discard(self, ranges):
+        computed_ids = self.context[: self.computed]
+        await self.local.parts.engine.discard(self.key, computed_ids, ranges, self.lineage)
+        if self.lineage is not None:
+            self.lineage = self.lineage.after(as_token_bytes(computed_ids), ranges)
+        self.context = without(self.context, ranges)
+        self.computed = sum(end - start for start, end in kept_runs(ranges, self.computed))
+
+
+def oldest_half(context):
+    return ((0, (len(context) - 1) // 2),)
+
+
+def behind_the_first_four(context):
+    return ((4, 4 + len(context) // 2),)
+
+
+@pytest.mark.parametrize("choose", [oldest_half, behind_the_first_four])
+@pytest.mark.parametrize("names_lineage", [True, False])
+@pytest.mark.parametrize("dropped", [((0, 20),), ((7, 9), (20, 28)), EVERY_THIRD])
+async def test_every_turn_loads_what_the_discards_left(
+    model, stock, tmp_path, dropped, names_lineage, choose
+):
+    """Mid-turn and between turns; all but the last token, and the answers are the plain ones."""
+    torch.set_num_threads(1)
+    with workspace(tmp_path, model) as space:
+        async with (
+            space.kvd(2000) as kvd,
+            running_engine(model, kvd, kv_rows=2000, cache={"residents": False}) as local,
+        ):
+            session = Session(local, names_lineage=names_lineage)
+            plain = PlainSession(stock)
+            first = await session.turn(PROMPT, 60, choose)
+            assert first.discards
+            assert first.sink.token_ids == plain.answer(PROMPT, 60, choose)
+            for new_ids in ([70, 71], [72]):
+                fitting = tuple(r for r in dropped if r[1] < session.computed)
+                await session.discard(fitting)
+                plain.discard(fitting)
+                num_stored = session.computed
+                job = await session.turn(new_ids, 40, choose)
+                assert job.outcome.tier_tokens == {"dram": num_stored}
+                assert job.sink.token_ids == plain.answer(new_ids, 40, choose)
+            await local.parts.engine.wait_idle()
+            counted = local.parts.counters.snapshot()
+            assert counted["store_discards_failed"] == counted["saves_refused"] == 0
+            assert counted["save_errors"] == counted["load_errors"] == 0

@@ -1,0 +1,291 @@
+"""An engine over the tiny model and a store in memory that does as it is told."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import torch
+
+from inference_svc.core.counters import Counters
+from inference_svc.core.discards import kept_runs
+from inference_svc.core.rates.load_or_recompute import LoadPolicy
+from inference_svc.core.rates.rates import Rates
+from inference_svc.core.sampling_params import SamplingParams
+from inference_svc.core.scheduling.request import Request
+from inference_svc.core.scheduling.scheduler import Scheduler, SchedulerLimits
+from inference_svc.runtime.compute.model_runner import ModelRunner
+from inference_svc.runtime.compute.sampling import Sampler
+from inference_svc.runtime.compute.stepping import Stepper
+from inference_svc.runtime.engine.engine_job import EngineJob
+from inference_svc.runtime.engine.engine_loop import EngineLoop
+from inference_svc.runtime.engine.loads import Loads, PreloadPolicy
+from inference_svc.runtime.kv.kv_pool import KVPool
+from inference_svc.runtime.kv.layer_gate import StepNotDoneError
+from inference_svc.runtime.kv.resident_slabs import ResidentSlabs
+from inference_svc.runtime.kv.shift import SlabShifts
+from inference_svc.runtime.model.calibration import calibrate
+from inference_svc.runtime.model.model_loader import load_model
+from inference_svc.runtime.store.saves import Saves
+from inference_svc.runtime.store.session_store import BegunLoad
+from inference_svc.runtime.worker_thread import WorkerThread
+from shared.grants import LoadGrant, Lookup
+from shared.lineage import WHOLE
+from shared.progress_words import LoadFailedError
+from shared.session_key import SessionKey
+
+POISON = 13  # a runner with a fault raises when it is fed this token
+BLOCK_TOKENS = 16
+LIMITS = {
+    "max_running": 4,
+    "max_loading": 4,
+    "max_waiting": 16,
+    "kv_rows": 4000,
+    "step_tokens": 64,
+    "mixed_step_tokens": 32,
+    "answer_tokens": 8,
+    "saves": True,
+    "keeps_residents": True,
+}
+
+
+class FaultyRunner(ModelRunner):
+    """Fails as a model would that cannot compute one request."""
+
+    def step(self, chunks, clock=None):
+        if any(POISON in chunk.token_ids for chunk in chunks):
+            raise RuntimeError("out of memory")
+        return super().step(chunks, clock)
+
+
+class MemoryStore:
+    """Keeps the position-free rows of saved sessions; a save ends when it may, loads fail if told.
+
+    Attributes:
+        order: of what was asked.
+        is_away: it hears of no discard.
+        has_discarded: it was told of one.
+        num_failing_loads: so many loads break off after they were announced.
+    """
+
+    saves = True
+    state = "attached"
+
+    def __init__(self):
+        self.order = []
+        self.may_end = asyncio.Event()
+        self.may_end.set()
+        self.is_away = False
+        self.has_discarded = asyncio.Event()
+        self.num_failing_loads = 0
+        self.rows = {}  # key -> token ids, keys and values of all layers
+        self.ended = []
+
+    async def begin_load(self, request):
+        self.order.append("load")
+        stored = self.rows.get(request.key, (b"", [], []))[0]
+        num_tokens = 0
+        if request.token_ids.startswith(stored):
+            num_tokens = min(len(stored) // 4, request.num_tokens)
+        if not num_tokens or request.policy is LoadPolicy.NEVER:
+            return BegunLoad(reason="miss")
+        begun = BegunLoad(num_tokens, num_tokens // BLOCK_TOKENS * BLOCK_TOKENS)
+        begun.tier_tokens["dram"] = num_tokens
+        begun.grant = LoadGrant(Lookup.HIT, 1, (), num_tokens, False, "", None)
+        self.begun_key = request.key
+        return begun
+
+    async def finish_load(self, begun, slab, tail, gate, layers):
+        if self.num_failing_loads:
+            self.num_failing_loads -= 1
+            gate.fail(LoadFailedError("it broke off", "compute"))
+            return
+        _, keys, values = self.rows[self.begun_key]
+        for layer in layers:
+            rotary = self.calibration.layers[layer].key.rotary
+            free = keys[layer][: begun.end_token]
+            slab.keys[layer][0, :, : begun.end_token] = rotary.rotate(free, 0).transpose(0, 1)
+            slab.values[layer][0, :, : begun.end_token] = values[layer][
+                : begun.end_token
+            ].transpose(0, 1)
+            count = begun.end_token - begun.tail_from
+            for kept, rows in ((tail.keys, keys), (tail.values, values)):
+                kept[layer][:count] = rows[layer][begun.tail_from : begun.end_token]
+            gate.open(layer + 1)
+        if layers.stop == gate.num_layers:
+            gate.confirm()
+
+    async def give_up(self, begun):
+        pass
+
+    async def save(self, key, token_ids, from_token, buffer, clock=None, lineage=WHOLE):
+        await self.may_end.wait()
+        self.order.append("save")
+        if clock is not None:
+            try:
+                await asyncio.to_thread(clock.wait_confirmed)
+            except StepNotDoneError:
+                return None
+        stored, keys, values = self.rows.get(key, (b"", [], []))
+        if not (from_token <= len(stored) // 4 and stored.startswith(token_ids[: 4 * from_token])):
+            return "gap"
+        num_tokens = len(token_ids) // 4
+        new = buffer.cut(from_token, num_tokens - from_token)
+        self.rows[key] = (
+            token_ids,
+            *(
+                [_joined(old, rows, from_token) for old, rows in _pairs(olds, news)]
+                for olds, news in zip((keys, values), new, strict=True)
+            ),
+        )
+        return ""
+
+    async def discard(self, key, token_ids, ranges, lineage=WHOLE):
+        self.order.append("discard")
+        self.has_discarded.set()
+        if self.is_away:
+            return
+        stored, keys, values = self.rows.pop(key, (b"", [], []))
+        if not stored or not token_ids.startswith(stored):
+            return
+        runs = kept_runs(ranges, len(stored) // 4)
+        if not runs:
+            return
+        self.rows[key] = (
+            b"".join(stored[4 * start : 4 * end] for start, end in runs),
+            *([torch.cat([r[s:e] for s, e in runs]) for r in rows] for rows in (keys, values)),
+        )
+
+    async def end_session(self, key):
+        self.order.append("end")
+        self.ended.append(key)
+
+    async def forget(self, key, token_ids):
+        self.rows.pop(key, None)
+
+    def follow_queue(self, feed):
+        self.queue = feed
+
+
+def _pairs(olds, news):
+    return zip(olds or [None] * len(news), news, strict=True)
+
+
+def _joined(old, new, from_token):
+
+    if old is None or not from_token:
+        assert not from_token, "a gap"
+        return new.clone()
+    assert old.shape[0] >= from_token, "a gap"
+    return torch.cat((old[:from_token], new))
+
+
+class Sink:
+    """Collects tokens up to a number of them."""
+
+    def __init__(self, max_tokens):
+        self.max_tokens = max_tokens
+        self.token_ids = []
+        self.has_token = asyncio.Event()
+        self.num_started = 0
+        self.is_cut_off = False
+
+    def started(self, request, outcome):
+        self.num_started += 1
+
+    def sampled(self, token):
+        self.token_ids.append(token.token_id)
+        self.has_token.set()
+        return len(self.token_ids) == self.max_tokens
+
+    def window_full(self):
+        self.is_cut_off = True
+
+
+def loaded_model(directory):
+    """The model, calibrated."""
+    loaded = load_model(directory, "float32", "cpu")
+    return loaded, calibrate(loaded)
+
+
+class Engine:
+    """An engine over a store in memory, and a maker of jobs."""
+
+    def __init__(self, model, store, limits, preload, saves_first):
+        loaded, calibration = model
+        store.calibration = calibration
+        self.store = store
+        self.counters, rates = Counters(), Rates()
+        self.threads = WorkerThread("compute"), WorkerThread("load")
+        limits = SchedulerLimits(**{**LIMITS, **limits})
+        num_layers = len(calibration.layers)
+        self.scheduler = Scheduler(limits, rates, num_layers)
+        self.pool = KVPool(
+            [layer.shape for layer in calibration.layers],
+            limits.kv_rows,
+            device=loaded.device,
+            dtype=loaded.dtype,
+        )
+        residents = ResidentSlabs(self.pool, BLOCK_TOKENS)
+        saves = Saves(store, self.counters, block_tokens=BLOCK_TOKENS, group_tokens=32)
+        loads = Loads(
+            *(self.pool, store, residents, self.threads[1], self.counters),
+            num_layers=num_layers,
+            policy=LoadPolicy.ALWAYS,
+            preload=preload or PreloadPolicy(is_layerwise=True, buffer_layers=num_layers),
+        )
+        shifts = SlabShifts(calibration, self.threads[1])
+        stepper = Stepper(FaultyRunner(*model), self.threads[0], self.counters, rates)
+        self.loop = EngineLoop(
+            *(self.scheduler, stepper, loads, saves, residents, shifts, self.pool, store),
+            self.counters,
+            num_layers=num_layers,
+            saves_first=saves_first,
+        )
+        self._number = 0
+
+    def job(self, token_ids, max_tokens=8, session="s", *, is_final=False, truncate=None, **fields):
+        self._number += 1
+        key = SessionKey("default", "m", session)
+        return EngineJob(
+            Request(self._number, key, list(token_ids), max_tokens, 0, **fields),
+            is_final=is_final,
+            sampler=Sampler(SamplingParams()),
+            sink=Sink(max_tokens),
+            done=asyncio.get_running_loop().create_future(),
+            truncate=truncate,
+        )
+
+    async def run(self, token_ids, max_tokens=8, session="s", **fields):
+        """One turn, kept; returns its tokens."""
+        job = self.job(token_ids, max_tokens, session, **fields)
+        await self.loop.generate(job)
+        self.loop.keep(job, job.request.token_ids[:-1])
+        return job
+
+    async def all_given_back(self):
+        """Nothing is under way, and nothing is held but by residents."""
+        await self.loop.wait_idle()
+        self.scheduler.check()
+        assert not self.scheduler.reserved_rows
+        for key in list(self.loop._memory._residents._residents):
+            self.loop.release_resident(key)
+        assert self.pool.num_free == self.pool.num_rows
+        assert not self.scheduler.num_waiting
+
+
+@asynccontextmanager
+async def running_engine(model, preload=None, saves_first=False, **limits):
+    engine = Engine(model, MemoryStore(), limits, preload, saves_first)
+    life = engine.life = asyncio.create_task(engine.loop.run())
+    try:
+        yield engine
+    finally:
+        life.cancel()
+        await asyncio.gather(life, return_exceptions=True)
+        for thread in engine.threads:
+            thread.close()
+
+
+async def alone(model, token_ids, max_tokens=8):
+    """What a turn answers with nothing else around."""
+    async with running_engine(model) as engine:
+        return (await engine.run(token_ids, max_tokens)).sink.token_ids
