@@ -9,11 +9,15 @@ import psutil
 import torch
 
 from inference_svc.config import CacheSettings, InferenceSettings, SchedulerSettings
+from inference_svc.core.compression.registry import check_compression, make_compression
 from inference_svc.core.counters import Counters
+from inference_svc.core.errors import InvalidCompressionError, UnsupportedModelError
 from inference_svc.core.rates.load_or_recompute import LoadPolicy
 from inference_svc.core.rates.rates import Rates
 from inference_svc.core.scheduling.scheduler import Scheduler, SchedulerLimits
 from inference_svc.core.session_turns import SessionTurns
+from inference_svc.core.submission import TurnDefaults
+from inference_svc.core.truncation import OverflowPolicy
 from inference_svc.runtime.compute.attention_backends import make_attention
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.compute.stepping import Stepper
@@ -23,6 +27,7 @@ from inference_svc.runtime.engine.loads import Loads, PreloadPolicy
 from inference_svc.runtime.heap import keep_freed_memory
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.resident_slabs import ResidentSlabs
+from inference_svc.runtime.kv.shift import SlabShifts
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.model.recipes import Calibration
 from inference_svc.runtime.store.kvd_loads import CopyThreads
@@ -31,7 +36,8 @@ from inference_svc.runtime.store.saves import Saves
 from inference_svc.runtime.store.session_store import NoSessionStore, SessionStore
 from inference_svc.runtime.turns.chat_text import TurnText
 from inference_svc.runtime.turns.transcript import TranscriptStore
-from inference_svc.runtime.turns.turn_runner import TurnLimits, TurnRunner
+from inference_svc.runtime.turns.turn_prompt import PromptMaker, TurnLimits
+from inference_svc.runtime.turns.turn_runner import TurnRunner
 from inference_svc.runtime.turns.turns import Turns
 from inference_svc.runtime.worker_thread import WorkerThread
 from inference_svc.service import InferenceService
@@ -156,6 +162,7 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
             group_tokens=cache.save_group_tokens,
         ),
         residents,
+        SlabShifts(calibration, load_thread),
         pool,
         store,
         counters,
@@ -180,17 +187,24 @@ def assemble(
     settings: InferenceSettings, model: Model, transcripts: TranscriptStore
 ) -> ServiceParts:
     """Build every part and hand each what it needs."""
+    defaults = _turn_defaults(settings, model)
     loaded, parts = model.loaded, assemble_engine(settings, model)
     text = TurnText(loaded.tokenizer, loaded.eos_ids)
     text.try_out()
     text_thread = WorkerThread("text")
+    limits = TurnLimits(
+        parts.window_tokens,
+        loaded.vocab_size,
+        loaded.eos_ids,
+        settings.overflow.reserve_tokens,
+        settings.compression.min_tokens,
+    )
     turn_runner = TurnRunner(
         parts.engine,
         transcripts,
-        text,
+        PromptMaker(text, text_thread, limits, has_tokenizer=loaded.tokenizer is not None),
         loaded.tokenizer,
-        text_thread,
-        TurnLimits(parts.window_tokens, loaded.vocab_size, loaded.eos_ids),
+        limits,
         parts.counters,
     )
     turns = Turns(
@@ -204,14 +218,42 @@ def assemble(
         ),
         parts.counters,
     )
-    about = _describe(model, settings.cache.mode, parts.window_tokens, text)
+    about = _describe(model, settings, parts.window_tokens, text)
     service = InferenceService(
         turns,
         loaded.fingerprint,
         _describe_now(about, parts),
-        settings.scheduler.default_max_tokens,
+        defaults,
     )
     return ServiceParts(parts, turns, service, text_thread)
+
+
+def _turn_defaults(settings: InferenceSettings, model: Model) -> TurnDefaults:
+    """What turns get that do not say.
+
+    Raises:
+        UnsupportedModelError: the compression policy does not go with the model.
+    """
+    overflow, compression = settings.overflow, settings.compression
+    policy = make_compression(compression.policy, compression.keep_ratio)
+    try:
+        if policy is not None:
+            check_compression(policy, model.calibration.mode)
+    except InvalidCompressionError as error:
+        raise UnsupportedModelError(error.message, error.remedy) from error
+    return TurnDefaults(
+        settings.scheduler.default_max_tokens,
+        OverflowPolicy(
+            overflow.policy,
+            overflow.ratio,
+            overflow.sink_tokens,
+            overflow.split_frames,
+            overflow.drop_system,
+        ),
+        compression.policy,
+        compression.keep_ratio,
+        model.calibration.mode,
+    )
 
 
 def _make_store(
@@ -276,7 +318,9 @@ def _free_bytes(device: torch.device) -> int:
     return psutil.virtual_memory().available
 
 
-def _describe(model: Model, mode: str, window_tokens: int, text: TurnText) -> inference_pb2.Model:
+def _describe(
+    model: Model, settings: InferenceSettings, window_tokens: int, text: TurnText
+) -> inference_pb2.Model:
     """What does not change while the service runs."""
     loaded, layout = model.loaded, model.calibration.layout
     return inference_pb2.Model(
@@ -288,8 +332,10 @@ def _describe(model: Model, mode: str, window_tokens: int, text: TurnText) -> in
         context_window=window_tokens,
         vocab_size=loaded.vocab_size,
         has_chat_template=not text.chat_problem,
-        mode=mode,
+        mode=settings.cache.mode,
+        overflow=settings.overflow.policy,
         attention_mode=model.calibration.mode,
+        positions=model.calibration.positions,
         kv_bytes_per_token=layout.token_bytes,
         block_tokens=layout.block_tokens,
         num_layers=len(layout.layers),

@@ -74,6 +74,10 @@ def describe(usage: pb.Usage) -> str:
     ]
     if usage.stall_s:
         parts.append(f"waited {format_duration(usage.stall_s)} for layers")
+    if usage.dropped_tokens:
+        parts.append(f"window full, dropped {usage.dropped_tokens}")
+    if usage.compressed_tokens:
+        parts.append(f"compressed away {usage.compressed_tokens}")
     if usage.preemptions:
         parts.append(f"interrupted {usage.preemptions} times")
     return " · ".join(parts)

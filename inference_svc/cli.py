@@ -15,6 +15,7 @@ from inference_svc.bench.cli import bench_app
 from inference_svc.client import InferenceClient
 from inference_svc.config import InferenceSettings, default_listen, load_inference_settings
 from inference_svc.demo.cli import demo
+from inference_svc.eval.cli import eval_app
 from inference_svc.status_view import status_tables
 from shared.config import LoadedSettings
 from shared.errors import ReportedError
@@ -30,6 +31,7 @@ app = typer.Typer(
 config_app = typer.Typer(help="Look at the settings.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(bench_app, name="bench")
+app.add_typer(eval_app, name="eval")
 
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="Settings file (TOML).", show_default=False)

@@ -6,7 +6,7 @@ TurnTimeoutError if a turn takes longer than it was given.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -206,6 +206,28 @@ class InferenceClient:
         )
         session: pb.Session = await self._call(self._stub.ForkSession, request)
         return session
+
+    async def discard(
+        self,
+        session_id: str,
+        ranges: Iterable[tuple[int, int]] = (),
+        positions: Iterable[int] = (),
+        tenant: str = "",
+        **expected: int,
+    ) -> pb.DiscardResponse:
+        """Drop tokens of a session's context, by positions in it (half-open ranges, or single).
+
+        `expected` are the request's expected_turn and expected_context_tokens.
+        """
+        request = pb.DiscardRequest(
+            tenant=tenant,
+            session_id=session_id,
+            ranges=(pb.TokenRange(start=start, end=end) for start, end in ranges),
+            positions=positions,
+            **expected,
+        )
+        response: pb.DiscardResponse = await self._call(self._stub.Discard, request)
+        return response
 
     async def get_model(self) -> pb.Model:
         """What is served."""

@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from inference_svc.core.rates.load_or_recompute import LoadPolicy
+from inference_svc.core.truncation import MAX_SINK_TOKENS
 from shared.config import LoadedSettings, load_settings
 from shared.runtime_dir import MAX_MESSAGE_BYTES, MAX_SOCKET_PATH, default_runtime_dir
 from shared.setting_types import Duration, Section, TenantWeights
@@ -50,6 +51,9 @@ class ModelSettings(Section):
         path: a Transformers model directory.
         threads: that compute; 0: as many as torch chooses.
         attention: how attention is computed; "auto": the best there is for the device.
+        positions: of stored rows. "decoupled": embedded when loaded, so that a context that
+            overflowed keeps the rest of its rows; "coupled": as they were cached; "auto": decoupled
+            if the model can.
     """
 
     path: Path | None = None
@@ -57,6 +61,7 @@ class ModelSettings(Section):
     device: str = "cpu"
     threads: int = Field(default=0, ge=0, le=1024)
     attention: Literal["auto", "torch"] = "auto"
+    positions: Literal["auto", "decoupled", "coupled"] = "auto"
 
 
 class ServerSettings(Section):
@@ -113,6 +118,43 @@ class CacheSettings(Section):
     deadline_s: Duration = Field(default=10.0, gt=0, le=600)
 
 
+class OverflowSettings(Section):
+    """What a session gives up when its window is full; a turn may say otherwise.
+
+    Attributes:
+        policy: "half": the oldest part goes; "sinks": the first tokens stay, the oldest after them
+            go; "reject": nothing goes.
+        ratio: of what may go, that goes at once.
+        sink_tokens: first tokens that "sinks" keeps; a system message counts.
+        reserve_tokens: of an answer, that are to have room when it begins; at most a quarter of the
+            window.
+        split_frames: cut messages of a chat anywhere; else where one begins.
+        drop_system: the system message may go, too.
+    """
+
+    policy: Literal["half", "sinks", "reject"] = "half"
+    ratio: float = Field(default=0.5, gt=0, le=1)
+    sink_tokens: int = Field(default=4, ge=0, le=MAX_SINK_TOKENS)
+    reserve_tokens: int = Field(default=256, ge=1)
+    split_frames: bool = False
+    drop_system: bool = False
+
+
+class CompressionSettings(Section):
+    """What a session gives up at the end of each turn; a turn may say otherwise.
+
+    Attributes:
+        policy: "none": nothing; "sinks_recent": all but the first and the latest tokens; "snapkv",
+            "h2o": what got least attention.
+        keep_ratio: of the context, that is kept.
+        min_tokens: shorter contexts are left alone.
+    """
+
+    policy: Literal["none", "sinks_recent", "snapkv", "h2o"] = "none"
+    keep_ratio: float = Field(default=0.5, gt=0, le=1)
+    min_tokens: int = Field(default=256, ge=1)
+
+
 class SchedulerSettings(Section):
     """Bounds of what runs at once.
 
@@ -164,6 +206,8 @@ class InferenceSettings(Section):
     model: ModelSettings = ModelSettings()
     server: ServerSettings = Field(default_factory=ServerSettings)
     cache: CacheSettings = Field(default_factory=CacheSettings)
+    overflow: OverflowSettings = OverflowSettings()
+    compression: CompressionSettings = CompressionSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
     log: LogSettings = LogSettings()
 

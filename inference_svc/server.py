@@ -64,7 +64,14 @@ def _load(settings: ModelSettings, path: Path) -> "Model":
     if settings.threads:
         torch.set_num_threads(settings.threads)
     loaded = load_model(path, settings.dtype, settings.device)
-    return Model(loaded, calibrate(loaded))
+    calibration = calibrate(loaded, settings.positions)
+    log.info(
+        "model_calibrated",
+        attention_mode=calibration.mode,
+        positions=calibration.positions,
+        not_taken=calibration.notes,
+    )
+    return Model(loaded, calibration)
 
 
 async def _serve(settings: InferenceSettings, model: "Model", transcripts: TranscriptStore) -> None:

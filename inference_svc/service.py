@@ -9,10 +9,14 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, TypeAlias
 
+from inference_svc.core.compression.policy import CompressionPolicy
+from inference_svc.core.compression.registry import check_compression, make_compression
+from inference_svc.core.discards import Discard
 from inference_svc.core.errors import EmptyTurnError, InvalidTurnError
+from inference_svc.core.expected_session import ExpectedSession
 from inference_svc.core.sampling_params import SamplingParams
 from inference_svc.core.stopping import AnswerToken
 from inference_svc.core.submission import (
@@ -23,9 +27,11 @@ from inference_svc.core.submission import (
     Submission,
     TextInput,
     TokenInput,
+    TurnDefaults,
     TurnInput,
 )
 from inference_svc.core.transcript_format import Transcript
+from inference_svc.core.truncation import OverflowPolicy
 from inference_svc.core.turn_events import Accepted, Started, Tokens, TurnEvent
 from inference_svc.core.turn_record import TurnRecord, Usage
 from inference_svc.runtime.turns.turns import Turns
@@ -44,16 +50,16 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
     Args:
         model: fingerprint, part of every session's key.
         describe: answers GetModel.
-        default_max_tokens: of an answer, when the client does not say.
+        defaults: of what turns do not say.
     """
 
     def __init__(
-        self, turns: Turns, model: str, describe: Callable[[], pb.Model], default_max_tokens: int
+        self, turns: Turns, model: str, describe: Callable[[], pb.Model], defaults: TurnDefaults
     ) -> None:
         self._turns = turns
         self._model = model
         self._describe = describe
-        self._default_max_tokens = default_max_tokens
+        self._defaults = defaults
 
     async def SubmitTurn(  # noqa: N802  # the proto's name
         self, request: pb.SubmitTurnRequest, context: Context
@@ -61,9 +67,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
         """Stream one turn; the client's leaving cancels it, unless others follow it too."""
         session_id = request.session_id or f"s-{uuid.uuid4().hex}"
         key = self._key(request.tenant, session_id)
-        submission = decode_submission(
-            request, key, self._default_max_tokens, context.time_remaining()
-        )
+        submission = decode_submission(request, key, self._defaults, context.time_remaining())
         turn = await self._turns.submit(submission)
         turn.join()
         # A callback, not `finally`: a generator that is left at a yield is not closed in time.
@@ -115,6 +119,23 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
         forked = await self._turns.fork(key, at_turn, new_key.session_id)
         return encode_session(forked, is_busy=False, with_turns=False)
 
+    async def Discard(  # noqa: N802
+        self, request: pb.DiscardRequest, context: Context
+    ) -> pb.DiscardResponse:
+        """Drop tokens of a session's context."""
+        del context
+        key = self._key(request.tenant, request.session_id)
+        ranges = [(found.start, found.end) for found in request.ranges]
+        ranges += [(position, position + 1) for position in request.positions]
+        expected = ExpectedSession(
+            request.expected_turn if request.HasField("expected_turn") else None,
+            request.expected_context_tokens
+            if request.HasField("expected_context_tokens")
+            else None,
+        )
+        left_tokens, dropped_tokens = await self._turns.discard(key, ranges, expected)
+        return pb.DiscardResponse(context_tokens=left_tokens, dropped_tokens=dropped_tokens)
+
     async def GetModel(  # noqa: N802
         self, request: pb.GetModelRequest, context: Context
     ) -> pb.Model:
@@ -132,7 +153,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
 def decode_submission(
     request: pb.SubmitTurnRequest,
     key: SessionKey,
-    default_max_tokens: int,
+    defaults: TurnDefaults,
     rpc_left_s: float | None = None,
 ) -> Submission:
     """Check what can be checked without the session.
@@ -140,15 +161,16 @@ def decode_submission(
     Args:
         request: as it came.
         key: of its session.
-        default_max_tokens: of the answer, when the client does not say.
+        defaults: of what the client does not say.
         rpc_left_s: time until the RPC's own deadline; None if it has none.
 
     Raises:
         EmptyTurnError: there is no input.
         InvalidSamplingError: listing every value out of range.
-        InvalidTurnError: likewise, of priority and deadline.
+        InvalidTurnError: likewise, of priority and deadline, and of the overflow policy.
+        InvalidCompressionError: there is no such policy, or not with this model.
     """
-    sampling = decode_sampling(request.sampling, default_max_tokens)
+    sampling = decode_sampling(request.sampling, defaults.max_tokens)
     sampling.check()
     _check_urgency(request)
     arrived_ns = time.monotonic_ns()
@@ -165,19 +187,45 @@ def decode_submission(
         arrived_ns=arrived_ns,
         priority=request.priority,
         deadline_ns=_deadline_ns(arrived_ns, request.deadline_s or None, rpc_left_s),
+        overflow=decode_overflow(request.overflow, defaults.overflow),
+        compression=decode_compression(request.compression, defaults),
     )
 
 
 def decode_sampling(sampling: pb.Sampling, default_max_tokens: int) -> SamplingParams:
     """Unset fields take the defaults; an unset seed is drawn."""
-    given: dict[str, Any] = {
-        field.name: getattr(sampling, field.name)
-        for field in pb.Sampling.DESCRIPTOR.fields
-        if field.has_presence and sampling.HasField(field.name)
-    }
+    given = _given(sampling)
     defaults = {"max_tokens": default_max_tokens, "seed": secrets.randbelow(MAX_SEED)}
     stop = tuple(sampling.stop)
     return SamplingParams(**{**defaults, **given}, stop=stop, ignore_eos=sampling.ignore_eos)
+
+
+def decode_overflow(overflow: pb.Overflow, default: OverflowPolicy) -> OverflowPolicy:
+    """Unset fields take the settings."""
+    policy = replace(default, name=overflow.policy or default.name, **_given(overflow))
+    policy.check()
+    return policy
+
+
+def decode_compression(
+    compression: pb.Compression, defaults: TurnDefaults
+) -> CompressionPolicy | None:
+    """Unset fields take the settings."""
+    has_ratio = compression.HasField("keep_ratio")
+    keep_ratio = compression.keep_ratio if has_ratio else defaults.keep_ratio
+    policy = make_compression(compression.policy or defaults.compression, keep_ratio)
+    if policy is not None:
+        check_compression(policy, defaults.attention_mode)
+    return policy
+
+
+def _given(message: Any) -> dict[str, Any]:
+    """The optional fields of a message that are set."""
+    return {
+        field.name: getattr(message, field.name)
+        for field in message.DESCRIPTOR.fields
+        if field.has_presence and message.HasField(field.name)
+    }
 
 
 def _decode_input(request: pb.SubmitTurnRequest) -> TurnInput:
@@ -251,16 +299,20 @@ def encode_event(event: TurnEvent) -> pb.TurnEvent:
 
 def encode_session(transcript: Transcript, *, is_busy: bool, with_turns: bool) -> pb.Session:
     """A session as its transcript has it."""
-    header = transcript.header
+    header, context_ids = transcript.header, transcript.context_ids
     return pb.Session(
         tenant=header.tenant,
         model=header.model,
         session_id=header.session_id,
         turns=len(transcript.turns),
-        num_tokens=len(transcript.token_ids),
+        num_tokens=transcript.num_tokens,
         busy=is_busy,
         ended=transcript.has_ended,
         turn_records=map(_encode_record, transcript.turns) if with_turns else (),
+        context_tokens=len(context_ids),
+        dropped_tokens=transcript.num_tokens - len(context_ids),
+        context_ids=context_ids if with_turns else (),
+        discards=(_encode_discard(*found) for found in transcript.all_discards if with_turns),
     )
 
 
@@ -274,6 +326,15 @@ def _encode_record(record: TurnRecord) -> pb.TurnRecord:
         finish_reason=record.finish_reason,
         usage=_encode_usage(record.usage),
         created_unix_s=record.created_unix_s,
+    )
+
+
+def _encode_discard(turn: int, discard: Discard) -> pb.Discarded:
+    return pb.Discarded(
+        turn=turn,
+        after_tokens=discard.after_tokens,
+        ranges=(pb.TokenRange(start=start, end=end) for start, end in discard.ranges),
+        reason=discard.reason,
     )
 
 

@@ -10,9 +10,7 @@ from hypothesis import HealthCheck, settings
 
 # Machines are slow now and then: nothing is timed. What `make test` draws is the same every time,
 # `make test-long` draws anew.
-_UNTIMED = settings(
-    deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
-)
+_UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.register_profile("seeded", _UNTIMED, derandomize=True)
 settings.register_profile("random", _UNTIMED, derandomize=False)
 

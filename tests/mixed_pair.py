@@ -21,6 +21,7 @@ SCHEDULER = {
     "kv_tokens": 1500,  # so a turn has room for 750, and two or three long ones fill all
     "answer_tokens": 4,
 }
+OVERFLOW = {"policy": "reject"}  # sessions begin anew instead: the oracle recomputes whole ones
 CACHE = {"residents": False, "load_policy": "always", "save_group_tokens": 128}
 
 
@@ -47,7 +48,9 @@ class Setting:
         """Write the service's settings; returns flags, which go before those of the tests."""
         cache = CACHE | self.cache
         path.write_text(
-            _section("scheduler", SCHEDULER | self.scheduler) + _section("cache", cache)
+            _section("scheduler", SCHEDULER | self.scheduler)
+            + _section("cache", cache)
+            + _section("overflow", OVERFLOW)
         )
         residents = "--residents" if cache["residents"] else "--no-residents"
         return ["--config", str(path), "--load-policy", str(cache["load_policy"]), residents]

@@ -30,14 +30,14 @@ class Pair:
     Every `with_kvd` begins with an empty kvd and with session names nobody has used.
     """
 
-    def __init__(self, model_dir: Path, directory: Path) -> None:
+    def __init__(self, model_dir: Path, directory: Path, *flags: str) -> None:
         self._kvd_dir = directory / "kvd"
         self._scene = 0
         self._stored: dict[str, int] = {}  # tokens kvd is to have of each session
         self._random = random.Random(11)  # noqa: S311  # test data
         self.kvd = KvdProcess(self._kvd_dir)
         (directory / "svc").mkdir()
-        self.service = InferenceProcess(model_dir, directory / "svc", self.kvd.runtime_dir)
+        self.service = InferenceProcess(model_dir, directory / "svc", self.kvd.runtime_dir, flags)
 
     @asynccontextmanager
     async def with_kvd(self, *flags: str, keep: str = "none") -> AsyncIterator[None]:
@@ -78,18 +78,25 @@ class Pair:
         """Run a turn and note what kvd is to hold after it."""
         async with self.service.client() as client:
             result = await client.submit(request)
-        usage = result.usage  # the last token of an answer has no KV yet
-        stored_tokens = usage.history_tokens + usage.new_tokens + usage.output_tokens - 1
+            usage = result.usage  # the last token of an answer has no KV yet
+            stored_tokens = usage.history_tokens + usage.new_tokens + usage.output_tokens - 1
+            if usage.dropped_tokens or usage.compressed_tokens:
+                session = await client.get_session(request.session_id)
+                stored_tokens = session.context_tokens - 1
         self._stored[request.session_id] = stored_tokens
         return result
 
     async def verdict(self, oracle: Oracle, session_id: str) -> Verdict:
         """Compare a session's whole transcript with recomputation."""
-        async with self.service.client() as client:
-            session = await client.get_session(self.name(session_id), with_turns=True)
+        session = await self.session(session_id)
         return await asyncio.to_thread(
             oracle.judge, [(turn.input_ids, turn.output_ids) for turn in session.turn_records]
         )
+
+    async def session(self, session_id: str) -> inference_pb2.Session:
+        """A session of this scene, with its turns."""
+        async with self.service.client() as client:
+            return await client.get_session(self.name(session_id), with_turns=True)
 
     async def stats(self) -> kvd_pb2.LayoutStats:
         """Of kvd's one layout."""
@@ -105,6 +112,12 @@ class Pair:
         """What kvd has: tokens by session."""
         page = await self._read("ListSessions", kvd_pb2.ListSessionsRequest())
         return {info.session.session_id: info.num_tokens for info in page.sessions}
+
+    async def stored(self, session_id: str) -> kvd_pb2.SessionInfo:
+        """What kvd says of a session; an empty answer if it has none of that name."""
+        page = await self._read("ListSessions", kvd_pb2.ListSessionsRequest())
+        found = [i for i in page.sessions if i.session.session_id == self.name(session_id)]
+        return found[0] if found else kvd_pb2.SessionInfo()
 
     async def until_saved(self) -> None:
         """Return when kvd has what the scene's turns computed, and all of it on SSD."""

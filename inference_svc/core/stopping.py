@@ -69,6 +69,15 @@ class GrowingAnswer:
             return self._release(len(self._held)), FinishReason.LENGTH
         return self._release(self._num_tokens_within(self._num_safe_characters(held_text))), None
 
+    @property
+    def num_held(self) -> int:
+        """Tokens that may not be shown yet."""
+        return len(self._held)
+
+    def end(self) -> list[AnswerToken]:
+        """Let what was held back go: no token comes any more."""
+        return self._release(len(self._held))
+
     def _find_stop(self, text: str) -> int | None:
         """Index of the first stop string in the text."""
         found = [index for stop in self._params.stop if (index := text.find(stop)) >= 0]

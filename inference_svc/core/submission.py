@@ -1,9 +1,11 @@
 """What a client asks for: one turn of one session. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from inference_svc.core.compression.policy import CompressionPolicy
 from inference_svc.core.sampling_params import SamplingParams
+from inference_svc.core.truncation import OverflowPolicy
 from shared.session_key import SessionKey
 
 
@@ -20,6 +22,10 @@ class ChatInput:
 
     messages: tuple[tuple[str, str], ...]
 
+    def as_messages(self) -> list[dict[str, str]]:
+        """As chat templates take them."""
+        return [{"role": role, "content": content} for role, content in self.messages]
+
 
 @dataclass(frozen=True)
 class TokenInput:
@@ -35,13 +41,30 @@ TurnInput: TypeAlias = TextInput | ChatInput | TokenInput
 
 
 @dataclass(frozen=True)
+class TurnDefaults:
+    """What a turn gets that does not say, and what the model allows.
+
+    Attributes:
+        max_tokens: of an answer.
+        compression: a policy's name.
+        attention_mode: the model's; not every compression policy goes with every mode.
+    """
+
+    max_tokens: int
+    overflow: OverflowPolicy = field(default_factory=OverflowPolicy)
+    compression: str = "none"
+    keep_ratio: float = 0.5
+    attention_mode: str = ""
+
+
+@dataclass(frozen=True)
 class Submission:
     """A decoded SubmitTurn.
 
     Attributes:
         input: never empty.
-        has_max_tokens: False: the answer may fill what is left of the window, up to
-            sampling.max_tokens.
+        has_max_tokens: False: where nothing may be dropped, the answer may fill what is left of the
+            window, up to sampling.max_tokens.
         digest: of input and sampling as the client sent them.
         expected_turn: turns the client believes are complete, None if it does not say.
         waits: queue behind a running turn of the session.
@@ -49,6 +72,8 @@ class Submission:
         arrived_ns: monotonic clock.
         priority: MIN_PRIORITY to MAX_PRIORITY; higher ones are served first.
         deadline_ns: monotonic clock; the turn fails if it is not answered by then. None: no hurry.
+        overflow: what goes when the window is full.
+        compression: what goes when the turn is over; None: nothing.
     """
 
     key: SessionKey
@@ -63,3 +88,5 @@ class Submission:
     arrived_ns: int
     priority: int = 0
     deadline_ns: int | None = None
+    overflow: OverflowPolicy = field(default_factory=OverflowPolicy)
+    compression: CompressionPolicy | None = None

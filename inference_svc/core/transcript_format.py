@@ -3,10 +3,12 @@ r"""A session's transcript and its file format: one record a line, append-only. 
     line   = crc32 of json, 8 hex digits | " " | json | "\n"
     json   = {"header": {tenant, model, session_id, forked_from}}     the first line
            | {"turn": {...}}                                          a TurnRecord, in order
+           | {"discard": {ranges, after_tokens, reason}}              a client's, between turns
            | {"end": {}}                                              the session is over
 
 A last line that is torn was never acknowledged and is left out; a bad line before the last means
-that the file was damaged: the session is refused rather than continued from a wrong history.
+that the file was damaged: the session is refused rather than continued from a wrong history. So is
+one with a discard of tokens that are not there.
 """
 
 import json
@@ -15,6 +17,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
+from inference_svc.core.context import Context, replay
+from inference_svc.core.discards import Discard
+from inference_svc.core.errors import InvalidDiscardError
 from inference_svc.core.turn_record import TurnRecord, Usage
 from shared.errors import StateError
 
@@ -22,7 +27,7 @@ _USAGE_FIELDS = frozenset(field.name for field in fields(Usage))
 
 
 class TranscriptDamagedError(StateError):
-    """A transcript file is damaged before its last line."""
+    """A transcript file is damaged before its last line, or does not make sense."""
 
     reason = "transcript_damaged"
 
@@ -39,31 +44,65 @@ class Header:
 
 @dataclass(frozen=True)
 class Transcript:
-    """A session as its complete turns; a value: `with_turn` makes a new one."""
+    """A session as its complete turns; a value: `with_turn` makes a new one.
+
+    Attributes:
+        discards: between turns, in order, each with the number of turns before it.
+    """
 
     header: Header
     turns: tuple[TurnRecord, ...] = ()
     has_ended: bool = False
+    discards: tuple[tuple[int, Discard], ...] = ()
 
     @cached_property
-    def token_ids(self) -> tuple[int, ...]:
-        """All tokens of the session."""
-        return tuple(token for turn in self.turns for token in (*turn.input_ids, *turn.output_ids))
+    def context(self) -> Context:
+        """What the next turn sees."""
+        return replay(self.turns, self.discards)
+
+    @property
+    def context_ids(self) -> tuple[int, ...]:
+        """Tokens that are still there."""
+        return self.context.token_ids
 
     @property
     def computed_tokens(self) -> int:
-        """Leading tokens whose KV the turns have computed."""
-        return len(self.token_ids) - self.turns[-1].uncomputed_tokens if self.turns else 0
+        """Leading tokens of the context whose KV the turns have computed."""
+        return self.context.computed_tokens
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All tokens the session ever had."""
+        return tuple(token for turn in self.turns for token in (*turn.input_ids, *turn.output_ids))
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """How many tokens the session ever had."""
+        return sum(turn.num_tokens for turn in self.turns)
+
+    @property
+    def all_discards(self) -> tuple[tuple[int, Discard], ...]:
+        """Those of the turns and those between them, each with the index of its turn, in order."""
+        within = [(turn.turn, discard) for turn in self.turns for discard in turn.discards]
+        return tuple(sorted((*self.discards, *within), key=lambda found: found[0]))
 
     def with_turn(self, turn: TurnRecord, *, is_final: bool) -> "Transcript":
         """Return the transcript after one more turn."""
         assert turn.turn == len(self.turns), "turns are appended in order"
         return replace(self, turns=(*self.turns, turn), has_ended=is_final)
 
+    def with_discard(self, discard: Discard) -> "Transcript":
+        """Return the transcript after a discard between turns."""
+        return replace(self, discards=(*self.discards, (len(self.turns), discard)))
+
     def forked(self, session_id: str, at_turn: int) -> "Transcript":
-        """Return a new session that starts as the first `at_turn` turns of this one."""
+        """Return a new session that starts as the first `at_turn` turns of this one.
+
+        It has the context that turn `at_turn` found, or would find.
+        """
         header = replace(self.header, session_id=session_id, forked_from=self.header.session_id)
-        return Transcript(header, self.turns[:at_turn])
+        discards = tuple(found for found in self.discards if found[0] <= at_turn)
+        return Transcript(header, self.turns[:at_turn], discards=discards)
 
     def find(self, request_id: str) -> TurnRecord | None:
         """The turn that was submitted under this id."""
@@ -80,6 +119,11 @@ def encode_turn(turn: TurnRecord) -> bytes:
     return _line({"turn": asdict(turn)})
 
 
+def encode_discard(discard: Discard) -> bytes:
+    """Line of a discard between turns."""
+    return _line({"discard": asdict(discard)})
+
+
 def encode_end() -> bytes:
     """Line that ends the session."""
     return _line({"end": {}})
@@ -87,7 +131,11 @@ def encode_end() -> bytes:
 
 def encode_transcript(transcript: Transcript) -> bytes:
     """Whole file."""
-    lines = [encode_header(transcript.header), *map(encode_turn, transcript.turns)]
+    lines = [encode_header(transcript.header)]
+    for num_turns in range(len(transcript.turns) + 1):
+        between = [discard for turn, discard in transcript.discards if turn == num_turns]
+        lines += map(encode_discard, between)
+        lines += map(encode_turn, transcript.turns[num_turns : num_turns + 1])
     return b"".join([*lines, encode_end()] if transcript.has_ended else lines)
 
 
@@ -95,7 +143,7 @@ def decode_transcript(data: bytes) -> tuple[Transcript | None, int]:
     """Read a file; return the transcript (None: not even a header) and the bytes that are good.
 
     Raises:
-        TranscriptDamagedError: a line before the last is bad.
+        TranscriptDamagedError: a line before the last is bad, or a discard is.
     """
     lines = data.splitlines(keepends=True)
     records: list[dict[str, Any]] = []
@@ -113,9 +161,29 @@ def decode_transcript(data: bytes) -> tuple[Transcript | None, int]:
         good_bytes += len(line)
     if not records:
         return None, 0
-    turns = tuple(_turn(record["turn"]) for record in records if "turn" in record)
+    return _transcript(records), good_bytes
+
+
+def _transcript(records: list[dict[str, Any]]) -> Transcript:
+    """Put records together, and see that the discards among them fit."""
+    turns: list[TurnRecord] = []
+    discards: list[tuple[int, Discard]] = []
+    for record in records:
+        if "turn" in record:
+            turns.append(_turn(record["turn"]))
+        elif "discard" in record:
+            discards.append((len(turns), _discard(record["discard"])))
     header = Header(**records[0]["header"])
-    return Transcript(header, turns, has_ended="end" in records[-1]), good_bytes
+    has_ended = "end" in records[-1]
+    transcript = Transcript(header, tuple(turns), has_ended, tuple(discards))
+    try:
+        _ = transcript.context
+    except InvalidDiscardError as error:
+        raise TranscriptDamagedError(
+            "a discard of the transcript is not of its tokens",
+            "delete the session, or restore its file from a backup",
+        ) from error
+    return transcript
 
 
 def _line(record: dict[str, Any]) -> bytes:
@@ -145,5 +213,11 @@ def _turn(record: dict[str, Any]) -> TurnRecord:
         name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
     }
     usage = {name: value for name, value in record["usage"].items() if name in _USAGE_FIELDS}
-    rebuilt |= {"usage": Usage(**usage), "top_logprobs": top}
+    discards = tuple(map(_discard, record.get("discards", ())))
+    rebuilt |= {"usage": Usage(**usage), "top_logprobs": top, "discards": discards}
     return TurnRecord(**rebuilt)
+
+
+def _discard(record: dict[str, Any]) -> Discard:
+    ranges = tuple((int(start), int(end)) for start, end in record["ranges"])
+    return Discard(ranges, int(record["after_tokens"]), str(record["reason"]))

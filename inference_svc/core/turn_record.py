@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from inference_svc.core.discards import Discard
+
 TOP = tuple[tuple[int, float], ...]
 
 
@@ -11,7 +13,8 @@ class Usage:
     """What a turn cost; every prompt token is exactly one of reused, recomputed, new.
 
     Attributes:
-        history_tokens: prompt tokens whose KV an earlier turn has computed.
+        history_tokens: prompt tokens whose KV an earlier turn has computed; what overflow dropped
+            before the turn is not in the prompt.
         reused_tokens: of them, still in memory (tier "hbm") or loaded from kvd.
         tier_tokens: reused tokens by the tier they were found in.
         ttft_s: from acceptance to the first token.
@@ -19,6 +22,8 @@ class Usage:
         recompute_reason: slug, why history was recomputed; "" if nothing was.
         preemptions: how often the turn gave its place to others.
         stall_s: how long its compute waited for layers that were still being loaded.
+        dropped_tokens: by context overflow, before the turn and during it.
+        compressed_tokens: given up by the compression policy when the turn had ended.
     """
 
     history_tokens: int = 0
@@ -36,6 +41,8 @@ class Usage:
     recompute_reason: str = ""
     preemptions: int = 0
     stall_s: float = 0.0
+    dropped_tokens: int = 0
+    compressed_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,10 @@ class TurnRecord:
         top_logprobs: per output token the most likely tokens, or empty.
         uncomputed_tokens: trailing tokens that the model was never fed: the last one sampled.
         created_unix_s: wall clock, for people.
+        discards: what the context lost in this turn, in order.
+        system_tokens: of a turn that begins with an empty context: how many of its first tokens are
+            the system message, with whatever the template writes before the first message.
+        is_text: the input was raw text: a special token in it begins no message.
     """
 
     turn: int
@@ -67,6 +78,14 @@ class TurnRecord:
     finish_reason: str
     usage: Usage
     created_unix_s: float
+    discards: tuple[Discard, ...] = ()
+    system_tokens: int = 0
+    is_text: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Input and answer."""
+        return len(self.input_ids) + len(self.output_ids)
 
     @property
     def text(self) -> str:

@@ -2,12 +2,25 @@
 
 import pytest
 
-from inference_svc.core.errors import EmptyTurnError, InvalidSamplingError, InvalidTurnError
+from inference_svc.core.discards import CLIENT, Discard
+from inference_svc.core.errors import (
+    EmptyTurnError,
+    InvalidCompressionError,
+    InvalidSamplingError,
+    InvalidTurnError,
+)
 from inference_svc.core.stopping import AnswerToken
-from inference_svc.core.submission import ChatInput, TextInput, TokenInput
+from inference_svc.core.submission import ChatInput, TextInput, TokenInput, TurnDefaults
+from inference_svc.core.transcript_format import Header, Transcript
+from inference_svc.core.truncation import OverflowPolicy
 from inference_svc.core.turn_events import Accepted, Finished, Started, Tokens
-from inference_svc.core.turn_record import Usage
-from inference_svc.service import decode_sampling, decode_submission, encode_event
+from inference_svc.core.turn_record import TurnRecord, Usage
+from inference_svc.service import (
+    decode_sampling,
+    decode_submission,
+    encode_event,
+    encode_session,
+)
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.session_key import SessionKey
 from shared.units import NS_PER_S
@@ -16,11 +29,12 @@ KEY = SessionKey("default", "m", "s")
 HELLO = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="Hello")])
 
 
+DEFAULTS = TurnDefaults(64, OverflowPolicy("sinks", 0.25), "snapkv", 0.75, "paged")
 NAN, INFINITE = float("nan"), float("inf")
 
 
 def decode(rpc_left_s=None, **fields):
-    return decode_submission(pb.SubmitTurnRequest(**fields), KEY, 64, rpc_left_s)
+    return decode_submission(pb.SubmitTurnRequest(**fields), KEY, DEFAULTS, rpc_left_s)
 
 
 def test_unset_sampling_is_greedy_with_the_services_bound():
@@ -155,3 +169,54 @@ def test_a_token_without_logprob_says_so():
     """Absent is not zero."""
     (encoded,) = encode_event(Tokens((AnswerToken(7, "a"),))).tokens.tokens
     assert not encoded.HasField("logprob")
+
+
+def test_what_a_turn_says_of_overflow_and_compression_goes_before_the_settings():
+    """Fields that are set override, one by one."""
+    plain = decode(text="Hi")
+    assert plain.overflow == DEFAULTS.overflow
+    assert (plain.compression.name, plain.compression.keep_ratio) == ("snapkv", 0.75)
+    given = decode(
+        text="Hi",
+        overflow=pb.Overflow(sink_tokens=0, split_frames=True),
+        compression=pb.Compression(policy="h2o"),
+    )
+    assert given.overflow == OverflowPolicy("sinks", 0.25, 0, split_frames=True)
+    assert (given.compression.name, given.compression.keep_ratio) == ("h2o", 0.75)
+    assert decode(text="Hi", compression=pb.Compression(policy="none")).compression is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "word"),
+    [
+        ({"overflow": pb.Overflow(policy="most")}, InvalidTurnError, "most"),
+        ({"overflow": pb.Overflow(ratio=0.0)}, InvalidTurnError, "ratio 0"),
+        ({"overflow": pb.Overflow(ratio=NAN)}, InvalidTurnError, "nan"),
+        ({"overflow": pb.Overflow(sink_tokens=1 << 20)}, InvalidTurnError, "sink_tokens"),
+        ({"compression": pb.Compression(policy="zip")}, InvalidCompressionError, "zip"),
+        ({"compression": pb.Compression(keep_ratio=2.0)}, InvalidCompressionError, "2"),
+    ],
+)
+def test_policies_that_cannot_be_are_refused(fields, error, word):
+    """The message names the value."""
+    with pytest.raises(error, match=word):
+        decode(text="Hi", **fields)
+
+
+def test_a_session_shows_what_it_lost():
+    """Counts always, tokens and discards with its turns."""
+    lost = (Discard(((0, 1),), after_tokens=3),)
+    turn = TurnRecord(
+        *(0, "r", "d", (1, 2, 3), (4,), ("",), (), (), 1, "stop", Usage(), 0.0), discards=lost
+    )
+    session = Transcript(Header("default", "m", "s"), (turn,))
+    session = session.with_discard(Discard(((0, 1),), 0, CLIENT))
+    brief = encode_session(session, is_busy=False, with_turns=False)
+    assert (brief.num_tokens, brief.context_tokens, brief.dropped_tokens) == (4, 2, 2)
+    assert not brief.context_ids
+    full = encode_session(session, is_busy=False, with_turns=True)
+    assert list(full.context_ids) == [3, 4]
+    assert [(d.turn, d.after_tokens, d.reason) for d in full.discards] == [
+        (0, 3, "overflow"),
+        (1, 0, "client"),
+    ]

@@ -304,6 +304,7 @@ async def test_a_turn_that_does_not_fit_names_the_numbers(client):
     """History, new tokens, max_tokens and the window are in the message."""
     await client.submit(turn_request([5] * 100, "long", sampling=GREEDY))
     request = turn_request([5] * 1900, "long", sampling=pb.Sampling(max_tokens=100))
+    request.overflow.policy = "reject"
     error = await refused(client.submit(request), InvalidInputError, "input_too_long")
     for number in ("112", "1900", "100", "2048"):
         assert number in error.message

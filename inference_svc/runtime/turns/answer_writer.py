@@ -2,8 +2,10 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from inference_svc.core.discards import Discard, num_in
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.stopping import AnswerToken, FinishReason, GrowingAnswer
 from inference_svc.core.turn_events import Started, Tokens
@@ -12,6 +14,7 @@ from inference_svc.runtime.compute.sampling import Sampled
 from inference_svc.runtime.engine.engine_job import EngineJob, LoadOutcome
 from inference_svc.runtime.turns.detokenize import Detokenizer
 from inference_svc.runtime.turns.turn import Turn
+from inference_svc.runtime.turns.turn_prompt import Prompt
 from shared.units import NS_PER_S
 
 
@@ -40,6 +43,7 @@ class AnswerWriter:
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, prompt_ids)
         self._history_tokens = history_tokens
+        self._prompt_tokens = len(prompt_ids)
 
     def started(self, request: Request, outcome: LoadOutcome) -> None:
         """See TurnSink."""
@@ -56,62 +60,96 @@ class AnswerWriter:
         )
         if self._answer.cut_text:
             shown = [*shown, *self._encode_cut(self._answer.cut_text)]
-        if shown:
-            self.tokens += shown
-            self._turn.publish(Tokens(tuple(shown)))
+        self._show(shown)
         return self.finish_reason is not None
 
-    def computed_ids(self, request: Request) -> list[int]:
-        """Tokens of the prompt and of the answer that have KV."""
-        kept = request.token_ids[: request.prompt_tokens + len(self._answer.kept)]
-        return kept[: request.computed_tokens]
+    def window_full(self) -> None:
+        """See TurnSink."""
+        self.finish_reason = FinishReason.LENGTH
+        self._show(self._answer.end())
 
-    def record(self, job: EngineJob, turn: int, history_ids: Sequence[int]) -> TurnRecord:
-        """The complete turn; `history_ids` are the session's tokens before it."""
+    def kept_ids(self, request: Request) -> list[int]:
+        """Tokens of the context that are going to stay: without those of a stop string.
+
+        Some of the answer's last tokens may be new ones, that say what a cut token said.
+        """
+        num_cut = request.num_sampled - len(self._answer.kept)
+        return request.token_ids[: len(request.token_ids) - num_cut]
+
+    def computed_ids(self, request: Request) -> list[int]:
+        """Tokens of the context that stay and have KV."""
+        return self.kept_ids(request)[: request.computed_tokens]
+
+    def context_ids(self, request: Request) -> list[int]:
+        """The context after the turn."""
+        new = self.tokens[len(self._answer.kept) :]
+        return [*self.kept_ids(request), *(token.token_id for token in new)]
+
+    def record(
+        self,
+        job: EngineJob,
+        turn: int,
+        prompt: Prompt,
+    ) -> TurnRecord:
+        """The complete turn, as it is recorded under this index."""
         request, submission = job.request, self._turn.submission
         has_logprobs = submission.sampling.logprobs > 0
-        total_tokens = request.prompt_tokens + len(self.tokens)
+        uncomputed_tokens = len(self.context_ids(request)) - len(self.computed_ids(request))
+        most_tokens = len(prompt.input_ids) + len(self.tokens)
+        within = [
+            replace(discard, after_tokens=min(discard.after_tokens, most_tokens))
+            for discard in job.discards
+        ]
+        discards = (*prompt.discards, *within)
         return TurnRecord(
             turn=turn,
             request_id=submission.request_id,
             request_digest=submission.digest,
-            input_ids=tuple(request.token_ids[len(history_ids) : request.prompt_tokens]),
+            input_ids=tuple(prompt.input_ids),
             output_ids=tuple(token.token_id for token in self.tokens),
             pieces=tuple(token.text for token in self.tokens),
             logprobs=tuple(token.logprob for token in self.tokens) if has_logprobs else (),
             top_logprobs=tuple(token.top for token in self.tokens) if has_logprobs else (),
-            uncomputed_tokens=total_tokens - len(self.computed_ids(request)),
+            uncomputed_tokens=uncomputed_tokens,
             finish_reason=str(self.finish_reason),
-            usage=self.usage(job),
+            usage=self.usage(job, discards),
             created_unix_s=time.time(),
+            discards=discards,
+            system_tokens=prompt.system_tokens,
+            is_text=prompt.is_text,
         )
 
-    def usage(self, job: EngineJob) -> Usage:
-        """What the turn has cost so far; also of one that was cancelled."""
+    def usage(self, job: EngineJob, discards: Sequence[Discard] = ()) -> Usage:
+        """What the turn has cost so far, and given up; also of one that was cancelled."""
         request, outcome = job.request, job.outcome
         now_ns = time.monotonic_ns()
         end_ns = request.finished_ns or now_ns
         first_ns = request.first_token_ns or end_ns
         reused_tokens = min(outcome.tokens, self._history_tokens)
         recomputed_tokens = self._history_tokens - reused_tokens
-        sampled_tokens = len(request.output_ids)
         return Usage(
             history_tokens=self._history_tokens,
             reused_tokens=reused_tokens,
             recomputed_tokens=recomputed_tokens,
-            new_tokens=request.prompt_tokens - self._history_tokens,
+            new_tokens=self._prompt_tokens - self._history_tokens,
             output_tokens=len(self.tokens),
             tier_tokens=outcome.tier_tokens,
             queue_s=((request.admitted_ns or now_ns) - request.arrived_ns) / NS_PER_S,
             load_s=outcome.load_s,
             prefill_s=(first_ns - (request.started_ns or first_ns)) / NS_PER_S,
             ttft_s=(first_ns - request.arrived_ns) / NS_PER_S,
-            tpot_s=(end_ns - first_ns) / NS_PER_S / max(1, sampled_tokens - 1),
+            tpot_s=(end_ns - first_ns) / NS_PER_S / max(1, request.num_sampled - 1),
             total_s=(now_ns - request.arrived_ns) / NS_PER_S,
             recompute_reason=outcome.reason if recomputed_tokens else "",
             preemptions=request.num_preemptions,
             stall_s=outcome.stall_s,
+            dropped_tokens=sum(num_in(discard.ranges) for discard in discards),
         )
+
+    def _show(self, tokens: Sequence[AnswerToken]) -> None:
+        if tokens:
+            self.tokens += tokens
+            self._turn.publish(Tokens(tuple(tokens)))
 
     def _encode_cut(self, text: str) -> list[AnswerToken]:
         """Tokens for what stands before a stop string that begins inside a token."""

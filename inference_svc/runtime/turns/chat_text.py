@@ -2,19 +2,23 @@
 
 A session's tokens only grow, so the chat template is applied incrementally: what new messages add
 is the template of (dummy turn, new messages) less the template of the dummy turn. Whether a model's
-template allows that is tried out when the service starts.
+template allows that is tried out when the service starts, and which special tokens begin a message.
 
 Holds its own copy of the tokenizer: encoding runs on a thread, decoding on the event loop.
 """
 
 import copy
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
+from inference_svc.core.chat_frames import FrameTokens, common_prefix
 from inference_svc.core.errors import InvalidTurnError, NoChatTemplateError
 
 DUMMY_QUESTION = "ping 7f3a"
 DUMMY_ANSWER = "pong 9c1e"
+OTHER_QUESTION = "what 5b20"  # begins with another token than DUMMY_QUESTION
+TALKERS = frozenset({"user", "assistant"})  # roles that end what leads a conversation
 Message = Mapping[str, str]  # role, content
 
 
@@ -23,6 +27,7 @@ class TurnText:
 
     Attributes:
         chat_problem: why chat messages cannot be taken; "" if they can.
+        frame_tokens: where messages of a chat begin; set by `try_out`.
         _closing: what the template writes after an answer, end-of-turn token included.
     """
 
@@ -31,6 +36,7 @@ class TurnText:
         self._eos_ids = eos_ids
         self._base = ""
         self._closing = ""
+        self.frame_tokens = FrameTokens()
         self.chat_problem = "the model has no tokenizer" if tokenizer is None else ""
 
     def try_out(self) -> None:
@@ -48,6 +54,8 @@ class TurnText:
             self.chat_problem = error.message
         if DUMMY_ANSWER not in self._base:
             self.chat_problem = "the chat template does not repeat answers"
+        if not self.chat_problem:
+            self.frame_tokens = FrameTokens(self._opening_ids(), self._eos_ids)
 
     def encode_text(self, text: str, *, opens_session: bool) -> list[int]:
         """Encode raw text; the first turn gets the model's begin token, if it uses one.
@@ -63,8 +71,19 @@ class TurnText:
         )
         return [bos_id, *self._encode(text)] if begins else self._encode(text)
 
-    def encode_chat(self, messages: Sequence[Message], history_ids: Sequence[int]) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        history_ids: Sequence[int],
+        *,
+        continues_answer: bool = True,
+    ) -> list[int]:
         """Encode new messages and what asks for the answer.
+
+        Args:
+            messages: of the turn.
+            history_ids: of the session's context; the first messages of one are rendered whole.
+            continues_answer: the context ends with an answer, which is closed first.
 
         Raises:
             NoChatTemplateError: the model has no usable template.
@@ -73,12 +92,50 @@ class TurnText:
         if self.chat_problem:
             raise NoChatTemplateError(self.chat_problem, "send text or token ids")
         if not history_ids:
-            return self._encode(self._render(messages, is_prompt=True))
-        return self._encode(self._unwritten_closing(history_ids[-1]) + self._added_text(messages))
+            return self._encode_opening(messages)
+        closing = self._unwritten_closing(history_ids[-1]) if continues_answer else ""
+        return self._encode(closing + self._added_text(messages))
+
+    def system_tokens(self, messages: Sequence[Message], input_ids: Sequence[int]) -> int:
+        """Count the first tokens of a session that are its system message.
+
+        What the template writes before the first message (a begin token, a message of its own) is
+        among them. Where it puts the system message into the first user message, they end inside.
+
+        Args:
+            messages: of the session's first turn.
+            input_ids: how they were encoded.
+        """
+        leading = list(takewhile(lambda message: message["role"] not in TALKERS, messages))
+        try:
+            questions = [
+                self._encode_opening([*leading, _question(text)])
+                for text in (DUMMY_QUESTION, OTHER_QUESTION)
+            ]
+            shared = common_prefix(input_ids, *questions)
+            other = [{**message, "content": OTHER_QUESTION} for message in leading]
+            without = self._encode_opening([*other, _question(DUMMY_QUESTION)])
+        except InvalidTurnError:  # the template wants other roles: there is no system message
+            return 0
+        whole_frames = self.frame_tokens.last_start(input_ids[:shared])
+        is_inside = bool(leading) and common_prefix(input_ids, without) >= whole_frames
+        return shared if is_inside else whole_frames
 
     def encode_piece(self, text: str) -> list[int]:
         """Encode the part of a token that stands before a stop string."""
         return self._encode(text)
+
+    def _opening_ids(self) -> frozenset[int]:
+        """Special tokens that begin a question, and the prompt for an answer."""
+        turn = [*_dummy_turn(), _question(DUMMY_QUESTION)]
+        question = self._render(turn, is_prompt=False)
+        prompted = self._render(turn, is_prompt=True)
+        texts = (question[len(self._base) :], prompted[len(question) :])
+        first_ids = {token for text in texts for token in self._encode(text)[:1]}
+        return frozenset(first_ids.intersection(self._tokenizer.added_tokens_decoder))
+
+    def _encode_opening(self, messages: Sequence[Message]) -> list[int]:
+        return self._encode(self._render(messages, is_prompt=True))
 
     def _unwritten_closing(self, last_id: int) -> str:
         """What the answer did not write of the closing: all, unless it has its end token."""
@@ -116,8 +173,12 @@ class TurnText:
         return token_ids
 
 
+def _question(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
 def _dummy_turn() -> list[Message]:
     return [
-        {"role": "user", "content": DUMMY_QUESTION},
+        _question(DUMMY_QUESTION),
         {"role": "assistant", "content": DUMMY_ANSWER},
     ]

@@ -20,11 +20,13 @@ from pathlib import Path
 
 import aiofiles
 
+from inference_svc.core.discards import Discard
 from inference_svc.core.errors import TranscriptError, UnknownSessionError
 from inference_svc.core.transcript_format import (
     Header,
     Transcript,
     decode_transcript,
+    encode_discard,
     encode_end,
     encode_transcript,
     encode_turn,
@@ -123,6 +125,19 @@ class TranscriptStore:
             self._remember(key, after)
             return after
 
+    async def discard(self, key: SessionKey, discard: Discard) -> Transcript:
+        """Record, durably, what a session's context loses between turns.
+
+        Raises:
+            UnknownSessionError: there is no such session.
+            TranscriptUnavailableError: nothing was recorded.
+        """
+        after = (await self.get(key)).with_discard(discard)
+        async with self._lock(key):
+            await self._write(key, after, encode_discard(discard))
+            self._remember(key, after)
+            return after
+
     async def end(self, key: SessionKey) -> None:
         """Record, durably, that the session takes no further turn.
 
@@ -211,14 +226,14 @@ class TranscriptStore:
     def _remember(self, key: SessionKey, transcript: Transcript) -> None:
         self._forget(key)
         self._cache[key] = transcript
-        self._cached_tokens += len(transcript.token_ids)
+        self._cached_tokens += transcript.num_tokens
         while self._cached_tokens > self._max_cached_tokens and len(self._cache) > 1:
             self._forget(next(iter(self._cache)))
 
     def _forget(self, key: SessionKey) -> None:
         transcript = self._cache.pop(key, None)
         if transcript is not None:
-            self._cached_tokens -= len(transcript.token_ids)
+            self._cached_tokens -= transcript.num_tokens
 
     def _path(self, key: SessionKey) -> Path:
         digest = hashlib.blake2b("\0".join(key).encode(), digest_size=16).hexdigest()

@@ -1,7 +1,7 @@
 """One turn under way: a log of events that any number of clients follow from its beginning.
 
 The log is bounded by the length of the answer. A turn whose last follower leaves is cancelled,
-unless it is being recorded already. Its deadline is the latest of its followers'.
+unless it is being recorded, or undone, already. Its deadline is the latest of its followers'.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ class Turn:
 
     Attributes:
         may_run: set when the turns before it in its session are over.
-        is_recorded: being written to the transcript: it can no longer be cancelled.
+        is_settled: being written to the transcript, or undone: it can no longer be cancelled.
         is_cancelled: asked to stop: nobody should join it.
         task: the task that runs it; None for the replay of a recorded turn.
         deadline_ns: monotonic clock, None for no hurry; it only ever moves away.
@@ -34,7 +34,7 @@ class Turn:
     def __init__(self, submission: Submission) -> None:
         self.submission = submission
         self.may_run = asyncio.Event()
-        self.is_recorded = False
+        self.is_settled = False
         self.is_cancelled = False
         self.task: asyncio.Task[ReportedError | None] | None = None
         self.deadline_ns = submission.deadline_ns
@@ -69,7 +69,7 @@ class Turn:
 
     def cancel(self) -> bool:
         """Ask the turn to stop; return whether it will."""
-        if self._is_over or self.is_recorded or self.task is None:
+        if self._is_over or self.is_settled or self.task is None:
             return False
         self.is_cancelled = True
         return self.task.cancel()

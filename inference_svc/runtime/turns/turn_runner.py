@@ -1,56 +1,39 @@
 """Answers one turn, from its session's transcript to its record there.
 
-A turn is finished for its client when its record is on disk; its KV is saved after that. A turn
-that is cancelled or fails leaves its session as it was.
+A turn is finished for its client when its record is on disk; its KV is saved, and compressed, after
+that. A turn that is cancelled or fails leaves its transcript as it was. What it dropped of the
+context is gone from KV by then: all KV of the session is given up with it, and recomputed by the
+next turn.
 """
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
+from inference_svc.core.compression.policy import CompressionPolicy, special_tokens
+from inference_svc.core.context import Context, clip
 from inference_svc.core.counters import Counters
-from inference_svc.core.errors import (
-    EmptyTurnError,
-    InputTooLongError,
-    InvalidTurnError,
-    SessionEndedError,
-    TurnMismatchError,
-)
-from inference_svc.core.sampling_params import SamplingParams
+from inference_svc.core.discards import COMPRESSION, OVERFLOW, Discard, Range, num_in
+from inference_svc.core.expected_session import ExpectedSession
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.stopping import FinishReason, GrowingAnswer
-from inference_svc.core.submission import ChatInput, Submission, TextInput
+from inference_svc.core.submission import Submission
 from inference_svc.core.transcript_format import Header, Transcript
 from inference_svc.core.turn_events import Accepted, Finished
-from inference_svc.core.turn_record import Usage
+from inference_svc.core.turn_record import TurnRecord, Usage
+from inference_svc.runtime.compute.attention_scores import keeper_for
 from inference_svc.runtime.compute.sampling import Sampler
 from inference_svc.runtime.engine.engine_job import EngineJob
 from inference_svc.runtime.engine.engine_loop import EngineLoop
 from inference_svc.runtime.turns.answer_writer import AnswerWriter
-from inference_svc.runtime.turns.chat_text import TurnText
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn import Turn
-from inference_svc.runtime.worker_thread import WorkerThread
+from inference_svc.runtime.turns.turn_prompt import MidTurnCut, Prompt, PromptMaker, TurnLimits
 from shared.log import get_logger
 
 log = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class TurnLimits:
-    """What a turn may be.
-
-    Attributes:
-        window_tokens: prompt and answer together: the model's window, or the engine's KV budget.
-        vocab_size: token ids are below it.
-        eos_ids: tokens that end an answer.
-    """
-
-    window_tokens: int
-    vocab_size: int
-    eos_ids: frozenset[int]
 
 
 class TurnRunner:
@@ -60,17 +43,15 @@ class TurnRunner:
         self,
         engine: EngineLoop,
         transcripts: TranscriptStore,
-        text: TurnText,
+        prompts: PromptMaker,
         tokenizer: Any | None,
-        text_thread: WorkerThread,
         limits: TurnLimits,
         counters: Counters,
     ) -> None:
         self._engine = engine
         self._transcripts = transcripts
-        self._text = text
+        self._prompts = prompts
         self._tokenizer = tokenizer
-        self._text_thread = text_thread
         self._limits = limits
         self._counters = counters
         self._numbers = count(1)
@@ -85,30 +66,9 @@ class TurnRunner:
         transcript = await self._transcripts.find(submission.key)
         if transcript is None:
             transcript = Transcript(Header(*submission.key))
-        _check_session(submission, transcript)
-        input_ids = await self._encode(submission, transcript.token_ids)
-        sampling = self._fit(submission, len(transcript.token_ids), len(input_ids))
-        prompt_ids = [*transcript.token_ids, *input_ids]
-        answer = GrowingAnswer(sampling, self._limits.eos_ids)
-        history_tokens = transcript.computed_tokens
-        writer = AnswerWriter(turn, answer, self._tokenizer, prompt_ids, history_tokens)
-        turn.request = Request(
-            next(self._numbers),
-            submission.key,
-            prompt_ids,
-            sampling.max_tokens,
-            submission.arrived_ns,
-            history_tokens=history_tokens,
-            priority=submission.priority,
-            deadline_ns=turn.deadline_ns,
-        )
-        job = EngineJob(
-            request=turn.request,
-            is_final=submission.is_final,
-            sampler=Sampler(sampling),
-            sink=writer,
-            done=asyncio.get_running_loop().create_future(),
-        )
+        ExpectedSession(submission.expected_turn).check(transcript)
+        prompt = await self._prompts.make(submission, transcript.context)
+        job, writer = self._make_job(turn, prompt)
         turn.publish(
             Accepted(
                 submission.key.session_id,
@@ -118,17 +78,65 @@ class TurnRunner:
                 is_replayed=False,
             )
         )
-        await self._compute(turn, job, writer, transcript)
+        try:
+            await self._compute(turn, prompt, job, writer, transcript)
+        except BaseException:
+            turn.is_settled = True
+            if prompt.ranges or job.discards:
+                await self._engine.forget(submission.key, prompt.before.token_ids)
+            raise
+
+    def _make_job(self, turn: Turn, prompt: Prompt) -> tuple[EngineJob, AnswerWriter]:
+        submission, context = turn.submission, prompt.context
+        max_tokens = prompt.window.answer_tokens(len(context.token_ids))
+        sampling = replace(submission.sampling, max_tokens=max_tokens)
+        answer = GrowingAnswer(sampling, self._limits.eos_ids)
+        writer = AnswerWriter(
+            turn, answer, self._tokenizer, context.token_ids, context.computed_tokens
+        )
+        turn.request = Request(
+            next(self._numbers),
+            submission.key,
+            list(context.token_ids),
+            sampling.max_tokens,
+            submission.arrived_ns,
+            window_tokens=self._limits.window_tokens,
+            history_tokens=context.computed_tokens,
+            priority=submission.priority,
+            deadline_ns=turn.deadline_ns,
+        )
+        compression = submission.compression
+        job = EngineJob(
+            request=turn.request,
+            is_final=submission.is_final,
+            sampler=Sampler(sampling),
+            sink=writer,
+            done=asyncio.get_running_loop().create_future(),
+            input_tokens=len(prompt.input_ids),
+            lineage=context.lineage,
+            truncate=None if prompt.window.is_rigid else MidTurnCut(prompt, answer),
+            scores=keeper_for(compression, len(context.token_ids)) if compression else None,
+        )
+        return job, writer
 
     async def _compute(
-        self, turn: Turn, job: EngineJob, writer: AnswerWriter, transcript: Transcript
+        self,
+        turn: Turn,
+        prompt: Prompt,
+        job: EngineJob,
+        writer: AnswerWriter,
+        transcript: Transcript,
     ) -> None:
         num_turns = len(transcript.turns)
         try:
+            await self._discard(job, prompt.before, prompt.ranges)
             await self._engine.generate(job)
-            turn.is_recorded = True
-            record = writer.record(job, num_turns, transcript.token_ids)
-            await self._transcripts.append(job.request.key, record, is_final=job.is_final)
+            turn.is_settled = True
+            record = writer.record(job, num_turns, prompt)
+            context = transcript.with_turn(record, is_final=job.is_final).context
+            ranges = self._compress(turn.submission, prompt, job, context)
+            record = _with_compression(record, turn.submission.compression, ranges)
+            await self._transcripts.append(job.key, record, is_final=job.is_final)
             self._engine.keep(job, writer.computed_ids(job.request))
         except asyncio.CancelledError:
             writer.finish_reason = FinishReason.CANCELLED
@@ -136,46 +144,32 @@ class TurnRunner:
             raise
         finally:
             self._engine.drop(job)
-        self._count(record.usage)
+        self._count(record)
         self._finish(turn, writer, record.usage, num_turns + 1)
+        await self._discard(job, context, ranges)
 
-    async def _encode(self, submission: Submission, history_ids: Sequence[int]) -> list[int]:
-        """Token ids to append to the session."""
-        given = submission.input
-        if isinstance(given, TextInput):
-            token_ids = await self._text_thread.run(
-                self._text.encode_text, given.text, opens_session=not history_ids
-            )
-        elif isinstance(given, ChatInput):
-            messages = [{"role": role, "content": content} for role, content in given.messages]
-            token_ids = await self._text_thread.run(self._text.encode_chat, messages, history_ids)
-        else:
-            token_ids = list(given.token_ids)
-        if not token_ids:
-            raise EmptyTurnError("the turn brings no token", "send text, messages or token ids")
-        if max(token_ids) >= self._limits.vocab_size:
-            raise InvalidTurnError(
-                f"token id {max(token_ids)} is outside the vocabulary",
-                f"send ids below {self._limits.vocab_size}",
-            )
-        return token_ids
+    async def _discard(self, job: EngineJob, context: Context, ranges: Sequence[Range]) -> None:
+        """Have KV of a context dropped; tokens that were never computed have none."""
+        computed = clip(ranges, context.computed_tokens)
+        if computed:
+            await self._engine.discard(job.key, context.computed_ids, computed, context.lineage)
 
-    def _fit(self, submission: Submission, history_tokens: int, new_tokens: int) -> SamplingParams:
-        """Sampling whose longest answer fits the window."""
-        sampling, window_tokens = submission.sampling, self._limits.window_tokens
-        if sampling.stop and self._tokenizer is None:
-            raise InvalidTurnError(
-                "stop strings need a tokenizer, the model has none", "send none of them"
-            )
-        room = window_tokens - history_tokens - new_tokens
-        if room < (sampling.max_tokens if submission.has_max_tokens else 1):
-            wanted = f"max_tokens {sampling.max_tokens}" if submission.has_max_tokens else "1 more"
-            raise InputTooLongError(
-                f"history {history_tokens} + new {new_tokens} + {wanted} tokens "
-                f"are more than the window of {window_tokens}",
-                "send a shorter turn, lower max_tokens, or open a new session",
-            )
-        return replace(sampling, max_tokens=min(sampling.max_tokens, room))
+    def _compress(
+        self, submission: Submission, prompt: Prompt, job: EngineJob, context: Context
+    ) -> tuple[Range, ...]:
+        """Choose what the compression policy gives up of the context after the turn."""
+        policy, num_tokens = submission.compression, len(context.token_ids)
+        if policy is None or submission.is_final or num_tokens < self._limits.compress_tokens:
+            return ()
+        scores = None if job.scores is None else job.scores.scores()
+        if scores is None and policy.needs != "nothing":
+            return ()
+        protected = (
+            (0, context.system_tokens),
+            *special_tokens(context.token_ids, prompt.window.frame_tokens.ids),
+            (context.computed_tokens, num_tokens),
+        )
+        return policy.drop(num_tokens, scores, protected)
 
     def _finish(self, turn: Turn, writer: AnswerWriter, usage: Usage, num_turns: int) -> None:
         """Publish the last event and write the turn's canonical log line."""
@@ -195,6 +189,8 @@ class TurnRunner:
             recompute_reason=usage.recompute_reason,
             new_tokens=usage.new_tokens,
             output_tokens=usage.output_tokens,
+            dropped_tokens=usage.dropped_tokens,
+            compressed_tokens=usage.compressed_tokens,
             tier_tokens=dict(usage.tier_tokens),
             queue_s=round(usage.queue_s, 6),
             load_s=round(usage.load_s, 6),
@@ -206,26 +202,25 @@ class TurnRunner:
             preemptions=usage.preemptions,
         )
 
-    def _count(self, usage: Usage) -> None:
+    def _count(self, record: TurnRecord) -> None:
+        usage = record.usage
         self._counters.add("turns_finished")
         self._counters.add("history_tokens", usage.history_tokens)
         self._counters.add("reused_tokens", usage.reused_tokens)
         self._counters.add("recomputed_tokens", usage.recomputed_tokens)
         self._counters.add("new_tokens", usage.new_tokens)
         self._counters.add("output_tokens", usage.output_tokens)
+        self._counters.add("overflows", sum(d.reason == OVERFLOW for d in record.discards))
+        self._counters.add("dropped_tokens", usage.dropped_tokens)
+        self._counters.add("compressed_tokens", usage.compressed_tokens)
 
 
-def _check_session(submission: Submission, transcript: Transcript) -> None:
-    """Refuse a turn that does not continue the session as it is."""
-    num_turns = len(transcript.turns)
-    if submission.expected_turn is not None and submission.expected_turn != num_turns:
-        raise TurnMismatchError(
-            f"the session has {num_turns} complete turns, expected_turn is "
-            f"{submission.expected_turn}",
-            f"read the session, then submit with expected_turn = {num_turns}",
-        )
-    if transcript.has_ended:
-        raise SessionEndedError(
-            f"session {submission.key.session_id} ended with a final turn",
-            "open a new session, or fork this one",
-        )
+def _with_compression(
+    record: TurnRecord, policy: CompressionPolicy | None, ranges: tuple[Range, ...]
+) -> TurnRecord:
+    """Note in a turn's record what was given up at its end."""
+    if policy is None or not ranges:
+        return record
+    discard = Discard(ranges, record.num_tokens, COMPRESSION + policy.name)
+    usage = replace(record.usage, compressed_tokens=num_in(ranges))
+    return replace(record, discards=(*record.discards, discard), usage=usage)

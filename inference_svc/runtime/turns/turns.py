@@ -6,13 +6,17 @@ recorded result. How a turn is answered is `turn_runner.py`'s business.
 
 import asyncio
 import time
+from collections.abc import Sequence
 from functools import partial
 
+from inference_svc.core.context import clip
 from inference_svc.core.counters import Counters
+from inference_svc.core.discards import CLIENT, Discard, Range, merge_ranges, num_in
 from inference_svc.core.errors import (
     DeadlineExceededError,
     DrainingError,
     EngineFailedError,
+    InvalidDiscardError,
     QueueFullError,
     RequestIdReusedError,
     SessionBusyError,
@@ -20,6 +24,7 @@ from inference_svc.core.errors import (
     TurnCancelledError,
     UnknownTurnError,
 )
+from inference_svc.core.expected_session import ExpectedSession
 from inference_svc.core.session_turns import SessionTurns
 from inference_svc.core.stopping import AnswerToken
 from inference_svc.core.submission import Submission
@@ -235,9 +240,45 @@ class Turns:
             transcript = await self._transcripts.find(key)
             await self._transcripts.delete(key)
             if transcript is not None:
-                await self._engine.forget(key, transcript.token_ids)
+                await self._engine.forget(key, transcript.context_ids)
         finally:
             self._held.discard(key)
+
+    async def discard(
+        self, key: SessionKey, ranges: Sequence[Range], expected: ExpectedSession
+    ) -> tuple[int, int]:
+        """Drop tokens of a session's context; return how many are left, and how many went.
+
+        It is recorded before it takes effect: a crash in between leaves KV that is recomputed.
+
+        Args:
+            key: of the session.
+            ranges: positions in the context as it is, in any order.
+            expected: what the client believes.
+
+        Raises:
+            SessionBusyError: a turn is under way.
+            TurnMismatchError: the session is not as the client believes.
+            InvalidDiscardError: there are no ranges, or they are not of the context.
+        """
+        if self._is_busy(key):
+            raise _busy(key)
+        self._held.add(key)
+        try:
+            transcript = await self._transcripts.get(key)
+            expected.check(transcript)
+            context = transcript.context
+            merged = merge_ranges(ranges, len(context.token_ids))
+            if not merged:
+                raise InvalidDiscardError("no tokens are named", "send ranges or positions")
+            after = await self._transcripts.discard(key, Discard(merged, 0, CLIENT))
+            self._counters.add("discards")
+            computed = clip(merged, context.computed_tokens)
+            if computed:
+                await self._engine.discard(key, context.computed_ids, computed, context.lineage)
+        finally:
+            self._held.discard(key)
+        return len(after.context_ids), num_in(merged)
 
     async def end(self, key: SessionKey) -> None:
         """Take no further turn of a session that has none under way; its KV is not needed."""

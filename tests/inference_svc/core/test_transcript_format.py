@@ -2,16 +2,19 @@
 
 import json
 import zlib
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inference_svc.core.discards import CLIENT, Discard, merge_ranges
 from inference_svc.core.transcript_format import (
     Header,
     Transcript,
     TranscriptDamagedError,
     decode_transcript,
+    encode_discard,
     encode_transcript,
     encode_turn,
 )
@@ -112,3 +115,108 @@ def test_turns_are_appended_in_order():
 def test_a_turn_is_one_line():
     """Line breaks inside texts are escaped."""
     assert encode_turn(record(0)).count(b"\n") == 1
+
+
+def test_discards_are_written_and_read_in_their_places():
+    """Within turns and between them, also before the first and after the last."""
+    within = replace(
+        record(1), discards=(Discard(((0, 2),)), Discard(((1, 3),), 4, "compression:x"))
+    )
+    session = transcript(1).with_discard(Discard(((1, 2),), 0, CLIENT))
+    session = session.with_turn(within, is_final=False).with_discard(Discard(((0, 1),), 0, CLIENT))
+    data = encode_transcript(session)
+    assert decode_transcript(data) == (session, len(data))
+    assert [turn for turn, _ in session.all_discards] == [1, 1, 1, 2]
+
+
+def test_the_context_is_what_turns_and_discards_leave():
+    """Tokens come in order; each discard falls on what was there when it happened."""
+    session = transcript(1)  # 1 2 3 5 6, the last one not computed
+    session = session.with_discard(Discard(((1, 2), (4, 5)), 0, CLIENT))
+    assert (session.context_ids, session.computed_tokens) == ((1, 3, 5), 3)
+    mid = Discard(((0, 4),), after_tokens=4)  # of 3 5 1 2 3 5
+    turn = replace(record(1), discards=(Discard(((0, 1),)), mid))
+    session = session.with_turn(turn, is_final=False)
+    assert (session.context_ids, session.computed_tokens) == ((3, 5, 6), 2)
+    assert session.token_ids == (1, 2, 3, 5, 6, 1, 2, 3, 5, 6)
+
+
+def test_the_system_message_is_known_while_it_is_there():
+    """It is of the turn that began the context, whole or in part."""
+    session = Transcript(HEADER).with_turn(replace(record(0), system_tokens=2), is_final=False)
+    assert session.context.system_tokens == 2
+    part = session.with_discard(Discard(((1, 4),), 0, CLIENT))
+    assert part.context.system_tokens == 1
+    anew = session.with_discard(Discard(((0, 5),), 0, CLIENT))
+    anew = anew.with_turn(replace(record(1), system_tokens=3), is_final=False)
+    assert anew.context.system_tokens == 3
+
+
+def test_what_a_model_says_begins_no_message():
+    """Nor does raw text; what is discarded takes its marks along."""
+    session = transcript(1).with_turn(replace(record(1), is_text=True), is_final=False)
+    session = session.with_turn(record(2), is_final=False)
+    session = session.with_discard(Discard(((1, 4),), 0, CLIENT))
+    assert session.context.framed == b"\1" + b"\0" + b"\0" * 5 + b"\1" * 3 + b"\0" * 2
+
+
+def test_a_fork_keeps_the_discards_up_to_its_turn():
+    """It has the context that the turn it replaces found."""
+    session = transcript(1).with_discard(Discard(((0, 2),), 0, CLIENT))
+    session = session.with_turn(record(1), is_final=False).with_discard(
+        Discard(((0, 1),), 0, CLIENT)
+    )
+    assert session.forked("s2", 0).context_ids == ()
+    assert session.forked("s2", 1).context_ids == (3, 5, 6)
+    assert session.forked("s2", 2).context_ids == session.context_ids
+    forked = session.forked("s2", 1)
+    assert decode_transcript(encode_transcript(forked))[0] == forked
+
+
+@pytest.mark.parametrize("bad", [((0, 6),), ((2, 2),), ((3, 1),)])
+def test_a_discard_of_tokens_that_are_not_there_is_damage(bad):
+    """The session is refused rather than continued from a wrong context."""
+    data = encode_transcript(transcript(1)) + encode_discard(Discard(bad, 0, CLIENT))
+    with pytest.raises(TranscriptDamagedError):
+        decode_transcript(data)
+
+
+@st.composite
+def discarded_turns(draw):
+    """A transcript with discards anywhere, and its context built the plain way."""
+    session, context = Transcript(HEADER), []
+    for index in range(draw(st.integers(0, 4))):
+        if context and draw(st.booleans()):
+            found = draw(some_ranges(len(context)))
+            session = session.with_discard(Discard(found, 0, CLIENT))
+            context = kept(context, found)
+        input_ids = [100 * index + at for at in range(draw(st.integers(1, 5)))]
+        output_ids = [100 * index + 50 + at for at in range(draw(st.integers(1, 5)))]
+        cuts = []
+        for at, token in enumerate([*input_ids, *output_ids]):
+            if context and draw(st.integers(0, 5)) == 0:
+                cuts.append(Discard(draw(some_ranges(len(context))), at))
+                context = kept(context, cuts[-1].ranges)
+            context = [*context, token]
+        turn = replace(record(index, output_ids), input_ids=tuple(input_ids), discards=tuple(cuts))
+        session = session.with_turn(turn, is_final=False)
+    return session, context
+
+
+def kept(context, ranges):
+    gone = {at for start, end in ranges for at in range(start, end)}
+    return [token for at, token in enumerate(context) if at not in gone]
+
+
+def some_ranges(num_tokens):
+    positions = st.sets(st.integers(0, num_tokens - 1), min_size=1)
+    return positions.map(lambda found: merge_ranges([(at, at + 1) for at in found], num_tokens))
+
+
+@given(discarded_turns())
+def test_replaying_gives_the_context_of_living_through_it(lived):
+    """Whatever was discarded, and when; also from the file."""
+    session, context = lived
+    assert list(session.context_ids) == context
+    read, _ = decode_transcript(encode_transcript(session))
+    assert read.context == session.context

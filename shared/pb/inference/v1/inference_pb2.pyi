@@ -50,8 +50,30 @@ class Sampling(_message.Message):
     ignore_eos: bool
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., max_tokens: _Optional[int] = ..., logprobs: _Optional[int] = ..., ignore_eos: bool = ...) -> None: ...
 
+class Overflow(_message.Message):
+    __slots__ = ("policy", "ratio", "sink_tokens", "split_frames", "drop_system")
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    RATIO_FIELD_NUMBER: _ClassVar[int]
+    SINK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_FRAMES_FIELD_NUMBER: _ClassVar[int]
+    DROP_SYSTEM_FIELD_NUMBER: _ClassVar[int]
+    policy: str
+    ratio: float
+    sink_tokens: int
+    split_frames: bool
+    drop_system: bool
+    def __init__(self, policy: _Optional[str] = ..., ratio: _Optional[float] = ..., sink_tokens: _Optional[int] = ..., split_frames: bool = ..., drop_system: bool = ...) -> None: ...
+
+class Compression(_message.Message):
+    __slots__ = ("policy", "keep_ratio")
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    KEEP_RATIO_FIELD_NUMBER: _ClassVar[int]
+    policy: str
+    keep_ratio: float
+    def __init__(self, policy: _Optional[str] = ..., keep_ratio: _Optional[float] = ...) -> None: ...
+
 class SubmitTurnRequest(_message.Message):
-    __slots__ = ("tenant", "session_id", "text", "chat", "tokens", "sampling", "request_id", "expected_turn", "wait", "final", "priority", "deadline_s")
+    __slots__ = ("tenant", "session_id", "text", "chat", "tokens", "sampling", "request_id", "expected_turn", "wait", "final", "priority", "deadline_s", "overflow", "compression")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +86,8 @@ class SubmitTurnRequest(_message.Message):
     FINAL_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    OVERFLOW_FIELD_NUMBER: _ClassVar[int]
+    COMPRESSION_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     session_id: str
     text: str
@@ -76,7 +100,9 @@ class SubmitTurnRequest(_message.Message):
     final: bool
     priority: int
     deadline_s: float
-    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., request_id: _Optional[str] = ..., expected_turn: _Optional[int] = ..., wait: bool = ..., final: bool = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+    overflow: Overflow
+    compression: Compression
+    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., request_id: _Optional[str] = ..., expected_turn: _Optional[int] = ..., wait: bool = ..., final: bool = ..., priority: _Optional[int] = ..., deadline_s: _Optional[float] = ..., overflow: _Optional[_Union[Overflow, _Mapping]] = ..., compression: _Optional[_Union[Compression, _Mapping]] = ...) -> None: ...
 
 class Accepted(_message.Message):
     __slots__ = ("session_id", "turn", "request_id", "queue_length", "replayed")
@@ -129,7 +155,7 @@ class Tokens(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("history_tokens", "reused_tokens", "recomputed_tokens", "new_tokens", "output_tokens", "tier_tokens", "queue_s", "load_s", "prefill_s", "ttft_s", "tpot_s", "total_s", "recompute_reason", "dropped_tokens", "preemptions", "stall_s")
+    __slots__ = ("history_tokens", "reused_tokens", "recomputed_tokens", "new_tokens", "output_tokens", "tier_tokens", "queue_s", "load_s", "prefill_s", "ttft_s", "tpot_s", "total_s", "recompute_reason", "dropped_tokens", "preemptions", "stall_s", "compressed_tokens")
     class TierTokensEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +179,7 @@ class Usage(_message.Message):
     DROPPED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     STALL_S_FIELD_NUMBER: _ClassVar[int]
+    COMPRESSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     history_tokens: int
     reused_tokens: int
     recomputed_tokens: int
@@ -169,7 +196,8 @@ class Usage(_message.Message):
     dropped_tokens: int
     preemptions: int
     stall_s: float
-    def __init__(self, history_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., new_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., tier_tokens: _Optional[_Mapping[str, int]] = ..., queue_s: _Optional[float] = ..., load_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., total_s: _Optional[float] = ..., recompute_reason: _Optional[str] = ..., dropped_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., stall_s: _Optional[float] = ...) -> None: ...
+    compressed_tokens: int
+    def __init__(self, history_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., new_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., tier_tokens: _Optional[_Mapping[str, int]] = ..., queue_s: _Optional[float] = ..., load_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., total_s: _Optional[float] = ..., recompute_reason: _Optional[str] = ..., dropped_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., stall_s: _Optional[float] = ..., compressed_tokens: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("finish_reason", "text", "usage", "turns")
@@ -221,6 +249,26 @@ class GetSessionRequest(_message.Message):
     with_turns: bool
     def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., with_turns: bool = ...) -> None: ...
 
+class TokenRange(_message.Message):
+    __slots__ = ("start", "end")
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    end: int
+    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+
+class Discarded(_message.Message):
+    __slots__ = ("turn", "after_tokens", "ranges", "reason")
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    AFTER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    turn: int
+    after_tokens: int
+    ranges: _containers.RepeatedCompositeFieldContainer[TokenRange]
+    reason: str
+    def __init__(self, turn: _Optional[int] = ..., after_tokens: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[TokenRange, _Mapping]]] = ..., reason: _Optional[str] = ...) -> None: ...
+
 class TurnRecord(_message.Message):
     __slots__ = ("turn", "request_id", "input_ids", "output_ids", "text", "finish_reason", "usage", "created_unix_s")
     TURN_FIELD_NUMBER: _ClassVar[int]
@@ -242,7 +290,7 @@ class TurnRecord(_message.Message):
     def __init__(self, turn: _Optional[int] = ..., request_id: _Optional[str] = ..., input_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., finish_reason: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., created_unix_s: _Optional[float] = ...) -> None: ...
 
 class Session(_message.Message):
-    __slots__ = ("tenant", "model", "session_id", "turns", "num_tokens", "busy", "ended", "turn_records")
+    __slots__ = ("tenant", "model", "session_id", "turns", "num_tokens", "busy", "ended", "turn_records", "context_tokens", "dropped_tokens", "context_ids", "discards")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -251,6 +299,10 @@ class Session(_message.Message):
     BUSY_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     TURN_RECORDS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_IDS_FIELD_NUMBER: _ClassVar[int]
+    DISCARDS_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     model: str
     session_id: str
@@ -259,7 +311,11 @@ class Session(_message.Message):
     busy: bool
     ended: bool
     turn_records: _containers.RepeatedCompositeFieldContainer[TurnRecord]
-    def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ..., session_id: _Optional[str] = ..., turns: _Optional[int] = ..., num_tokens: _Optional[int] = ..., busy: bool = ..., ended: bool = ..., turn_records: _Optional[_Iterable[_Union[TurnRecord, _Mapping]]] = ...) -> None: ...
+    context_tokens: int
+    dropped_tokens: int
+    context_ids: _containers.RepeatedScalarFieldContainer[int]
+    discards: _containers.RepeatedCompositeFieldContainer[Discarded]
+    def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ..., session_id: _Optional[str] = ..., turns: _Optional[int] = ..., num_tokens: _Optional[int] = ..., busy: bool = ..., ended: bool = ..., turn_records: _Optional[_Iterable[_Union[TurnRecord, _Mapping]]] = ..., context_tokens: _Optional[int] = ..., dropped_tokens: _Optional[int] = ..., context_ids: _Optional[_Iterable[int]] = ..., discards: _Optional[_Iterable[_Union[Discarded, _Mapping]]] = ...) -> None: ...
 
 class DeleteSessionRequest(_message.Message):
     __slots__ = ("tenant", "session_id")
@@ -297,12 +353,36 @@ class ForkSessionRequest(_message.Message):
     new_session_id: str
     def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., at_turn: _Optional[int] = ..., new_session_id: _Optional[str] = ...) -> None: ...
 
+class DiscardRequest(_message.Message):
+    __slots__ = ("tenant", "session_id", "ranges", "positions", "expected_turn", "expected_context_tokens")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_TURN_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    session_id: str
+    ranges: _containers.RepeatedCompositeFieldContainer[TokenRange]
+    positions: _containers.RepeatedScalarFieldContainer[int]
+    expected_turn: int
+    expected_context_tokens: int
+    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., ranges: _Optional[_Iterable[_Union[TokenRange, _Mapping]]] = ..., positions: _Optional[_Iterable[int]] = ..., expected_turn: _Optional[int] = ..., expected_context_tokens: _Optional[int] = ...) -> None: ...
+
+class DiscardResponse(_message.Message):
+    __slots__ = ("context_tokens", "dropped_tokens")
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    context_tokens: int
+    dropped_tokens: int
+    def __init__(self, context_tokens: _Optional[int] = ..., dropped_tokens: _Optional[int] = ...) -> None: ...
+
 class GetModelRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "fingerprint", "architecture", "dtype", "device", "context_window", "vocab_size", "has_chat_template", "mode", "kvd_state", "attention_mode", "kv_bytes_per_token", "block_tokens", "num_layers", "running_turns", "waiting_turns", "version", "counters", "gauges")
+    __slots__ = ("name", "fingerprint", "architecture", "dtype", "device", "context_window", "vocab_size", "has_chat_template", "mode", "kvd_state", "attention_mode", "kv_bytes_per_token", "block_tokens", "num_layers", "running_turns", "waiting_turns", "version", "counters", "gauges", "positions", "overflow")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -336,6 +416,8 @@ class Model(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     GAUGES_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    OVERFLOW_FIELD_NUMBER: _ClassVar[int]
     name: str
     fingerprint: str
     architecture: str
@@ -355,4 +437,6 @@ class Model(_message.Message):
     version: str
     counters: _containers.ScalarMap[str, int]
     gauges: _containers.ScalarMap[str, float]
-    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., context_window: _Optional[int] = ..., vocab_size: _Optional[int] = ..., has_chat_template: bool = ..., mode: _Optional[str] = ..., kvd_state: _Optional[str] = ..., attention_mode: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., block_tokens: _Optional[int] = ..., num_layers: _Optional[int] = ..., running_turns: _Optional[int] = ..., waiting_turns: _Optional[int] = ..., version: _Optional[str] = ..., counters: _Optional[_Mapping[str, int]] = ..., gauges: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    positions: str
+    overflow: str
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., context_window: _Optional[int] = ..., vocab_size: _Optional[int] = ..., has_chat_template: bool = ..., mode: _Optional[str] = ..., kvd_state: _Optional[str] = ..., attention_mode: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., block_tokens: _Optional[int] = ..., num_layers: _Optional[int] = ..., running_turns: _Optional[int] = ..., waiting_turns: _Optional[int] = ..., version: _Optional[str] = ..., counters: _Optional[_Mapping[str, int]] = ..., gauges: _Optional[_Mapping[str, float]] = ..., positions: _Optional[str] = ..., overflow: _Optional[str] = ...) -> None: ...

@@ -64,6 +64,11 @@ class InferenceStub(object):
                 request_serializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.ForkSessionRequest.SerializeToString,
                 response_deserializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.Session.FromString,
                 _registered_method=True)
+        self.Discard = channel.unary_unary(
+                '/inference.v1.Inference/Discard',
+                request_serializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.DiscardRequest.SerializeToString,
+                response_deserializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.DiscardResponse.FromString,
+                _registered_method=True)
         self.GetModel = channel.unary_unary(
                 '/inference.v1.Inference/GetModel',
                 request_serializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.GetModelRequest.SerializeToString,
@@ -112,6 +117,13 @@ class InferenceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Discard(self, request, context):
+        """Gives tokens of a session's context up; refused while a turn of the session is under way (session_busy).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModel(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -150,6 +162,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.ForkSession,
                     request_deserializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.ForkSessionRequest.FromString,
                     response_serializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.Session.SerializeToString,
+            ),
+            'Discard': grpc.unary_unary_rpc_method_handler(
+                    servicer.Discard,
+                    request_deserializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.DiscardRequest.FromString,
+                    response_serializer=shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.DiscardResponse.SerializeToString,
             ),
             'GetModel': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModel,
@@ -319,6 +336,33 @@ class Inference(object):
             '/inference.v1.Inference/ForkSession',
             shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.ForkSessionRequest.SerializeToString,
             shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.Session.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Discard(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/inference.v1.Inference/Discard',
+            shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.DiscardRequest.SerializeToString,
+            shared_dot_pb_dot_inference_dot_v1_dot_inference__pb2.DiscardResponse.FromString,
             options,
             channel_credentials,
             insecure,

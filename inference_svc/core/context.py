@@ -1,0 +1,156 @@
+"""A session's context: what its turns and discards left of its tokens. Pure; a value.
+
+A turn is replayed as it went: tokens are appended in order, input before output, and each discard
+happens after as many of the turn's tokens as it says.
+"""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from inference_svc.core.discards import (
+    COMPRESSION,
+    Discard,
+    Range,
+    merge_ranges,
+    num_in,
+    without,
+)
+from inference_svc.core.turn_record import TurnRecord
+from shared.lineage import WHOLE, Lineage
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the next turn sees of a session.
+
+    Attributes:
+        token_ids: the tokens that are still there.
+        computed_tokens: how many of the first ones the model was fed.
+        system_tokens: how many of the first ones are the system message.
+        lineage: of the computed tokens: which discards they come after.
+        framed: for each token, whether it may begin a message: 1 for those that clients sent, but
+            as raw text.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    computed_tokens: int = 0
+    system_tokens: int = 0
+    lineage: Lineage = WHOLE
+    framed: bytes = b""
+
+    @property
+    def computed_ids(self) -> tuple[int, ...]:
+        """The tokens that the model was fed."""
+        return self.token_ids[: self.computed_tokens]
+
+    def without(self, ranges: Sequence[Range]) -> "Context":
+        """Return the context after a discard of merged ranges."""
+        computed = clip(ranges, self.computed_tokens)
+        lineage = self.lineage.after(_as_bytes(self.computed_ids), computed)
+        return Context(
+            tuple(without(self.token_ids, ranges)),
+            self.computed_tokens - num_in(computed),
+            self.system_tokens - num_in(clip(ranges, self.system_tokens)),
+            lineage,
+            bytes(without(self.framed, ranges)),
+        )
+
+    def with_input(
+        self, token_ids: Sequence[int], *, system_tokens: int = 0, is_text: bool = False
+    ) -> "Context":
+        """Return the context with a turn's input; `system_tokens` count if it is the first."""
+        return Context(
+            (*self.token_ids, *token_ids),
+            self.computed_tokens,
+            self.system_tokens if self.token_ids else system_tokens,
+            self.lineage,
+            self.framed + bytes([not is_text]) * len(token_ids),
+        )
+
+    def with_answer(self, token_ids: Sequence[int]) -> "Context":
+        """Return the context with more tokens of an answer."""
+        framed = self.framed + bytes(len(token_ids))
+        return replace(self, token_ids=(*self.token_ids, *token_ids), framed=framed)
+
+
+def clip(ranges: Sequence[Range], num_tokens: int) -> tuple[Range, ...]:
+    """The part of merged ranges that is among the first tokens."""
+    return tuple((start, min(end, num_tokens)) for start, end in ranges if start < num_tokens)
+
+
+def replay(turns: Sequence[TurnRecord], discards: Sequence[tuple[int, Discard]] = ()) -> Context:
+    """Go through a session's turns and the discards between them. Cost: the tokens of all turns.
+
+    Args:
+        turns: of the session, from its first on.
+        discards: each with the number of turns that were complete when it happened; in order.
+
+    Raises:
+        InvalidDiscardError: a discard does not fit what came before it.
+    """
+    growing = _Growing()
+    waiting = list(reversed(discards))
+    for num_turns in range(len(turns) + 1):
+        while waiting and waiting[-1][0] == num_turns:
+            growing.discard(waiting.pop()[1].ranges)
+        if num_turns < len(turns):
+            growing.add_turn(turns[num_turns])
+    return growing.context()
+
+
+class _Growing:
+    """A context while it is replayed: token_ids grow in place."""
+
+    def __init__(self) -> None:
+        self._token_ids: list[int] = []
+        self._computed_tokens = 0
+        self._system_tokens = 0
+        self._lineage = WHOLE
+        self._framed = bytearray()
+
+    def context(self) -> Context:
+        return Context(
+            tuple(self._token_ids),
+            self._computed_tokens,
+            self._system_tokens,
+            self._lineage,
+            bytes(self._framed),
+        )
+
+    def add_turn(self, turn: TurnRecord) -> None:
+        num_read = 0
+        for discard in turn.discards:
+            num_read = self._append(turn, num_read, discard.after_tokens)
+            if discard.reason.startswith(COMPRESSION):
+                self._computed_tokens = len(self._token_ids) - turn.uncomputed_tokens
+            elif discard.after_tokens:  # while it was answered: its last token was not fed yet
+                self._computed_tokens = len(self._token_ids) - 1
+            self.discard(discard.ranges)
+        self._append(turn, num_read, turn.num_tokens)
+        self._computed_tokens = len(self._token_ids) - turn.uncomputed_tokens
+
+    def discard(self, ranges: Sequence[Range]) -> None:
+        context = self.context().without(merge_ranges(ranges, len(self._token_ids)))
+        self._token_ids = list(context.token_ids)
+        self._computed_tokens = context.computed_tokens
+        self._system_tokens = context.system_tokens
+        self._lineage = context.lineage
+        self._framed = bytearray(context.framed)
+
+    def _append(self, turn: TurnRecord, start: int, end: int) -> int:
+        """Append the turn's tokens from one number of them to another, which is returned."""
+        if end <= start:
+            return start
+        if not self._token_ids:
+            self._system_tokens = turn.system_tokens
+        token_ids = (*turn.input_ids, *turn.output_ids)[start:end]
+        num_sent = len(turn.input_ids[start:end])
+        self._token_ids += token_ids
+        self._framed += bytes([not turn.is_text]) * num_sent + bytes(len(token_ids) - num_sent)
+        return end
+
+
+def _as_bytes(token_ids: Sequence[int]) -> bytes:
+    """Token ids as lineages take them: little-endian uint32."""
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)

@@ -1,0 +1,96 @@
+"""What a context gives up when its window is full: the overflow policies. Pure.
+
+    half     the oldest part goes
+    sinks    the first tokens stay, the oldest after them go
+    reject   nothing goes: the turn is refused, or its answer ends where the window does
+
+One range goes at a time, as long as `ratio` of what may go; longer if that is not enough. The
+system message stays, and where there are chat frames the range begins and ends where one begins,
+unless the policy says otherwise.
+
+*Source:* token truncation: CachedAttention, USENIX ATC'24, §3.4; sinks: StreamingLLM, ICLR 2024.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from inference_svc.core.discards import Range
+from inference_svc.core.errors import InvalidTurnError
+
+HALF, SINKS, REJECT = "half", "sinks", "reject"
+OVERFLOW_POLICIES = (HALF, SINKS, REJECT)
+MAX_SINK_TOKENS = 65536
+
+
+@dataclass(frozen=True)
+class OverflowPolicy:
+    """See the module docstring.
+
+    Attributes:
+        ratio: of what may go, that goes at once, in (0, 1].
+        sink_tokens: first tokens that "sinks" keeps; a system message counts.
+        split_frames: cut messages of a chat anywhere.
+        drop_system: the system message may go, too.
+    """
+
+    name: str = HALF
+    ratio: float = 0.5
+    sink_tokens: int = 4
+    split_frames: bool = False
+    drop_system: bool = False
+
+    def check(self) -> None:
+        """Raise InvalidTurnError that lists every value that cannot be."""
+        problems = []
+        if self.name not in OVERFLOW_POLICIES:
+            problems.append(
+                f"overflow.policy {self.name!r} is none of {', '.join(OVERFLOW_POLICIES)}"
+            )
+        if not 0 < self.ratio <= 1:
+            problems.append(f"overflow.ratio {self.ratio:g} is not in (0, 1]")
+        if not 0 <= self.sink_tokens <= MAX_SINK_TOKENS:
+            problems.append(
+                f"overflow.sink_tokens {self.sink_tokens} is more than {MAX_SINK_TOKENS}"
+            )
+        if problems:
+            raise InvalidTurnError("; ".join(problems), "correct these values, or leave them out")
+
+
+def plan_truncation(
+    policy: OverflowPolicy,
+    *,
+    droppable_tokens: int,
+    system_tokens: int,
+    frame_starts: Sequence[int],
+    excess_tokens: int,
+) -> tuple[Range, ...]:
+    """Choose what goes of a context.
+
+    Args:
+        policy: of the turn.
+        droppable_tokens: the first ones, the system message included; what comes later stays.
+        system_tokens: the first ones that are the system message.
+        frame_starts: where frames begin, ascending; [] if there are none.
+        excess_tokens: so many must go at least; more than 0.
+
+    Returns:
+        One range; () if what may go is not enough.
+    """
+    first = 0 if policy.drop_system else system_tokens
+    if policy.name == REJECT:
+        return ()
+    if policy.name == SINKS:
+        first = max(first, policy.sink_tokens)
+    cuts: Sequence[int] = range(first, droppable_tokens + 1)
+    if frame_starts and not policy.split_frames:
+        begins = {0, system_tokens, *frame_starts}
+        cuts = sorted(cut for cut in begins if first <= cut <= droppable_tokens)
+    if not cuts:
+        return ()
+    start = cuts[0]
+    ends = [cut for cut in cuts if cut >= start + excess_tokens]
+    if not ends:
+        return ()
+    target = start + ceil(policy.ratio * (droppable_tokens - start))
+    return ((start, min(ends, key=lambda end: (abs(end - target), -end))),)

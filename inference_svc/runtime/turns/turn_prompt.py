@@ -1,0 +1,170 @@
+"""A turn's prompt: its input as token ids, and what its session's context gives up to make room."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from inference_svc.core.context import Context
+from inference_svc.core.discards import Discard, Range
+from inference_svc.core.errors import EmptyTurnError, InvalidTurnError
+from inference_svc.core.stopping import GrowingAnswer
+from inference_svc.core.submission import ChatInput, Submission, TextInput
+from inference_svc.core.turn_window import TurnWindow
+from inference_svc.runtime.turns.chat_text import TurnText
+from inference_svc.runtime.worker_thread import WorkerThread
+
+
+@dataclass(frozen=True)
+class TurnLimits:
+    """What a turn may be.
+
+    Attributes:
+        window_tokens: prompt and answer together: the model's window, or the engine's KV budget.
+        vocab_size: token ids are below it.
+        eos_ids: tokens that end an answer.
+        reserve_tokens: of an answer, that are to have room when it begins.
+        compress_tokens: shorter contexts are not compressed.
+    """
+
+    window_tokens: int
+    vocab_size: int
+    eos_ids: frozenset[int]
+    reserve_tokens: int = 256
+    compress_tokens: int = 256
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """See the module docstring.
+
+    Attributes:
+        before: the session's context as the turn found it.
+        ranges: of it, that go first; merged.
+        input_ids: that the turn appends.
+        system_tokens: of the input, if nothing precedes it.
+        is_text: the input was raw text.
+        window: of the turn.
+    """
+
+    before: Context
+    ranges: tuple[Range, ...]
+    input_ids: list[int]
+    system_tokens: int
+    is_text: bool
+    window: TurnWindow
+
+    @cached_property
+    def context(self) -> Context:
+        """What is left of the session's context, and the input."""
+        return self.before.without(self.ranges).with_input(
+            self.input_ids, system_tokens=self.system_tokens, is_text=self.is_text
+        )
+
+    @property
+    def discards(self) -> tuple[Discard, ...]:
+        """What goes first, as it is recorded."""
+        return (Discard(self.ranges),) if self.ranges else ()
+
+
+class MidTurnCut:
+    """Chooses what goes when a turn has filled its window; as the engine's jobs take it."""
+
+    def __init__(self, prompt: Prompt, answer: GrowingAnswer) -> None:
+        self._window = prompt.window
+        self._context = prompt.context
+        self._answer = answer
+
+    def __call__(self, context_ids: Sequence[int]) -> tuple[Range, ...]:
+        """Return what the engine is to drop of the context: () ends the answer."""
+        new_ids = context_ids[len(self._context.token_ids) :]
+        context = self._context.with_answer(new_ids)
+        ranges = self._window.mid_turn(context, max(1, self._answer.num_held))
+        self._context = context.without(ranges)
+        return ranges
+
+
+class PromptMaker:
+    """Makes the prompts of turns; encodes on a thread.
+
+    Args:
+        text: encodes.
+        text_thread: where.
+        limits: of every turn.
+        has_tokenizer: whether answers have text.
+    """
+
+    def __init__(
+        self, text: TurnText, text_thread: WorkerThread, limits: TurnLimits, *, has_tokenizer: bool
+    ) -> None:
+        self._text = text
+        self._thread = text_thread
+        self._limits = limits
+        self._has_tokenizer = has_tokenizer
+
+    async def make(self, submission: Submission, context: Context) -> Prompt:
+        """Make the prompt of a turn that continues a context.
+
+        Raises:
+            EmptyTurnError: it brings no token.
+            InvalidTurnError: a token id is off, or text is wanted where there is none.
+            NoChatTemplateError: chat messages or text cannot be encoded.
+            InputTooLongError: there is no room for it, whatever may be dropped.
+        """
+        if submission.sampling.stop and not self._has_tokenizer:
+            raise InvalidTurnError(
+                "stop strings need a tokenizer, the model has none", "send none of them"
+            )
+        window = self._window(submission)
+        input_ids = await self._encode(submission, context.token_ids)
+        ranges = window.at_start(context, len(input_ids))
+        kept = context.without(ranges)
+        if ranges and ranges[-1][1] == len(context.token_ids):
+            # The last answer goes, too: what the template writes after an answer has to go with it.
+            input_ids = await self._encode(submission, kept.token_ids, continues_answer=False)
+            window.at_start(kept, len(input_ids))
+        system_tokens = 0 if kept.token_ids else await self._system_tokens(submission, input_ids)
+        is_text = isinstance(submission.input, TextInput)
+        return Prompt(context, ranges, input_ids, system_tokens, is_text, window)
+
+    def _window(self, submission: Submission) -> TurnWindow:
+        return TurnWindow(
+            policy=submission.overflow,
+            window_tokens=self._limits.window_tokens,
+            reserve_tokens=self._limits.reserve_tokens,
+            max_tokens=submission.sampling.max_tokens,
+            has_max_tokens=submission.has_max_tokens,
+            frame_tokens=self._text.frame_tokens,
+        )
+
+    async def _encode(
+        self, submission: Submission, history_ids: Sequence[int], *, continues_answer: bool = True
+    ) -> list[int]:
+        """Token ids to append to the context."""
+        given = submission.input
+        if isinstance(given, TextInput):
+            token_ids = await self._thread.run(
+                self._text.encode_text, given.text, opens_session=not history_ids
+            )
+        elif isinstance(given, ChatInput):
+            token_ids = await self._thread.run(
+                self._text.encode_chat,
+                given.as_messages(),
+                history_ids,
+                continues_answer=continues_answer,
+            )
+        else:
+            token_ids = list(given.token_ids)
+        if not token_ids:
+            raise EmptyTurnError("the turn brings no token", "send text, messages or token ids")
+        if max(token_ids) >= self._limits.vocab_size:
+            raise InvalidTurnError(
+                f"token id {max(token_ids)} is outside the vocabulary",
+                f"send ids below {self._limits.vocab_size}",
+            )
+        return token_ids
+
+    async def _system_tokens(self, submission: Submission, input_ids: Sequence[int]) -> int:
+        given = submission.input
+        if not isinstance(given, ChatInput):
+            return 0
+        return await self._thread.run(self._text.system_tokens, given.as_messages(), input_ids)

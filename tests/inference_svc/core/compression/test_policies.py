@@ -1,0 +1,114 @@
+"""What each policy keeps, and what none of them ever drops."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference_svc.core.compression.h2o import HeavyHitters
+from inference_svc.core.compression.policy import num_kept
+from inference_svc.core.compression.registry import make_compression
+from inference_svc.core.compression.sinks_recent import SinksRecent
+from inference_svc.core.compression.snapkv import SnapKV, pool
+from inference_svc.core.discards import merge_ranges, num_in, without
+
+
+@st.composite
+def contexts(draw):
+    """A context's length, scores of its first tokens, and protected ranges in any order."""
+    num_tokens = draw(st.integers(1, 80))
+    num_scored = draw(st.integers(1, num_tokens))
+    scores = draw(st.lists(st.floats(0, 1e6), min_size=num_scored, max_size=num_scored))
+    ends = draw(st.lists(st.tuples(st.integers(0, num_tokens), st.integers(0, num_tokens))))
+    protected = [(min(pair), max(pair)) for pair in ends if pair[0] != pair[1]]
+    return num_tokens, scores, protected
+
+
+policies = st.builds(
+    lambda kind, ratio: kind(ratio),
+    st.sampled_from([SinksRecent, SnapKV, HeavyHitters]),
+    st.floats(0.01, 1),
+)
+
+
+def positions(ranges):
+    return {position for start, end in ranges for position in range(start, end)}
+
+
+@given(policies, contexts())
+def test_drops_are_merged_and_leave_what_is_protected(policy, context):
+    """Ranges come sorted, merged and inside the context; protected tokens are in none of them."""
+    num_tokens, scores, protected = context
+    ranges = policy.drop(num_tokens, scores, protected)
+    assert merge_ranges(ranges, num_tokens) == ranges
+    assert not positions(ranges) & positions(protected)
+
+
+@given(policies, contexts())
+def test_as_many_stay_as_the_ratio_says(policy, context):
+    """Exactly the ratio's part of the free tokens stays, or more where newer ones must."""
+    num_tokens, scores, protected = context
+    num_free = num_tokens - len(positions(protected))
+    num_left = num_free - num_in(policy.drop(num_tokens, scores, protected))
+    wanted = num_kept(policy.keep_ratio, num_free)
+    assert num_left >= wanted
+    if policy.needs == "nothing" or (policy.needs == "accumulated" and len(scores) == num_tokens):
+        assert num_left == wanted
+
+
+@given(policies, contexts())
+def test_tokens_without_a_score_stay(policy, context):
+    """What no query has judged is not dropped by a policy that goes by scores."""
+    num_tokens, scores, protected = context
+    dropped = positions(policy.drop(num_tokens, scores, protected))
+    assert policy.needs == "nothing" or all(position < len(scores) for position in dropped)
+
+
+# Not H2O: two rankings share its budget, and rounding moves a token from one to the other.
+@given(policies.filter(lambda policy: policy.name != "h2o"), contexts())
+def test_a_larger_ratio_keeps_whatever_a_smaller_one_keeps(policy, context):
+    """Policies rank tokens; the ratio only says how far down the ranks they go."""
+    num_tokens, scores, protected = context
+    larger = type(policy)(min(1.0, policy.keep_ratio * 1.5))
+    fewer = positions(larger.drop(num_tokens, scores, protected))
+    assert fewer <= positions(policy.drop(num_tokens, scores, protected))
+
+
+@pytest.mark.parametrize("name", ["sinks_recent", "snapkv", "h2o"])
+def test_a_ratio_of_one_drops_nothing(name):
+    """Everything stays."""
+    assert make_compression(name, 1.0).drop(50, [0.0] * 50, []) == ()
+
+
+def test_sinks_recent_keeps_both_ends():
+    """The first four and the newest of ten, six in all."""
+    assert SinksRecent(0.6).drop(10, None, []) == ((4, 8),)
+
+
+def test_protected_sinks_count_as_sinks():
+    """A system message at the start leaves the budget to the recent tokens."""
+    assert SinksRecent(0.5).drop(12, None, [(0, 4)]) == ((4, 8),)
+
+
+def test_snapkv_keeps_window_answer_and_what_the_window_saw():
+    """The best-scored tokens survive with neighbours; window and answer need no score."""
+    scores = [0.0] * 20
+    scores[5] = 9.0
+    policy = SnapKV(0.5, window_tokens=4, pool_tokens=3)
+    kept = without(range(24), policy.drop(24, scores, []))
+    assert kept == [4, 5, 6, 15, *range(16, 24)]
+
+
+def test_snapkv_keeps_its_window_whatever_the_ratio():
+    """A budget smaller than window and answer drops all that is older, and no more."""
+    assert SnapKV(0.05, window_tokens=4).drop(24, [1.0] * 20, []) == ((0, 16),)
+
+
+def test_pooling_spreads_the_best_score():
+    """Each token gets the best score within reach."""
+    assert pool([0, 0, 5, 0, 0, 1], 3) == [0, 5, 5, 5, 1, 1]
+
+
+def test_h2o_keeps_heavy_hitters_and_the_latest():
+    """Half of the budget each."""
+    scores = [0.0, 7.0, 0.0, 0.0, 8.0, 0.0, 0.0, 0.0]
+    assert without(range(8), HeavyHitters(0.5).drop(8, scores, [])) == [1, 4, 6, 7]

@@ -1,0 +1,190 @@
+"""Overflow policies: enough goes, from where it may, and what must stay stays."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference_svc.core.chat_frames import FrameTokens, common_prefix
+from inference_svc.core.context import Context
+from inference_svc.core.discards import num_in
+from inference_svc.core.errors import InputTooLongError, InvalidTurnError
+from inference_svc.core.truncation import OverflowPolicy, plan_truncation
+from inference_svc.core.turn_window import TurnWindow
+
+OPEN, CLOSE = 1, 2  # special tokens; others are text
+TEXT = 9
+
+
+def plan(policy, droppable_tokens, excess_tokens, system_tokens=0, frame_starts=()):
+    return plan_truncation(
+        policy,
+        droppable_tokens=droppable_tokens,
+        system_tokens=system_tokens,
+        frame_starts=frame_starts,
+        excess_tokens=excess_tokens,
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "excess", "expected"),
+    [
+        (OverflowPolicy(), 10, ((0, 50),)),
+        (OverflowPolicy(ratio=0.25), 10, ((0, 25),)),
+        (OverflowPolicy(), 70, ((0, 70),)),  # more than half, if half is not enough
+        (OverflowPolicy(), 101, ()),
+        (OverflowPolicy("sinks"), 10, ((4, 52),)),
+        (OverflowPolicy("sinks", sink_tokens=30, ratio=1.0), 10, ((30, 100),)),
+        (OverflowPolicy("sinks", sink_tokens=200), 10, ()),
+        (OverflowPolicy("reject"), 1, ()),
+    ],
+)
+def test_plain_text_is_cut_anywhere(policy, excess, expected):
+    """The oldest part goes, after what stays first."""
+    assert plan(policy, 100, excess) == expected
+
+
+@pytest.mark.parametrize(
+    ("policy", "excess", "expected"),
+    [
+        (OverflowPolicy(), 1, ((10, 60),)),  # 55 is the middle of what may go
+        (OverflowPolicy(), 51, ((10, 90),)),
+        (OverflowPolicy(), 85, ()),
+        (OverflowPolicy("sinks", sink_tokens=12), 1, ((30, 60),)),
+        (OverflowPolicy(drop_system=True), 1, ((0, 60),)),
+        (OverflowPolicy(split_frames=True), 1, ((10, 55),)),
+    ],
+)
+def test_a_chat_is_cut_where_messages_begin(policy, excess, expected):
+    """System message of 10 tokens, then messages; the last one is not complete."""
+    assert plan(policy, 100, excess, 10, [0, 10, 30, 60, 90]) == expected
+
+
+policies = st.builds(
+    OverflowPolicy,
+    st.sampled_from(["half", "sinks"]),
+    st.floats(0.01, 1.0),
+    st.integers(0, 20),
+    st.booleans(),
+    st.booleans(),
+)
+
+
+@given(policies, st.integers(0, 200), st.integers(1, 200), st.integers(0, 30), st.data())
+def test_what_must_stay_stays(policy, num_tokens, excess, system_tokens, data):
+    """Enough goes, in one range; no system message, no sink, no frame is cut."""
+    system_tokens = min(system_tokens, num_tokens)
+    starts = sorted(data.draw(st.sets(st.integers(0, max(0, num_tokens - 1)), max_size=10)))
+    ranges = plan(policy, num_tokens, excess, system_tokens, starts)
+    if not ranges:
+        return
+    ((start, end),) = ranges
+    assert excess <= end - start
+    assert end <= num_tokens
+    assert policy.drop_system or start >= system_tokens
+    assert policy.name != "sinks" or start >= policy.sink_tokens
+    if starts and not policy.split_frames:
+        assert {start, end} <= {0, system_tokens, *starts}
+
+
+def test_values_that_cannot_be_are_all_named():
+    """One message lists them."""
+    with pytest.raises(InvalidTurnError, match=r"most.*ratio 0.*sink_tokens -1"):
+        OverflowPolicy("most", 0.0, -1).check()
+
+
+# ------------------------------------------------------------------------------------------ frames
+
+
+def test_frames_begin_at_special_tokens():
+    """At those that open a message; without such, after those that close an answer."""
+    tokens, sent = [OPEN, TEXT, CLOSE, OPEN, TEXT], b"\1" * 5
+    assert FrameTokens(frozenset({OPEN}), frozenset({CLOSE})).starts(tokens, sent) == [0, 3]
+    assert FrameTokens(frozenset(), frozenset({CLOSE})).starts(tokens, sent) == [3]
+    assert FrameTokens().starts(tokens, sent) == []
+    assert FrameTokens(frozenset({OPEN})).last_start(tokens) == 3
+    assert FrameTokens(frozenset({OPEN})).last_start([TEXT]) == 0
+    answered = b"\1\1\1\0\0"  # what a model writes begins no message
+    assert FrameTokens(frozenset({OPEN})).starts(tokens, answered) == [0]
+    assert FrameTokens(frozenset(), frozenset({CLOSE})).starts(tokens, bytes(5)) == []
+    assert common_prefix([1, 2, 3], [1, 2, 4, 5], [1, 2]) == 2
+
+
+# -------------------------------------------------------------------------------------- one turn
+
+
+def window(policy=None, max_tokens=20, has_max_tokens=True, opening=()):
+    frames = FrameTokens(frozenset(opening))
+    return TurnWindow(policy or OverflowPolicy(), 100, 25, max_tokens, has_max_tokens, frames)
+
+
+def text(num_tokens):
+    return context_of((TEXT,) * num_tokens)
+
+
+def context_of(token_ids, system_tokens=0):
+    sent = b"\1" * len(token_ids)
+    return Context(tuple(token_ids), len(token_ids), system_tokens, framed=sent)
+
+
+def test_nothing_goes_while_the_reserve_has_room():
+    """The reserve is the answer's length, if that is less."""
+    assert window().at_start(text(50), 30) == ()
+    assert window().at_start(text(51), 30) == ((0, 26),)
+    assert window(max_tokens=1000).at_start(text(45), 30) == ()
+    assert window(max_tokens=1000).at_start(text(46), 30) == ((0, 23),)
+
+
+def test_a_turn_that_leaves_no_room_for_the_reserve_is_taken():
+    """One token must have room: the rest of the answer makes its own."""
+    assert window().at_start(text(0), 99) == ()
+    assert window().at_start(text(40), 95) == ((0, 36),)
+    with pytest.raises(InputTooLongError, match=r"history 0 \+ new 100 \+ 1 more .* window of 100"):
+        window().at_start(text(40), 100)
+
+
+def test_reject_refuses_what_does_not_fit():
+    """As if nothing could be dropped; an answer whose length is not named is cut short."""
+    reject = OverflowPolicy("reject")
+    assert window(reject).at_start(text(50), 30) == ()
+    with pytest.raises(InputTooLongError, match=r"history 50 \+ new 31 \+ max_tokens 20"):
+        window(reject).at_start(text(50), 31)
+    assert window(reject, has_max_tokens=False).at_start(text(50), 49) == ()
+    assert window(reject, has_max_tokens=False).answer_tokens(99) == 1
+    assert window(max_tokens=1000).answer_tokens(99) == 1000
+
+
+def test_a_whole_history_may_go_between_turns_but_not_its_system_message():
+    """The last message is complete then."""
+    context = context_of((OPEN, TEXT, OPEN, *[TEXT] * 57), system_tokens=2)
+    assert window(opening=[OPEN]).at_start(context, 90) == ((2, 60),)
+    with pytest.raises(InputTooLongError, match="history 2 "):
+        window(opening=[OPEN]).at_start(context, 98)
+
+
+def test_in_the_middle_of_an_answer_the_tail_stays():
+    """Of text half goes; of an answer that fills its window alone nothing may."""
+    assert window().mid_turn(text(101), 3) == ((0, 49),)
+    assert window(OverflowPolicy(ratio=1.0)).mid_turn(text(101), 3) == ((0, 98),)
+    chat = context_of((OPEN, *[TEXT] * 40, OPEN, *[TEXT] * 59))
+    assert window(opening=[OPEN]).mid_turn(chat, 1) == ((0, 41),)
+    alone = context_of((OPEN, *[TEXT] * 100))
+    assert window(opening=[OPEN]).mid_turn(alone, 1) == ()
+    split = OverflowPolicy(split_frames=True)
+    assert window(split, opening=[OPEN]).mid_turn(alone, 1) == ((0, 50),)
+
+
+@given(
+    policies,
+    st.lists(st.sampled_from([OPEN, TEXT, TEXT, TEXT]), max_size=150),
+    st.integers(1, 120),
+    st.integers(0, 10),
+)
+def test_a_turn_that_is_taken_fits(policy, token_ids, new_tokens, system_tokens):
+    """Whatever goes, prompt and one more token fit; else the turn is refused."""
+    context = context_of(token_ids, min(system_tokens, len(token_ids)))
+    one = window(policy, opening=[OPEN])
+    try:
+        ranges = one.at_start(context, new_tokens)
+    except InputTooLongError:
+        return
+    assert len(token_ids) - num_in(ranges) + new_tokens + 1 <= 100
