@@ -1,0 +1,128 @@
+"""EvalModel: a model directory ready to be measured by any method.
+
+Owns the loaded model, one calibration and runner for each kind of positions, and the pool that
+sequences take their rows from.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from inference_svc.core.errors import UnsupportedModelError
+from inference_svc.eval.methods import METHODS, Method, Positions, positions_of
+from inference_svc.eval.options import EvalChoice
+from inference_svc.runtime.compute.model_runner import ModelRunner
+from inference_svc.runtime.kv.kv_pool import KVPool
+from inference_svc.runtime.kv.shift import can_shift
+from inference_svc.runtime.model.calibration import MIN_CONTEXT_WINDOW, calibrate
+from inference_svc.runtime.model.model_loader import LoadedModel, load_model
+from inference_svc.runtime.model.recipes import Calibration
+from inference_svc.runtime.turns.chat_text import TurnText
+from shared.errors import ConfigError, InvalidInputError
+
+SEQUENCES = 2  # that have rows at a time, each in a slab and a write buffer
+
+
+class NoTokenizerError(ConfigError):
+    """The model directory has no tokenizer; text cannot be measured."""
+
+    reason = "no_tokenizer"
+
+
+@dataclass(frozen=True)
+class EvalModel:
+    """See the module docstring.
+
+    Attributes:
+        text: encodes text and chat as the service does.
+        window_tokens: rows that a context may fill.
+        calibrations: by what positions are to be.
+        runners: of the same.
+    """
+
+    loaded: LoadedModel
+    text: TurnText
+    window_tokens: int
+    pool: KVPool
+    calibrations: dict[Positions, Calibration]
+    runners: dict[Positions, ModelRunner]
+
+
+def open_model(choice: EvalChoice, methods: Sequence[Method]) -> EvalModel:
+    """Load and calibrate a model for these methods.
+
+    Raises:
+        UnknownModelError, UnsupportedModelError: see `load_model` and `calibrate`.
+        NoTokenizerError: there is none in the directory.
+        InvalidInputError: the window is too small, or larger than the model has positions.
+    """
+    if choice.threads:
+        torch.set_num_threads(choice.threads)
+    loaded = load_model(choice.path, choice.dtype, choice.device)
+    return prepare_model(loaded, choice.window_tokens, methods)
+
+
+def prepare_model(
+    loaded: LoadedModel, window_tokens: int, methods: Sequence[Method] = tuple(METHODS)
+) -> EvalModel:
+    """Calibrate a loaded model for these methods; raises as `open_model` does."""
+    if loaded.tokenizer is None:
+        raise NoTokenizerError(
+            f"{loaded.name} has no tokenizer", "copy tokenizer.json beside the model's weights"
+        )
+    text = TurnText(loaded.tokenizer, loaded.eos_ids)
+    text.try_out()
+    window = _window(loaded, window_tokens)
+    # Rotary embeddings that depend on the length are those of the window that is served.
+    served = replace(loaded, context_window=window)
+    kinds = list(dict.fromkeys(positions_of(method) for method in methods))
+    calibrations = {kind: _calibrate(served, kind) for kind in kinds}
+    _check_calibrations(served, calibrations, methods)
+    shapes = [layer.shape for layer in calibrations[kinds[0]].layers]
+    pool = KVPool(shapes, 2 * SEQUENCES * window, device=served.device, dtype=served.dtype)
+    runners = {kind: ModelRunner(served, found) for kind, found in calibrations.items()}
+    return EvalModel(served, text, window, pool, calibrations, runners)
+
+
+def _window(loaded: LoadedModel, window_tokens: int) -> int:
+    window = window_tokens or loaded.context_window
+    if window > loaded.context_window:
+        raise InvalidInputError(
+            f"a window of {window} tokens is more than the {loaded.context_window} positions of "
+            f"{loaded.name}",
+            "give a smaller --window",
+        )
+    if window < MIN_CONTEXT_WINDOW:
+        raise InvalidInputError(
+            f"a window of {window} tokens is too small",
+            f"give --window at least {MIN_CONTEXT_WINDOW}",
+        )
+    return window
+
+
+def _calibrate(loaded: LoadedModel, positions: Positions) -> Calibration:
+    try:
+        return calibrate(loaded, positions=positions)
+    except UnsupportedModelError as error:
+        if positions != "decoupled":
+            raise
+        raise UnsupportedModelError(
+            error.message, "leave ca and ca-shift out of --methods"
+        ) from error
+
+
+def _check_calibrations(
+    loaded: LoadedModel, calibrations: dict[Positions, Calibration], methods: Sequence[Method]
+) -> None:
+    """Refuse methods that this model cannot be measured by, or not in one run."""
+    if "ca-shift" in methods and not can_shift(calibrations["decoupled"]):
+        raise UnsupportedModelError(
+            f"keys of {loaded.architecture} cannot be turned once they are cached",
+            "leave ca-shift out of --methods",
+        )
+    if len({found.mode for found in calibrations.values()}) > 1:
+        raise UnsupportedModelError(
+            f"{loaded.architecture} is served in another mode by some of these methods",
+            "give one of --methods at a time",
+        )

@@ -1,0 +1,201 @@
+"""What a run of the eval finds. Frozen values; report.py writes them down. Pure.
+
+The names of the fields are the names in the JSON document: a field is added freely, but renamed or
+removed only with a new number in SCHEMA.
+"""
+
+from dataclasses import asdict, dataclass
+
+from inference_svc.eval.intervals import Interval
+from inference_svc.eval.options import Truncation
+
+SCHEMA = "inference_svc.eval/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Perplexity:
+    """Mean loss of some tokens, written in three ways."""
+
+    nats_per_token: float
+    per_token: float
+    per_word: float
+
+
+@dataclass(frozen=True, slots=True)
+class MethodPerplexity:
+    """One method on one text.
+
+    Attributes:
+        after_overflow: of tokens after the first truncation only; words are taken to be as long as
+            in the whole text.
+        to_reference: its perplexity per word, divided by that of token truncation, of the whole
+            text; None without token truncation. The interval comes from the spread over pieces of
+            the text as long as what one truncation drops.
+        num_computed: tokens that went through the model.
+    """
+
+    method: str
+    all_tokens: Perplexity
+    after_overflow: Perplexity
+    to_reference: Interval | None
+    num_computed: int
+    num_overflows: int
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class MethodRetrieval:
+    """One method on records.
+
+    Attributes:
+        kept: share of right answers about records that are in the context when they are asked for.
+        overall: of all records.
+    """
+
+    method: str
+    kept: Interval
+    overall: Interval
+    num_kept: int
+    num_asked: int
+    num_computed: int
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RotationError:
+    """One way to get keys to their new positions, in one dtype.
+
+    Attributes:
+        way: "before rope", "double rotation" or "single turn".
+        root_mean_square: relative error of keys (Euclidean norm) to those embedded in float64.
+        largest: the worst key's.
+        to_own: root mean square, relative to the keys that the model itself makes there.
+    """
+
+    way: str
+    dtype: str
+    num_moves: int
+    root_mean_square: float
+    largest: float
+    to_own: float
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What was measured, and where."""
+
+    model: str
+    fingerprint: str
+    architecture: str
+    attention_mode: str
+    num_weights: int
+    dtype: str
+    device: str
+    threads: int
+    cpu: str
+    libraries: dict[str, str]
+    date: str
+
+
+@dataclass(frozen=True, slots=True)
+class PerplexityReport:
+    """Part `perplexity`."""
+
+    text: str
+    num_tokens: int
+    num_words: int
+    window_tokens: int
+    truncation: Truncation
+    methods: tuple[MethodPerplexity, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievalReport:
+    """Part `retrieval`.
+
+    Attributes:
+        context_tokens: mean length of what was fed before a question.
+    """
+
+    num_contexts: int
+    num_questions: int
+    num_overflows: int
+    context_tokens: float
+    seed: int
+    window_tokens: int
+    truncation: Truncation
+    methods: tuple[MethodRetrieval, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RotationReport:
+    """Part `rotation`."""
+
+    text: str
+    num_keys: int
+    window_tokens: int
+    dropped_tokens: int
+    errors: tuple[RotationError, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedQuality:
+    """One policy at one ratio.
+
+    Attributes:
+        kept: share of the tokens that is left of a context of text, and so of its KV bytes.
+        next_tokens: of the text behind the context.
+        to_whole: that perplexity a token, divided by the one behind the whole context; the interval
+            comes from the spread over pieces of the text.
+        prefill: CPU time to compute a context, divided by that without scores; median of pairs.
+        asked_before: share of right answers where the question was part of what was compressed.
+        asked_after: where it was not.
+    """
+
+    policy: str
+    keep_ratio: float
+    kept: float
+    next_tokens: Perplexity
+    to_whole: Interval
+    prefill: float
+    asked_before: Interval
+    asked_after: Interval
+
+
+@dataclass(frozen=True, slots=True)
+class CompressionReport:
+    """Part `compression`; the first row is the whole context.
+
+    Attributes:
+        num_tokens: of text that were judged.
+        num_asked: questions, before and after alike.
+        token_bytes: of KV, as stored.
+    """
+
+    text: str
+    num_contexts: int
+    context_tokens: int
+    num_tokens: int
+    num_asked: int
+    token_bytes: int
+    seed: int
+    rows: tuple[CompressedQuality, ...]
+
+
+Part = PerplexityReport | RetrievalReport | RotationReport | CompressionReport
+
+
+@dataclass(frozen=True, slots=True)
+class EvalReport:
+    """Everything of one run."""
+
+    part: str
+    command: tuple[str, ...]
+    elapsed_s: float
+    subject: Subject
+    found: Part
+
+
+def as_document(report: EvalReport) -> dict[str, object]:
+    """Plain values for json.dumps."""
+    return {"schema": SCHEMA, **asdict(report)}

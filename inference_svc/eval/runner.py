@@ -1,0 +1,79 @@
+"""Runs one part of the eval: opens the model, measures, and says on what."""
+
+import sys
+import time
+from datetime import UTC, datetime
+from importlib.metadata import version
+
+import torch
+
+from inference_svc.eval.compression_eval import measure_compression
+from inference_svc.eval.compression_plot import check_plot, plot
+from inference_svc.eval.eval_model import EvalModel, open_model
+from inference_svc.eval.figures import EvalReport, Part, Subject
+from inference_svc.eval.options import (
+    CompressionOptions,
+    EvalChoice,
+    PerplexityOptions,
+    RetrievalOptions,
+    RotationOptions,
+)
+from inference_svc.eval.perplexity import measure_perplexity
+from inference_svc.eval.retrieval import measure_retrieval
+from inference_svc.eval.rotation import measure_rotation
+from shared.machine import cpu_name
+from shared.version import __version__
+
+Options = PerplexityOptions | RetrievalOptions | RotationOptions | CompressionOptions
+LIBRARIES = ("torch", "transformers")
+
+
+def run(options: Options, choice: EvalChoice) -> EvalReport:
+    """Measure one part.
+
+    Raises:
+        ReportedError: the model, the text or an option cannot be used.
+    """
+    started = time.monotonic()
+    found: Part
+    if isinstance(options, PerplexityOptions):
+        model = open_model(choice, options.methods)
+        part, found = "perplexity", measure_perplexity(model, options, choice.on_progress)
+    elif isinstance(options, RetrievalOptions):
+        model = open_model(choice, options.methods)
+        part, found = "retrieval", measure_retrieval(model, options, choice.on_progress)
+    elif isinstance(options, CompressionOptions):
+        if options.plot is not None:
+            check_plot(options.plot)
+        model = open_model(choice, ("ca",))
+        part, found = "compression", measure_compression(model, options, choice.on_progress)
+        if options.plot is not None:
+            plot(found, model.loaded.name, options.plot)
+    else:
+        model = open_model(choice, ("ca",))
+        part, found = "rotation", measure_rotation(model, options)
+    return EvalReport(
+        part, tuple(sys.argv[1:]), time.monotonic() - started, subject_of(model), found
+    )
+
+
+def subject_of(model: EvalModel) -> Subject:
+    """Describe what is measured, and where."""
+    loaded = model.loaded
+    calibration = next(iter(model.calibrations.values()))
+    return Subject(
+        model=loaded.name,
+        fingerprint=loaded.fingerprint,
+        architecture=loaded.architecture,
+        attention_mode=calibration.mode,
+        num_weights=sum(weights.numel() for weights in loaded.model.parameters()),
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=str(loaded.device),
+        threads=torch.get_num_threads(),
+        cpu=cpu_name(),
+        libraries={
+            "inference_svc": __version__,
+            **{name: version(name) for name in LIBRARIES},
+        },
+        date=datetime.now(UTC).date().isoformat(),
+    )

@@ -1,0 +1,185 @@
+"""Sequence: one context in the working KV, truncated by one of the methods.
+
+The parts of the service without its engine: tokens are fed through a `ModelRunner` into a slab, and
+a discard does to the slab what its method says. Nothing is saved or loaded; "ca" keeps the rows
+that a save would store in a write buffer, and embeds them again as a load would.
+
+Invariants: 1. the slab's rows are those of `context_ids`, in this order; 2. so are those of the
+write buffer, if the method has one; 3. in one thread only.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from types import TracebackType
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+from inference_svc.core.discards import Range, kept_runs, merge_ranges, without
+from inference_svc.eval.eval_model import EvalModel
+from inference_svc.eval.methods import Method, positions_of
+from inference_svc.runtime.compute.attention_scores import ScoreKeeper
+from inference_svc.runtime.compute.model_runner import Chunk
+from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
+from inference_svc.runtime.kv.shift import shift_rows
+from inference_svc.runtime.model.recipes import Calibration, ComponentRecipe
+
+PIECE_TOKENS = 512  # fed at once: 256 MiB of logits with a vocabulary of 128 thousand
+
+
+class Sequence:
+    """See the module docstring. A context manager: leaving it gives the rows back.
+
+    Attributes:
+        slab: its rows.
+        stored: what a save would store of them; None: the method needs none of it.
+        context_ids: what has been fed and not been dropped.
+        num_computed: tokens that went through the model so far, recomputed ones included: the cost.
+    """
+
+    def __init__(self, model: EvalModel, method: Method) -> None:
+        """Begin with an empty context."""
+        positions = positions_of(method)
+        self._method = method
+        self._pool = model.pool
+        self._runner = model.runners[positions]
+        self._calibration = model.calibrations[positions]
+        self.slab = model.pool.new_slab(model.window_tokens)
+        self.stored = (
+            model.pool.new_write_buffer(0, model.window_tokens) if method == "ca" else None
+        )
+        self.context_ids: list[int] = []
+        self.num_computed = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        _type: type[BaseException] | None,
+        _error: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        self._pool.release(self.slab)
+        if self.stored is not None:
+            self._pool.release(self.stored)
+
+    @property
+    def free_tokens(self) -> int:
+        """How many more tokens the window holds."""
+        return self.slab.free_tokens
+
+    def feed(
+        self,
+        token_ids: Items[int],
+        *,
+        want: Literal["all", "last", "none"] = "all",
+        scores: ScoreKeeper | None = None,
+    ) -> Tensor:
+        """Append tokens to the context, as many as it has room for.
+
+        Args:
+            token_ids: at least one.
+            want: after which of them logits are returned.
+            scores: takes note of the attention that rows get.
+
+        Returns:
+            [tokens wanted, vocab] float32.
+        """
+        logits = []
+        for first in range(0, len(token_ids), PIECE_TOKENS):
+            piece = list(token_ids[first : first + PIECE_TOKENS])
+            is_last = want == "last" and first + len(piece) == len(token_ids)
+            chunk = Chunk(
+                self.slab,
+                piece,
+                want_logits=is_last,
+                write_buffer=self.stored,
+                scores=scores,
+                want_all=want == "all",
+            )
+            logits.append(self._runner.step([chunk]))
+            if scores is not None:
+                scores.commit()
+        self.context_ids += token_ids
+        self.num_computed += len(token_ids)
+        return torch.cat(logits)
+
+    def discard(self, ranges: Items[Range]) -> None:
+        """Drop ranges of the context; the rest moves together, as the method does it.
+
+        Raises:
+            InvalidDiscardError: a range is empty or outside the context.
+        """
+        merged = merge_ranges(ranges, len(self.context_ids))
+        kept = kept_runs(merged, len(self.context_ids))
+        left = without(self.context_ids, merged)
+        if self._method in {"tt", "of"}:
+            self.rewind(0 if self._method == "tt" else merged[0][0])
+            again = left[len(self.context_ids) :]
+            if again:
+                self.feed(again, want="none")
+            return
+        if self.stored is None:
+            shift_rows(self.slab, kept, self._calibration)
+        else:
+            compact(self.stored, kept)
+            embed(self.stored, self.slab, self._calibration)
+        self.context_ids = left
+
+    def stored_rows(self) -> Iterator[tuple[ComponentRecipe, Tensor]]:
+        """Yield each component's recipe and its rows before RoPE, [tokens, heads, dim]; of "ca"."""
+        stored = self.stored
+        if stored is None:
+            raise AssertionError(f"{self._method} keeps no rows before RoPE")
+        for index, recipe in enumerate(self._calibration.layers):
+            rows = (stored.keys[index], stored.values[index])
+            for component, row in zip(recipe.components, rows, strict=True):
+                yield component, row[: stored.end_token]
+
+    @torch.inference_mode()
+    def copy_from(self, other: "Sequence") -> None:
+        """Take over another sequence's context, rows and all; of the same method."""
+        self.context_ids = list(other.context_ids)
+        num_tokens = self.slab.num_tokens = other.slab.num_tokens
+        pairs = [
+            (self.slab.keys.cut(0, num_tokens), other.slab.keys.cut(0, num_tokens)),
+            (self.slab.values.cut(0, num_tokens), other.slab.values.cut(0, num_tokens)),
+        ]
+        if self.stored is not None and other.stored is not None:
+            self.stored.end_token = num_tokens
+            pairs += zip(
+                self.stored.cut(0, num_tokens), other.stored.cut(0, num_tokens), strict=True
+            )
+        for ours, theirs in pairs:
+            torch._foreach_copy_(list(ours), list(theirs))
+
+    def rewind(self, num_tokens: int) -> None:
+        """Forget all tokens but the first; nothing moves, nothing is recomputed."""
+        self.slab.num_tokens = num_tokens
+        if self.stored is not None:
+            self.stored.end_token = num_tokens
+        del self.context_ids[num_tokens:]
+
+
+def compact(stored: WriteBuffer, kept: Items[Range]) -> None:
+    """Move kept rows of a buffer from position 0 on to its front; they have no positions."""
+    index = torch.cat([torch.arange(start, end) for start, end in kept] or [torch.arange(0)])
+    index = index.to(stored.device)
+    for rows in (stored.keys, stored.values):
+        for layer in rows.layers:
+            layer[: len(index)] = layer.index_select(0, index)
+    stored.end_token = len(index)
+
+
+@torch.inference_mode()
+def embed(stored: WriteBuffer, slab: KVSlab, calibration: Calibration) -> None:
+    """Fill a slab with a buffer's rows as a load does: embedded at the positions from 0 on."""
+    num_tokens = stored.end_token
+    for index, recipe in enumerate(calibration.layers):
+        rows = (stored.keys[index], stored.values[index])
+        places = (slab.keys[index], slab.values[index])  # [1, kv_heads, capacity, dim]
+        for component, row, place in zip(recipe.components, rows, places, strict=True):
+            place[0, :, :num_tokens] = component.embed(row[:num_tokens], 0).transpose(0, 1)
+    slab.num_tokens = num_tokens

@@ -1,0 +1,103 @@
+"""`inference-svc eval`: reports for people and scripts, errors in one line with a remedy."""
+
+import json
+import shutil
+import sys
+
+import pytest
+
+from inference_svc.cli import main
+from tests.inference_svc.eval.test_rotation import SAMPLE
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Run a command in this process; returns (exit code, standard output, standard error)."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["inference-svc", "eval", *map(str, arguments)])
+        try:
+            main()
+        except SystemExit as exit_:
+            return (exit_.code or 0, *capsys.readouterr())
+        return (0, *capsys.readouterr())
+
+    return run
+
+
+def test_perplexity_as_a_table_and_as_a_document(command, tiny_model, tmp_path):
+    """The document has every figure of the table."""
+    path = tmp_path / "found.json"
+    code, shown, _ = command(
+        "perplexity", "--model", tiny_model, "--text", SAMPLE, "--window", 64, "--words", 60,
+        "--methods", "CA,tt", "--threads", 1, "--json", path,
+    )  # fmt: skip
+    assert code == 0
+    document = json.loads(path.read_text())
+    assert document["schema"] == "inference_svc.eval/1"
+    assert [each["method"] for each in document["found"]["methods"]] == ["ca", "tt"]
+    assert document["subject"]["dtype"] == "float32"
+    assert "CA" in shown
+    assert "60 words" in shown
+    assert f"{document['found']['methods'][0]['all_tokens']['per_token']:.2f}" in shown
+
+
+def test_retrieval_as_a_document_alone(command, tiny_model):
+    """For scripts: nothing else is on standard output."""
+    code, shown, said = command(
+        "retrieval", "--model", tiny_model, "--contexts", 1, "--questions", 2, "--methods", "tt",
+        "--json", "-",
+    )  # fmt: skip
+    assert code == 0
+    assert json.loads(shown)["found"]["methods"][0]["num_asked"] == 2
+    assert "context 1/1" in said
+
+
+def test_rotation_as_a_table(command, tiny_model):
+    """A row for each way, dtype and number of truncations."""
+    code, shown, _ = command(
+        "rotation", "--model", tiny_model, "--text", SAMPLE, "--window", 64, "--moves", 2
+    )
+    assert code == 0
+    assert shown.count("double rotation") == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "problem", "remedy"),
+    [
+        (("--text", "no.txt"), "no.txt does not exist", "give a file of plain text"),
+        (("--model", "nowhere"), "model directory nowhere does not exist", "give a directory"),
+        (("--window", "5000"), "5000 tokens is more than the 2048", "smaller --window"),
+        (("--window", "16"), "window of 16 tokens is too small", "at least 32"),
+        (("--window", "2048"), "nothing overflows a window of 2048", "longer text or a smaller"),
+        (("--ratio", "1"), "a truncation of 1 of the window", "between 0 and 1"),
+        (("--sinks", "32"), "nothing to drop or nothing to keep", "fewer --sinks"),
+        (("--methods", "ca,re"), "no such method: re", "name some of ca, ca-shift, tt"),
+        (("--dtype", "int8"), "no such dtype: int8", "name auto"),
+        (("--json", "no/where/a.json"), "is in no directory", "a directory that exists"),
+    ],
+)
+def test_an_error_is_one_line_that_says_what_to_do(
+    command, tiny_model, tmp_path, monkeypatch, options, problem, remedy
+):
+    """And the exit code is not 0."""
+    monkeypatch.chdir(tmp_path)
+    given = {"--model": tiny_model, "--text": SAMPLE, "--window": 64, "--words": 60}
+    given.update([options])
+    code, shown, said = command("perplexity", *(part for pair in given.items() for part in pair))
+    assert code != 0
+    assert not shown
+    (line,) = (each for each in said.splitlines() if not each.startswith("measuring"))
+    assert problem in line
+    assert remedy in line
+
+
+def test_a_model_without_tokenizer_is_refused(command, tiny_model, tmp_path):
+    """The line names what is missing."""
+    bare = tmp_path / "bare"
+    shutil.copytree(tiny_model, bare, ignore=shutil.ignore_patterns("tokenizer*", "*.jinja"))
+    code, _, said = command("retrieval", "--model", bare)
+    assert code == 78
+    assert said == (
+        "inference-svc: bare has no tokenizer: copy tokenizer.json beside the model's weights\n"
+    )

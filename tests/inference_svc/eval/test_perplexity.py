@@ -1,0 +1,128 @@
+"""Every method computes what plain means compute, on a real text through a small window."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from inference_svc.eval.eval_model import prepare_model
+from inference_svc.eval.options import PerplexityOptions, Truncation
+from inference_svc.eval.perplexity import measure_perplexity, perplexity_of, ratio_of, stream
+from inference_svc.eval.sequence import Sequence
+from inference_svc.eval.text import load_text
+from inference_svc.runtime.model.model_loader import load_model
+from tests.inference_svc.eval.conftest import WINDOW
+from tests.inference_svc.eval.plain_stream import kept, recomputed
+
+SAMPLE = Path(__file__).parents[2] / "data" / "wikitext2_sample.txt.gz"
+DROP = WINDOW // 2
+NUM_TOKENS = 3 * WINDOW + 11
+SAME = 2e-4  # nats per token, of 6 to 12
+
+
+@pytest.fixture(scope="module")
+def stock(tiny_model):
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def token_ids(eval_model):
+    return list(load_text(SAMPLE, eval_model, 120).token_ids[:NUM_TOKENS])
+
+
+def streamed(model, method, token_ids, truncation=Truncation()):  # noqa: B008 - frozen
+    with Sequence(model, method) as context:
+        return stream(context, token_ids, truncation)
+
+
+def farthest(losses, others):
+    return float((losses - others).abs().max())
+
+
+def test_token_truncation_is_a_stock_forward_over_what_is_left(eval_model, stock, token_ids):
+    """Each window's losses are those of one plain forward."""
+    found = streamed(eval_model, "tt", token_ids)
+    assert len(found.losses) == NUM_TOKENS - 1
+    assert farthest(found.losses, recomputed(stock, token_ids, WINDOW, DROP)) < SAME
+
+
+@pytest.mark.parametrize("method", ["ca", "ca-shift"])
+def test_kept_rows_are_those_of_the_plain_formula(eval_model, stock, token_ids, method):
+    """From before RoPE or turned in place: keys stand where a rotation by the drop puts them."""
+    found = streamed(eval_model, method, token_ids)
+    expected = kept(stock, token_ids, WINDOW, DROP, turned=True)
+    assert farthest(found.losses, expected) < SAME
+    assert farthest(found.losses, recomputed(stock, token_ids, WINDOW, DROP)) > 100 * SAME
+
+
+def test_naive_truncation_leaves_old_positions_behind(eval_model, stock, token_ids):
+    """Rows move as they are; the first window is right, what follows is something else."""
+    found = streamed(eval_model, "nkvt", token_ids)
+    assert farthest(found.losses, kept(stock, token_ids, WINDOW, DROP, turned=False)) < SAME
+    right = streamed(eval_model, "ca", token_ids)
+    assert farthest(found.losses[:WINDOW], right.losses[:WINDOW]) < SAME
+    assert farthest(found.losses[WINDOW:], right.losses[WINDOW:]) > 100 * SAME
+
+
+def test_only_recomputing_methods_compute_tokens_twice(eval_model, token_ids):
+    """What stands before the first dropped token is valid with coupled positions too."""
+    truncation = Truncation(sink_tokens=4)
+    found = {
+        method: streamed(eval_model, method, token_ids, truncation)
+        for method in ("ca", "ca-shift", "tt", "of", "nkvt")
+    }
+    once, again = NUM_TOKENS - 1, found["tt"].num_overflows * (WINDOW - DROP)
+    assert again
+    assert found["ca"].num_computed == found["ca-shift"].num_computed == once
+    assert found["nkvt"].num_computed == once
+    assert found["tt"].num_computed == once + again
+    assert found["of"].num_computed == once + again - 4 * found["of"].num_overflows
+    assert farthest(found["of"].losses, found["tt"].losses) < SAME
+
+
+def test_sinks_stay_in_the_context(eval_model, stock, token_ids):
+    """The oldest tokens after them are dropped."""
+    found = streamed(eval_model, "tt", token_ids, Truncation(0.25, 3))
+    assert farthest(found.losses, recomputed(stock, token_ids, WINDOW, WINDOW // 4, 3)) < SAME
+
+
+def test_a_report_compares_every_method_with_token_truncation(eval_model):
+    """Words are those of the text; the first window counts in the whole, not in what is after."""
+    options = PerplexityOptions(SAMPLE, ("ca", "tt", "nkvt"), num_words=120)
+    report = measure_perplexity(eval_model, options, lambda _what: None)
+    ca, tt, nkvt = report.methods
+    assert (report.num_words, report.window_tokens) == (120, WINDOW)
+    assert tt.to_reference.value == 1
+    ratio = ca.all_tokens.per_word / tt.all_tokens.per_word
+    assert ca.to_reference.value == pytest.approx(ratio)
+    assert ca.to_reference.low < ca.to_reference.value < ca.to_reference.high
+    assert ca.num_overflows == nkvt.num_overflows == (report.num_tokens - WINDOW - 1) // DROP + 1
+    assert tt.after_overflow != tt.all_tokens
+
+
+def test_figures_of_a_loss():
+    """A loss of ln 8 a token, two tokens a word."""
+    found = perplexity_of(torch.full((6,), 8.0).double().log(), 2.0)
+    assert found.per_token == pytest.approx(8)
+    assert found.per_word == pytest.approx(64)
+
+
+def test_a_ratio_is_between_its_ends():
+    """Pieces that agree leave no room; a text of one piece leaves all of it."""
+    reference = torch.zeros(8).double()
+    same = ratio_of(reference + 0.1, reference, 1.0, 2)
+    assert same.low == pytest.approx(same.high)
+    assert same.value == pytest.approx(1.10517, rel=1e-5)
+    wild = ratio_of(torch.tensor([0.0, 0.2, 0.0, 0.2]).double(), reference[:4], 1.0, 4)
+    assert wild.low == 0
+    assert wild.high > 1e300
+
+
+def test_a_model_of_absolute_positions_is_measured_by_the_other_methods(absolute_model):
+    """Its naive truncation differs from recomputing, too: positions are in its rows."""
+    model = prepare_model(load_model(absolute_model), 40, ("tt", "of", "nkvt"))
+    token_ids = [(5 * i + i * i) % 60 for i in range(100)]
+    tt, of, nkvt = (streamed(model, method, token_ids) for method in ("tt", "of", "nkvt"))
+    assert farthest(tt.losses, of.losses) == 0
+    assert farthest(tt.losses[40:], nkvt.losses[40:]) > SAME
