@@ -11,8 +11,10 @@ from inference_svc.bench.options import (
     DecodeOptions,
     Dtype,
     ModelChoice,
+    OverflowOptions,
     OverlapOptions,
     PoliciesOptions,
+    PositionsOptions,
     RunOptions,
     ServeOptions,
     Tier,
@@ -237,6 +239,61 @@ def policies(
         rounds,
         plan_trace,
         seed,
+    )
+    choice = _choice(model, random, layers, dtype, device, threads)
+    measure(options, choice, _run_options(directory), json_to, plot)
+
+
+@bench_app.command()
+def overflow(
+    model: ModelDir = None,
+    random: RandomName = "",
+    layers: Layers = 0,
+    dtype: DtypeName = "auto",
+    device: Device = "cpu",
+    threads: Threads = 0,
+    history: Annotated[int, typer.Option(min=2, help="Tokens before the overflow.")] = 1792,
+    new: Annotated[int, typer.Option(min=1, help="Tokens that are computed.")] = 128,
+    answer: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 4,
+    pairs: Pairs = 15,
+    directory: Directory = None,
+    json_to: Json = "",
+    plot: Plot = None,
+) -> None:
+    """TTFT of a turn whose context overflows, against the same turn in a larger window."""
+    options = OverflowOptions(history, new, answer, pairs)
+    choice = _choice(model, random, layers, dtype, device, threads)
+    measure(options, choice, _run_options(directory), json_to, plot)
+
+
+@bench_app.command()
+def positions(
+    model: ModelDir = None,
+    random: RandomName = "",
+    layers: Layers = 0,
+    dtype: DtypeName = "auto",
+    device: Device = "cpu",
+    threads: Threads = 0,
+    trace: Annotated[
+        Path | None, typer.Option(help="Sessions to replay. Default: generated.")
+    ] = None,
+    sessions: Annotated[int, typer.Option(min=1, help="How many of them.")] = 32,
+    scale: Annotated[float, typer.Option(min=0, help="Multiplies lengths.")] = 1.0,
+    window: Annotated[int, typer.Option(min=16, help="Contexts are truncated to it.")] = 2048,
+    max_running: Annotated[int, typer.Option(min=1, help="Turns in a batch.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="Replays of each variant.")] = 1,
+    plan_trace: Annotated[
+        Path | None,
+        typer.Option(help="Write the sessions there, and say how to ask `kvd plan` the same."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of generated sessions.")] = 0,
+    directory: Directory = None,
+    json_to: Json = "",
+    plot: Plot = None,
+) -> None:
+    """Hits over context overflows, with positions apart from stored keys (CA) and in them (OF)."""
+    options = PositionsOptions(
+        trace, sessions, scale, window, max_running, rounds, plan_trace, seed
     )
     choice = _choice(model, random, layers, dtype, device, threads)
     measure(options, choice, _run_options(directory), json_to, plot)

@@ -46,6 +46,9 @@ class _Sink:
     def started(self, request: Request, outcome: LoadOutcome) -> None:
         """Nothing to do: the outcome is read at the end."""
 
+    def window_full(self) -> None:
+        """Nothing to do: the answer has ended."""
+
     def sampled(self, token: Sampled) -> bool:
         """Note the time."""
         del token

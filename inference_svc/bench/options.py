@@ -151,6 +151,42 @@ class PoliciesOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class OverflowOptions:
+    """Part `overflow`.
+
+    Attributes:
+        history_tokens: before the overflow, which drops half of them.
+        answer_tokens: of each turn.
+    """
+
+    history_tokens: int = 1792
+    new_tokens: int = 128
+    answer_tokens: int = 4
+    pairs: int = 15
+
+
+@dataclass(frozen=True, slots=True)
+class PositionsOptions:
+    """Part `positions`.
+
+    Attributes:
+        trace, num_sessions, scale, seed: as of `serve`.
+        window_tokens: contexts are truncated to it.
+        max_running: turns in a batch, and sessions that are open at once.
+        plan_trace: as of `policies`.
+    """
+
+    trace: Path | None = None
+    num_sessions: int = 32
+    scale: float = 1.0
+    window_tokens: int = 2048
+    max_running: int = 4
+    rounds: int = 1
+    plan_trace: Path | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeOptions:
     """Part `decode`."""
 

@@ -12,6 +12,7 @@ from shlex import join
 from typing import Protocol
 
 from inference_svc.bench.options import PoliciesOptions
+from inference_svc.bench.replayed import truncated
 from inference_svc.bench.trace import Session
 
 
@@ -77,8 +78,35 @@ def plan_command(
     return join(["kvd", "plan", *flags, *(["--end-hints"] if options.end_hints else [])])
 
 
-def write_plan_trace(path: Path, sessions: Sequence[Session], starts_s: Sequence[float]) -> None:
+def positions_commands(path: Path, window_tokens: int, kv_bytes_per_token: int) -> list[str]:
+    """Say, for a shell, how the planner is asked what coupled positions lose; all tiers suffice."""
+    words = {
+        "trace": path,
+        "policy": "lru",
+        "kv-bytes-per-token": kv_bytes_per_token,
+        "window": window_tokens,
+        "capacity-share": "400%",
+        "dram-share": "1",
+        "ttl": "never",
+        "warmup-turns": 0,
+    }
+    flags = [word for name, value in words.items() for word in (f"--{name}", str(value))]
+    return [
+        join(["kvd", "plan", *flags, "--positions", positions])
+        for positions in ("decoupled", "coupled")
+    ]
+
+
+def write_plan_trace(
+    path: Path,
+    sessions: Sequence[Session],
+    starts_s: Sequence[float],
+    *,
+    window_tokens: int = 0,
+) -> None:
     """Write the sessions, each of which begins at its time.
+
+    With a window, contexts are truncated to it as the replay does it; 0: never.
 
     Raises:
         OSError: the file cannot be written.
@@ -86,18 +114,22 @@ def write_plan_trace(path: Path, sessions: Sequence[Session], starts_s: Sequence
     turns = [
         turn
         for number, session in enumerate(sessions)
-        for turn in _turns(number, session, starts_s[number])
+        for turn in _turns(number, session, starts_s[number], window_tokens)
     ]
     turns.sort(key=lambda turn: (turn["t"], turn["turn"]))
     lines = "".join(json.dumps(turn) + "\n" for turn in turns)
     path.write_text(lines, encoding="utf-8")
 
 
-def _turns(number: int, session: Session, start_s: float) -> Iterator[dict[str, float]]:
+def _turns(
+    number: int, session: Session, start_s: float, window_tokens: int
+) -> Iterator[dict[str, float]]:
     history, now_s = 0, start_s
     for turn_number, turn in enumerate(session, 1):
         think_s = turn.think_s if turn_number > 1 else 0.0
         now_s += think_s
+        if window_tokens:
+            history = truncated(history, turn, window_tokens)
         yield {
             "t": round(now_s, 6),
             "session": number,

@@ -18,7 +18,7 @@ class NoPlotError(ConfigError):
 
 def check_plot(path: Path) -> None:
     """Raise NoPlotError if a plot could not be made: before the minutes that measuring takes."""
-    _pyplot()
+    load_pyplot()
     if not path.resolve().parent.is_dir():
         raise NoPlotError(f"{path.parent} is no directory", "name another file with --plot")
 
@@ -29,7 +29,7 @@ def plot(report: Report, path: Path) -> None:
     Raises:
         NoPlotError: see above.
     """
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     width = max(7.0, 1.2 * len(report.cases) + 3)
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(width, 8), layout="constrained")
     subject = report.subject
@@ -94,7 +94,8 @@ def _draw(axes: Any, cases: tuple[Case, ...], groups: list[Bars]) -> None:
     axes.legend(fontsize="small")
 
 
-def _pyplot() -> Any:
+def load_pyplot() -> Any:
+    """Import matplotlib's pyplot, for pictures in files; raise NoPlotError if it is missing."""
     try:
         import matplotlib as mpl
     except ImportError as error:

@@ -10,14 +10,26 @@ import torch
 import uvloop
 
 from inference_svc.assembly import Model
-from inference_svc.bench import decode, overlap, policies, saving, serve, ssd_turns, turns
+from inference_svc.bench import (
+    decode,
+    overflow,
+    overlap,
+    policies,
+    positions,
+    saving,
+    serve,
+    ssd_turns,
+    turns,
+)
 from inference_svc.bench.figures import Case, Report
 from inference_svc.bench.machine import machine_facts, subject_of
 from inference_svc.bench.options import (
     DecodeOptions,
     ModelChoice,
+    OverflowOptions,
     OverlapOptions,
     PoliciesOptions,
+    PositionsOptions,
     RunOptions,
     ServeOptions,
     TurnsOptions,
@@ -26,7 +38,15 @@ from inference_svc.bench.random_model import chosen_model
 from inference_svc.bench.workspace import Workspace, workspace
 from inference_svc.runtime.model.calibration import calibrate
 
-Part = TurnsOptions | OverlapOptions | ServeOptions | PoliciesOptions | DecodeOptions
+Part = (
+    TurnsOptions
+    | OverlapOptions
+    | ServeOptions
+    | PoliciesOptions
+    | OverflowOptions
+    | PositionsOptions
+    | DecodeOptions
+)
 Measure = Callable[[Workspace], Awaitable[tuple[Case, ...]]]
 
 
@@ -103,6 +123,20 @@ def _plan(part: Part, options: RunOptions) -> tuple[str, str, int, Measure]:
                 policies.METRIC,
                 part.window_tokens,
                 lambda work: policies.measure_policies(part, options, work),
+            )
+        case OverflowOptions():
+            return (
+                "overflow",
+                overflow.METRIC,
+                overflow.window_tokens(part),
+                lambda work: overflow.measure_overflow(part, options, work),
+            )
+        case PositionsOptions():
+            return (
+                "positions",
+                positions.METRIC,
+                part.window_tokens,
+                lambda work: positions.measure_positions(part, options, work),
             )
         case DecodeOptions():
             window = decode.window_tokens(part)

@@ -7,7 +7,9 @@ import pytest
 from inference_svc.bench.options import (
     DecodeOptions,
     ModelChoice,
+    OverflowOptions,
     OverlapOptions,
+    PositionsOptions,
     RunOptions,
     ServeOptions,
     TurnsOptions,
@@ -90,6 +92,33 @@ def test_serve_replays_a_trace_with_and_without_reuse(measure):
     assert found["re"]["recomputed"] == 1.0
     assert found["ca"]["hbm"] == 1.0
     assert found["kvd"]["hbm"] == 0.0  # so short a history may well be computed again
+
+
+def test_an_overflow_is_compared_with_the_turn_that_fits_and_with_half_the_history(measure):
+    """In both tiers, every turn had all that was left of its history where the case says."""
+    report = measure(OverflowOptions(130, 20, answer_tokens=2, pairs=PAIRS))
+    for case in report.cases:
+        assert {name: found.num for name, found in variants(case).items()} == {
+            "fits": PAIRS,
+            "overflow": PAIRS,
+            "half": PAIRS,
+        }
+        assert [ratio.what for ratio in case.ratios] == ["overflow / fits", "overflow / half"]
+    assert [case.name.split(", ")[1] for case in report.cases] == ["dram", "hbm"]
+
+
+def test_coupled_positions_lose_the_turns_that_overflow(measure, tmp_path_factory):
+    """With room for everything CA hits each turn that has history; OF does not after overflows."""
+    trace = tmp_path_factory.mktemp("plan") / "trace.jsonl"
+    report = measure(PositionsOptions(SAMPLE, 6, scale=0.1, window_tokens=128, plan_trace=trace))
+    (case,) = report.cases
+    assert case.facts["overflows"] > 0
+    found = {name: measured.values for name, measured in variants(case).items()}
+    assert found["ca"]["fu_share"].median == 1.0
+    assert found["of"]["fu_share"].median < 1.0
+    turns = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert len(turns) == case.facts["turns"]
+    assert max(t["history_tokens"] + t["new_tokens"] + t["output_tokens"] for t in turns) <= 128
 
 
 def test_decode_is_compared_with_generate_and_with_the_memory(measure):
