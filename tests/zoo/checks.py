@@ -1,0 +1,167 @@
+"""What is checked of a model: each way its KV may go, against the stock model.
+
+A check returns the largest relative distance (Euclidean norm) of a token's logits to the
+reference's; the caller judges it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from inference_svc.runtime.kv.shift import shift_rows
+from tests.zoo.reference import Range, Stock
+from tests.zoo.served import Served
+
+HISTORY = 53  # tokens; prime: no chunk or block ends there by chance
+DROPPED = 26
+MIDDLE: tuple[Range, ...] = ((0, 4), (11, 20), (37, 53))  # what two discards in the middle leave
+NEW = (5, 1, 1, 1)  # sizes of the chunks that follow
+CHUNKS = (20, 1, 13, 19)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model under check.
+
+    Attributes:
+        served: by us.
+        stock: its twin.
+        vocab_size: of the tokens to draw.
+        up: see `Stock.after_discard`.
+    """
+
+    served: Served
+    stock: Stock
+    vocab_size: int
+    up: int = 0
+
+    @cached_property
+    def history(self) -> list[int]:
+        """Tokens that are stored."""
+        return self.tokens(1, HISTORY)
+
+    @cached_property
+    def new(self) -> list[int]:
+        """Tokens that follow."""
+        return self.tokens(2, sum(NEW))
+
+    def tokens(self, seed: int, count: int) -> list[int]:
+        """Draw tokens, none of them special."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(3, self.vocab_size, (count,), generator=generator).tolist()
+
+    def all_stored(self, kept: Sequence[Range]) -> Tensor:
+        """Compute and store the history, load what is kept, and go on; logits after each chunk."""
+        served = self.served
+        buffer = served.new_buffer(HISTORY)
+        served.feed(served.new_slab(HISTORY), self.history, [HISTORY], buffer)
+        slab = served.load(served.store(buffer), kept, HISTORY + len(self.new))
+        return served.feed(slab, self.new, NEW)
+
+
+def prefill(case: Case) -> float:
+    """The whole history in one chunk."""
+    logits = case.served.feed(case.served.new_slab(HISTORY), case.history, [HISTORY])
+    return distance(logits, case.stock.logits(case.history)[-1:])
+
+
+def chunks(case: Case) -> float:
+    """The history in chunks of unequal sizes."""
+    logits = case.served.feed(case.served.new_slab(HISTORY), case.history, CHUNKS)
+    return distance(logits, case.stock.logits(case.history)[ends(CHUNKS)])
+
+
+def decode(case: Case) -> float:
+    """Token by token after a prefill."""
+    sizes = [30, *[1] * 8]
+    logits = case.served.feed(case.served.new_slab(38), case.history, sizes)
+    return distance(logits, case.stock.logits(case.history)[ends(sizes)])
+
+
+def ragged(case: Case) -> float:
+    """Sequences of other lengths beside each other: prefill, a longer chunk and decode."""
+    served = case.served
+    long, middle, fresh = (case.tokens(seed, count) for seed, count in ((3, 50), (4, 21), (5, 9)))
+    slabs = [served.new_slab(64) for _ in range(3)]
+    found = [*served.step((slabs[0], long[:40]), (slabs[1], middle[:20]))]
+    found += served.step((slabs[1], middle[20:]), (slabs[2], fresh), (slabs[0], long[40:]))
+    expected = [long[:40], middle[:20], middle, fresh, long]
+    return distance(torch.stack(found), torch.stack([case.stock.logits(t)[-1] for t in expected]))
+
+
+def reload(case: Case) -> float:
+    """Stored, loaded at the same positions, and gone on with."""
+    expected = case.stock.logits([*case.history, *case.new])[HISTORY:]
+    return distance(case.all_stored([(0, HISTORY)]), expected[ends(NEW)])
+
+
+def truncated(case: Case) -> float:
+    """Stored, the first half dropped, the rest loaded at new positions, and gone on with."""
+    return _discarded(case, [(DROPPED, HISTORY)])
+
+
+def scattered(case: Case) -> float:
+    """Stored, two ranges in the middle dropped, the rest loaded at new positions."""
+    return _discarded(case, MIDDLE)
+
+
+def shifted(case: Case) -> float:
+    """Ranges dropped in memory, what remains moved to new positions there, and gone on with."""
+    served = case.served
+    distances = []
+    for kept in ([(DROPPED, HISTORY)], MIDDLE):
+        slab = served.new_slab(HISTORY + len(case.new))
+        served.feed(slab, case.history, [HISTORY])
+        shift_rows(slab, kept, served.calibration)
+        expected = case.stock.after_discard(case.history, kept, case.new, up=case.up)
+        distances.append(distance(served.feed(slab, case.new, NEW), expected[ends(NEW)]))
+    return max(distances)
+
+
+def prefix(case: Case) -> float:
+    """Stored, a range in the middle dropped: what precedes it is loaded, the rest recomputed."""
+    served = case.served
+    buffer = served.new_buffer(HISTORY)
+    served.feed(served.new_slab(HISTORY), case.history, [HISTORY], buffer)
+    slab = served.load(served.store(buffer), [(0, DROPPED)], HISTORY + len(case.new))
+    rest = [*case.history[DROPPED + 9 :], *case.new]
+    sizes = (len(rest) - 3, 1, 1, 1)
+    context = [*case.history[:DROPPED], *rest]
+    expected = case.stock.logits(context)[[DROPPED + end for end in ends(sizes)]]
+    return distance(served.feed(slab, rest, sizes), expected)
+
+
+def stale(case: Case) -> float:
+    """What the first half's discard gives if keys stay embedded where they were."""
+    kept = [(DROPPED, HISTORY)]
+    expected = case.stock.with_stale_keys(case.history, kept, case.new)
+    return distance(case.all_stored(kept), expected[ends(NEW)])
+
+
+def _discarded(case: Case, kept: Sequence[Range]) -> float:
+    expected = case.stock.after_discard(case.history, kept, case.new, up=case.up)
+    return distance(case.all_stored(kept), expected[ends(NEW)])
+
+
+Check = Callable[[Case], float]
+ALWAYS: tuple[Check, ...] = (prefill, chunks, decode, ragged, reload)
+# By what stored keys know of positions.
+AFTER_DISCARD: Mapping[str, tuple[Check, ...]] = {
+    "decoupled": (truncated, scattered, shifted),
+    "coupled": (prefix,),
+    "naive": (stale,),
+}
+
+
+def ends(sizes: Sequence[int]) -> list[int]:
+    """Index of the last token of each of successive chunks."""
+    return [sum(sizes[: index + 1]) - 1 for index in range(len(sizes))]
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """The largest distance of a row to its reference, relative to the reference."""
+    apart = (found.double() - expected.double()).norm(dim=-1)
+    return float((apart / expected.double().norm(dim=-1)).max())

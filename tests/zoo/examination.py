@@ -1,0 +1,104 @@
+"""Examination of one architecture: build it, calibrate it, check it; what came out of it."""
+
+import copy
+from dataclasses import dataclass, field
+
+from inference_svc.core.errors import UnsupportedModelError
+from inference_svc.runtime.kv.shift import can_shift
+from tests.zoo.architectures import Architecture
+from tests.zoo.checks import (
+    AFTER_DISCARD,
+    ALWAYS,
+    DROPPED,
+    HISTORY,
+    Case,
+    Check,
+    distance,
+    shifted,
+)
+from tests.zoo.explicit import ExplicitStock
+from tests.zoo.models import build_model
+from tests.zoo.overrides import EXPLICIT
+from tests.zoo.reference import Stock
+from tests.zoo.served import Served
+
+TOLERANCE = 1e-4  # relative, float32; rounding gives 2e-6, in models of large values 2e-5
+SENSITIVE = 2e-3  # relative; what keys at stale positions have to be off by, at the least
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What an examination found.
+
+    Attributes:
+        name: of the architecture.
+        class_name: of its model.
+        mode: of its calibration; empty if it is refused.
+        positions: likewise.
+        distances: by check, each to be at most TOLERANCE.
+        stale: what stale keys are off by in the stock model; None: rows know no position, or one
+            that they keep.
+        refusal: the reason's slug; empty if it is served.
+        reason: why it is refused, in a sentence.
+    """
+
+    name: str
+    class_name: str
+    mode: str = ""
+    positions: str = ""
+    distances: dict[str, float] = field(default_factory=dict)
+    stale: float | None = None
+    refusal: str = ""
+    reason: str = ""
+
+    @property
+    def worst(self) -> float:
+        """The largest distance of any check; 0 if there was none."""
+        return max(self.distances.values(), default=0.0)
+
+    @property
+    def failed(self) -> list[str]:
+        """What is not as it should be."""
+        failed = [
+            f"{name}: {off:.1e} off the stock model's logits"
+            for name, off in self.distances.items()
+            if not off <= TOLERANCE  # so that NaN fails
+        ]
+        if self.stale is not None and not self.stale >= SENSITIVE:
+            failed.append(f"stale keys change the logits by {self.stale:.1e} only")
+        return failed
+
+
+def examine(architecture: Architecture, positions: str = "auto") -> Findings:
+    """Examine an architecture from scratch.
+
+    Raises:
+        whatever building or running it raises, but for a refusal.
+    """
+    model = build_model(architecture)
+    stock_class = ExplicitStock if architecture.model_type in EXPLICIT else Stock
+    stock = stock_class(copy.deepcopy(model))
+    class_name = type(model).__name__
+    try:
+        served = Served(model, architecture.name, positions)
+    except UnsupportedModelError as error:
+        return Findings(architecture.name, class_name, refusal=error.reason, reason=error.message)
+    case = Case(served, stock, served.loaded.vocab_size, architecture.up)
+    checks: list[Check] = [*ALWAYS, *AFTER_DISCARD[served.positions]]
+    if not can_shift(served.calibration):
+        checks.remove(shifted)
+    return Findings(
+        architecture.name,
+        class_name,
+        served.calibration.mode,
+        served.positions,
+        {check.__name__: check(case) for check in checks},
+        _stale(case) if served.embeds_positions else None,
+    )
+
+
+def _stale(case: Case) -> float:
+    """How much it matters to the stock model whether keys were re-embedded."""
+    kept = [(DROPPED, HISTORY)]
+    stale = case.stock.with_stale_keys(case.history, kept, case.new)
+    return distance(stale, case.stock.after_discard(case.history, kept, case.new, up=case.up))

@@ -1,0 +1,132 @@
+"""Served: a calibrated model with a pool and an arena, driven as the engine drives it.
+
+The real calibration, runner, slabs, store and load; only the arena's memory is ordinary memory, and
+nobody schedules.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inference_svc.runtime.compute.model_runner import Chunk, ModelRunner
+from inference_svc.runtime.kv.arena_rows import ArenaRows
+from inference_svc.runtime.kv.kv_pool import KVPool
+from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
+from inference_svc.runtime.kv.layer_load import LayerLoader, check_spans
+from inference_svc.runtime.kv.layer_store import store_blocks
+from inference_svc.runtime.model.calibration import calibrate
+from inference_svc.runtime.model.model_loader import describe_model
+
+POOL_ROWS = 1024
+NUM_SLOTS = 8
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A block and a span at once."""
+
+    slot_id: int
+    token_offset: int
+    num_tokens: int
+    start: int = 0
+
+
+class _Arena:
+    """Slots in ordinary memory, full of rubbish at first."""
+
+    def __init__(self, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.num_slots = NUM_SLOTS
+        self.memory = memoryview(bytearray(b"\xab" * (slot_bytes * NUM_SLOTS)))
+
+
+class Served:
+    """See the module docstring."""
+
+    def __init__(self, model: Any, name: str, positions: str = "auto") -> None:
+        """Calibrate the model, which is ours from now on.
+
+        Raises:
+            UnsupportedModelError: why it cannot be served.
+        """
+        self.loaded = describe_model(model, tokenizer=None, name=name, fingerprint="0" * 32)
+        self.calibration = calibrate(self.loaded, *(() if positions == "auto" else (positions,)))
+        shapes = [layer.shape for layer in self.calibration.layers]
+        self._pool = KVPool(shapes, POOL_ROWS, device=self.loaded.device, dtype=self.loaded.dtype)
+        self._runner = ModelRunner(self.loaded, self.calibration)
+        self._rows = ArenaRows(_Arena(self.calibration.layout.block_bytes), self.calibration.layout)
+
+    @property
+    def positions(self) -> str:
+        """What stored keys know of positions: decoupled, coupled or naive."""
+        return self.calibration.layout.position_mode
+
+    @property
+    def embeds_positions(self) -> bool:
+        """Whether loading turns what is stored to the positions it is loaded at."""
+        layers = self.calibration.layers
+        return any(part.rotary is not None for layer in layers for part in layer.components)
+
+    def new_slab(self, capacity: int) -> KVSlab:
+        """Lend an empty slab."""
+        return self._pool.new_slab(capacity)
+
+    def new_buffer(self, capacity: int) -> WriteBuffer:
+        """Lend an empty write buffer for tokens from 0 on."""
+        return self._pool.new_write_buffer(0, capacity)
+
+    def step(self, *pieces: tuple[KVSlab, Sequence[int]]) -> Tensor:
+        """Append these tokens to these slabs in one forward; returns a row of logits for each."""
+        return self._runner.step(
+            [Chunk(slab, list(token_ids), want_logits=True) for slab, token_ids in pieces]
+        )
+
+    def feed(
+        self,
+        slab: KVSlab,
+        token_ids: Sequence[int],
+        sizes: Sequence[int],
+        buffer: WriteBuffer | None = None,
+    ) -> Tensor:
+        """Append tokens in chunks of these sizes; returns the logits after each chunk."""
+        logits = []
+        begin = 0
+        for size in sizes:
+            piece = list(token_ids[begin : begin + size])
+            chunk = Chunk(slab, piece, want_logits=True, write_buffer=buffer)
+            logits.append(self._runner.step([chunk])[0])
+            begin += size
+        return torch.stack(logits)
+
+    def store(self, buffer: WriteBuffer) -> list[Rows]:
+        """Store the buffer's rows in blocks, scattered over the arena; returns where they are."""
+        block_tokens = self.calibration.layout.block_tokens
+        firsts = range(0, buffer.end_token, block_tokens)
+        blocks = [
+            Rows(NUM_SLOTS - 1 - index, first, min(block_tokens, buffer.end_token - first))
+            for index, first in enumerate(firsts)
+        ]
+        store_blocks(buffer, self._rows, blocks, self.calibration)
+        return blocks
+
+    def load(self, blocks: Sequence[Rows], kept: Sequence[Range], capacity: int) -> KVSlab:
+        """Load runs of what was stored into a new slab, one after another from position 0 on."""
+        spans: list[Rows] = []
+        end = 0
+        for begin, run_end in kept:
+            for block in blocks:
+                first = max(begin, block.token_offset)
+                count = min(run_end, block.token_offset + block.num_tokens) - first
+                if count > 0:
+                    spans.append(Rows(block.slot_id, end, count, first - block.token_offset))
+                    end += count
+        slab = self.new_slab(capacity)
+        loader = LayerLoader(slab, self._rows, spans, self.calibration)
+        for layer_index in range(len(self.calibration.layers)):
+            loader.load(layer_index)
+        slab.num_tokens = check_spans(slab, spans, self.calibration.layout)
+        return slab

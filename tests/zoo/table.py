@@ -1,0 +1,116 @@
+"""docs/models.md: which models are served, and how; `python -m tests.zoo.table` writes it anew."""
+
+import re
+import sys
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+import transformers
+
+from tests.zoo.architectures import architectures
+from tests.zoo.checks import AFTER_DISCARD, ALWAYS
+from tests.zoo.examination import TOLERANCE, Findings, examine
+from tests.zoo.overrides import NOT_TRIED
+
+PATH = Path(__file__).parents[2] / "docs" / "models.md"
+COLUMNS = ("model", "class", "mode", "positions", "checked, or why it is refused")
+SERVED = """
+# Models
+
+Which of the causal language models of Transformers {version} are served, and how: {served} of
+{total} are. Written by `python -m tests.zoo.table`, which builds each of them with a few small
+random layers, calibrates it and checks it against the stock model; `make test` does so for a
+sample, `make test-long` for all. A model that is not listed here is calibrated all the same.
+There is no list in the program: what calibration cannot prove is refused.
+
+**Mode**: *paged*, attention reads the rows of each sequence where they are; *gather*, the model
+makes keys of what it caches, and gets all of it; *masked*, the model's own attention over all
+sequences at once, kept apart by a mask; *single*, the model's own attention, sequence by sequence.
+
+**Positions**: *decoupled*, what is stored knows no position, so that it is of use after the first
+half of a conversation was dropped; *coupled*, it is of use only where it was computed: what follows
+a dropped token is recomputed.
+
+**Checked**, in float32, each at most {tolerance:.0e} off (relative distance of a token's logits;
+the largest found was {worst}):
+
+{checks}
+In models whose keys are rotated, it was also checked that the check can fail: keys left at their
+old positions give at least {stale:.0e}.
+"""
+
+
+def rows(findings: Iterable[Findings]) -> dict[str, str]:
+    """Make the lines of the table, by name."""
+    made = {}
+    for found in findings:
+        outcome = ", ".join(found.distances) or f"refused, `{found.refusal}`: {found.reason}"
+        if found.failed:
+            outcome = f"FAILS: {'; '.join(found.failed)}"
+        cells = (found.name, f"`{found.class_name}`", found.mode, found.positions, outcome)
+        made[found.name] = f"| {' | '.join(cell or '-' for cell in cells)} |"
+    return made
+
+
+def committed_rows() -> dict[str, str]:
+    """Read the lines of the committed table, by name."""
+    lines = [line for line in PATH.read_text().splitlines() if line.startswith("| ")]
+    return {line.split("|")[1].strip(): line for line in lines[1:]}
+
+
+def essence(row: str) -> str:
+    """Return a line without the sentence that says why a model is refused."""
+    return row.split("`: ", 1)[0]
+
+
+def committed_version() -> str:
+    """Read which Transformers the committed table is about."""
+    found = re.search(r"Transformers (\S+) are served", PATH.read_text())
+    return found[1] if found else ""
+
+
+def page(findings: Sequence[Findings]) -> str:
+    """Make the whole page."""
+    served = [found for found in findings if not found.refusal]
+    checks = {check for after in AFTER_DISCARD.values() for check in after}
+    listed = [*ALWAYS, *sorted(checks, key=lambda check: check.__name__)]
+    head = SERVED.lstrip().format(
+        version=transformers.__version__,
+        served=len(served),
+        total=len(findings),
+        tolerance=TOLERANCE,
+        worst=f"{max((found.worst for found in served), default=0):.0e}",
+        stale=min((found.stale for found in served if found.stale is not None), default=0),
+        checks="".join(f"- {check.__name__}: {_sentence(check.__doc__)}\n" for check in listed),
+    )
+    table = [
+        f"| {' | '.join(COLUMNS)} |",
+        f"|{'---|' * len(COLUMNS)}",
+        *rows(findings).values(),
+    ]
+    not_tried = [f"- {name}: {reason}" for name, reason in NOT_TRIED.items()]
+    return "\n".join([head, *table, "", "Not tried:", "", *not_tried, ""])
+
+
+def _sentence(text: str | None) -> str:
+    first = (text or "").splitlines()[0].rstrip(".")
+    return first[:1].lower() + first[1:]
+
+
+def main() -> None:
+    """Examine every architecture, and write the page."""
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    findings = []
+    for architecture in architectures().values():
+        findings.append(examine(architecture))
+        print(f"{architecture.name}: {findings[-1].mode or findings[-1].refusal}", file=sys.stderr)
+    PATH.parent.mkdir(exist_ok=True)
+    PATH.write_text(page(findings))
+
+
+if __name__ == "__main__":
+    main()
