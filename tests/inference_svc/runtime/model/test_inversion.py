@@ -5,60 +5,18 @@ import torch
 
 from inference_svc.runtime.model.pairing import find_pairing
 from inference_svc.runtime.model.rotary import RotaryTable
+from tests.ropes import (
+    DIM,
+    halves,
+    interleaved,
+    partial,
+    partly_scaled,
+    permuting,
+    scaled,
+    scattered,
+)
 
-DIM = 16
 CPU = torch.device("cpu")
-
-
-def angles(positions, num_pairs):
-    return positions[:, None].float() / 10_000 ** (torch.arange(num_pairs) / num_pairs)
-
-
-def halves(keys, positions):
-    angle = torch.cat([angles(positions, DIM // 2)] * 2, dim=-1)
-    first, second = keys.chunk(2, dim=-1)
-    return keys * angle.cos() + torch.cat((-second, first), dim=-1) * angle.sin()
-
-
-def interleaved(keys, positions):
-    angle = angles(positions, DIM // 2)
-    even, odd = keys[..., ::2], keys[..., 1::2]
-    turned = (even * angle.cos() - odd * angle.sin(), odd * angle.cos() + even * angle.sin())
-    return torch.stack(turned, dim=-1).flatten(-2)
-
-
-def permuting(keys, positions):
-    """Interleaved in, halves out."""
-    return halves(torch.cat((keys[..., ::2], keys[..., 1::2]), dim=-1), positions)
-
-
-def partial(keys, positions):
-    angle = angles(positions, 2)
-    first, second, rest = keys[..., :2], keys[..., 2:4], keys[..., 4:]
-    turned = (
-        first * angle.cos() - second * angle.sin(),
-        second * angle.cos() + first * angle.sin(),
-    )
-    return torch.cat((*turned, rest), dim=-1)
-
-
-def scaled(keys, positions):
-    """Cosines and sines larger than 1, as yarn and longrope make them."""
-    return halves(keys, positions) * 1.25
-
-
-def partly_scaled(keys, positions):
-    """Turn some elements, and scale the others."""
-    turned = partial(keys, positions)
-    return torch.cat((turned[..., :4], turned[..., 4:] * 1.25), dim=-1)
-
-
-SCATTERED = torch.randperm(DIM, generator=torch.Generator().manual_seed(5))
-
-
-def scattered(keys, positions):
-    """Pairs without any order, as no model has them."""
-    return halves(keys[..., SCATTERED], positions)
 
 
 ROPES = [halves, interleaved, permuting, partial, scaled, partly_scaled, scattered]
