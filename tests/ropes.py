@@ -1,4 +1,4 @@
-"""Rotary embeddings of every kind that is met, as plain functions of keys [..., DIM] at positions."""
+"""Rotary embeddings of every kind that is met: functions of keys [..., DIM] and positions."""
 
 import torch
 

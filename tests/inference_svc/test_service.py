@@ -15,12 +15,8 @@ from inference_svc.core.transcript_format import Header, Transcript
 from inference_svc.core.truncation import OverflowPolicy
 from inference_svc.core.turn_events import Accepted, Finished, Started, Tokens
 from inference_svc.core.turn_record import TurnRecord, Usage
-from inference_svc.service import (
-    decode_sampling,
-    decode_submission,
-    encode_event,
-    encode_session,
-)
+from inference_svc.turn_messages import encode_event, encode_session
+from inference_svc.turn_requests import decode_sampling, decode_submission
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.session_key import SessionKey
 from shared.units import NS_PER_S
