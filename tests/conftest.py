@@ -15,9 +15,16 @@ settings.register_profile("seeded", _UNTIMED, derandomize=True)
 settings.register_profile("random", _UNTIMED, derandomize=False)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
-    """Choose the profile before any test module is imported."""
+    """Choose the profile before any test module is imported, and a short place for files.
+
+    Sockets' names have 107 bytes at most, of which pytest's own directories would take forty.
+    """
     settings.load_profile("seeded" if "not long" in config.option.markexpr else "random")
+    if config.option.basetemp is None and not hasattr(config, "workerinput"):
+        config.option.basetemp = tempfile.mkdtemp(prefix="ca-")
+        config.add_cleanup(lambda: shutil.rmtree(config.option.basetemp, ignore_errors=True))
 
 
 @pytest.fixture(scope="session")

@@ -83,8 +83,8 @@ def test_the_report_is_one_json_document(measured):
     assert document["goals"]
 
 
-def test_ctrl_c_leaves_nothing(tmp_path):
-    directory, temporary = tmp_path / "d", tmp_path / "t"
+def test_ctrl_c_leaves_nothing(short_dir):
+    directory, temporary = short_dir / "d", short_dir / "t"
     directory.mkdir()
     temporary.mkdir()
     bench = psutil.Popen(

@@ -80,7 +80,10 @@ fds = systemd.stored_fds()
 for name in sorted(fds):
     print(name, os.pread(fds[name], 9, 0).decode())
 print("again", systemd.stored_fds(), [v for v in os.environ if v.startswith("LISTEN")])
-script = "import os; print('child', 'LISTEN_FDS' in os.environ); os.system('ls -l /proc/self/fd')"
+script = (
+    "import os; print('child', 'LISTEN_FDS' in os.environ, flush=True);"
+    "os.system('ls -l /proc/self/fd')"
+)
 answer = subprocess.run([sys.executable, "-c", script], close_fds=False, capture_output=True)
 print("memfd" in answer.stdout.decode(), answer.stdout.decode().splitlines()[0])
 """
