@@ -125,7 +125,8 @@ class OverflowSettings(Section):
         policy: "half": the oldest part goes; "sinks": the first tokens stay, the oldest after them
             go; "reject": nothing goes.
         ratio: of what may go, that goes at once.
-        sink_tokens: first tokens that "sinks" keeps; a system message counts.
+        sink_tokens: first tokens that "sinks" keeps, at most half of the window; a system message
+            counts.
         reserve_tokens: of an answer, that are to have room when it begins; at most a quarter of the
             window.
         split_frames: cut messages of a chat anywhere; else where one begins.

@@ -7,11 +7,10 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeAlias
 
-from inference_svc.core.expected_session import ExpectedSession
 from inference_svc.core.submission import TurnDefaults
 from inference_svc.runtime.turns.turns import Turns
 from inference_svc.turn_messages import encode_event, encode_session
-from inference_svc.turn_requests import decode_submission
+from inference_svc.turn_requests import decode_discard, decode_submission
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.pb.inference.v1 import inference_pb2_grpc
 from shared.session_key import SessionKey, session_key
@@ -100,14 +99,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):  # type: ignore[mi
         """Drop tokens of a session's context."""
         del context
         key = self._key(request.tenant, request.session_id)
-        ranges = [(found.start, found.end) for found in request.ranges]
-        ranges += [(position, position + 1) for position in request.positions]
-        expected = ExpectedSession(
-            request.expected_turn if request.HasField("expected_turn") else None,
-            request.expected_context_tokens
-            if request.HasField("expected_context_tokens")
-            else None,
-        )
+        ranges, expected = decode_discard(request)
         left_tokens, dropped_tokens = await self._turns.discard(key, ranges, expected)
         return pb.DiscardResponse(context_tokens=left_tokens, dropped_tokens=dropped_tokens)
 

@@ -10,7 +10,9 @@ from typing import Any
 
 from inference_svc.core.compression.policy import CompressionPolicy
 from inference_svc.core.compression.registry import check_compression, make_compression
-from inference_svc.core.errors import EmptyTurnError, InvalidTurnError
+from inference_svc.core.discards import Range
+from inference_svc.core.errors import EmptyTurnError, InvalidDiscardError, InvalidTurnError
+from inference_svc.core.expected_session import ExpectedSession
 from inference_svc.core.sampling_params import SamplingParams
 from inference_svc.core.submission import (
     MAX_DEADLINE_S,
@@ -29,6 +31,7 @@ from shared.session_key import SessionKey
 from shared.units import NS_PER_S
 
 MAX_SEED = 2**63
+MAX_DISCARD_ITEMS = 65536  # ranges and positions of one Discard
 
 
 def decode_submission(
@@ -71,6 +74,28 @@ def decode_submission(
         overflow=decode_overflow(request.overflow, defaults.overflow),
         compression=decode_compression(request.compression, defaults),
     )
+
+
+def decode_discard(request: pb.DiscardRequest) -> tuple[list[Range], ExpectedSession]:
+    """What is to go, as ranges in any order, and what the client believes of the session.
+
+    Raises:
+        InvalidDiscardError: there are too many.
+    """
+    num_items = len(request.ranges) + len(request.positions)
+    if num_items > MAX_DISCARD_ITEMS:
+        raise InvalidDiscardError(
+            f"{num_items} ranges and positions are more than {MAX_DISCARD_ITEMS}",
+            "send ranges rather than positions, or several discards",
+        )
+    ranges = [(found.start, found.end) for found in request.ranges]
+    ranges += [(position, position + 1) for position in request.positions]
+    has_context_tokens = request.HasField("expected_context_tokens")
+    expected = ExpectedSession(
+        request.expected_turn if request.HasField("expected_turn") else None,
+        request.expected_context_tokens if has_context_tokens else None,
+    )
+    return ranges, expected
 
 
 def decode_sampling(sampling: pb.Sampling, default_max_tokens: int) -> SamplingParams:

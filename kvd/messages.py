@@ -136,19 +136,21 @@ def block_message(block: BlockInfo) -> kvd_pb2.BlockInfo:
 
 def lineage_of(
     request: kvd_pb2.PrepareLoadRequest | kvd_pb2.PrepareStoreRequest | kvd_pb2.DiscardRequest,
-) -> Lineage:
-    """Decode the lineage that a request names, or none.
+) -> Lineage | None:
+    """Decode the lineage that a request names; None if it names none.
 
     Raises:
         InvalidRequestError: it is none that could be.
     """
     if not request.HasField("lineage"):
-        return WHOLE
+        return None
     digest = request.lineage.digest
+    if not digest:
+        return WHOLE
     if len(digest) != LINEAGE_BYTES:
         raise InvalidRequestError(
             f"a lineage digest of {len(digest)} bytes",
-            f"send the {LINEAGE_BYTES} bytes of shared/lineage.py, or no lineage",
+            f"send {LINEAGE_BYTES} bytes (shared/lineage.py), or none: nothing was discarded",
         )
     return Lineage(digest, request.lineage.clean_tokens)
 

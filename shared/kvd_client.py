@@ -29,7 +29,7 @@ from shared.grants import (
 from shared.kv_layout import KVLayout
 from shared.kvd_attachment import Attachment
 from shared.kvd_connection import KvdConnection
-from shared.lineage import WHOLE, Lineage
+from shared.lineage import Lineage
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.queue_feed import QueueFeed
 from shared.queue_sender import QueueSender
@@ -71,7 +71,7 @@ class KvdClient(KvdConnection):
         *,
         accept_pending: bool = False,
         dram_only: bool = False,
-        lineage: Lineage = WHOLE,
+        lineage: Lineage | None = None,
     ) -> LoadGrant:
         """Lease the stored KV of token_ids[from_token:].
 
@@ -85,7 +85,8 @@ class KvdClient(KvdConnection):
             dram_only: be granted only what is in DRAM, up to the first block that is not; nothing
                 is read from SSD. `more` says that more is stored, a miss for "on_ssd" that the
                 first block is not in DRAM. What kvd has yet to verify is in DRAM, and is PENDING.
-            lineage: of the tokens.
+            lineage: of the tokens: only what was computed after these very discards is granted.
+                None: it is not named; then what kvd stores of the session is taken at its tokens.
         """
         attachment = self._ready()
         request = kvd_pb2.PrepareLoadRequest(
@@ -118,13 +119,13 @@ class KvdClient(KvdConnection):
         from_token: int,
         deadline_s: float,
         *,
-        lineage: Lineage = WHOLE,
+        lineage: Lineage | None = None,
     ) -> StoreGrant:
         """Lease slots for the KV of token_ids[from_token:] that is not stored yet.
 
         `token_ids` is little-endian uint32, the whole sequence whose KV is computed; the caller has
         position-free KV from `from_token` on; `deadline_s` is how long kvd may wait for free slots;
-        `lineage` is that of the tokens.
+        `lineage` is that of the tokens; None: as what kvd stores of the session tells it.
         """
         attachment = self._ready()
         request = kvd_pb2.PrepareStoreRequest(
@@ -156,12 +157,14 @@ class KvdClient(KvdConnection):
         token_ids: bytes,
         ranges: Sequence[tuple[int, int]],
         *,
-        lineage: Lineage = WHOLE,
+        lineage: Lineage | None = None,
     ) -> int:
         """Drop half-open token ranges of a session; return how many stored tokens remain.
 
         `token_ids` is the whole context before the discard, however little of it is stored, and
-        `lineage` is that of these tokens. A store that is under way publishes nothing any more.
+        `lineage` is that of these tokens. A store under way publishes nothing any more. With its
+        lineage a discard may be told again: a session that is after it already, or of another
+        lineage, is left alone; returned is what is stored of the tokens that the discard leaves.
         """
         attachment = self._ready()
         request = kvd_pb2.DiscardRequest(
@@ -261,7 +264,8 @@ def _message(key: SessionKey) -> kvd_pb2.SessionKey:
     return kvd_pb2.SessionKey(tenant=key.tenant, model=key.model, session_id=key.session_id)
 
 
-def _lineage_message(lineage: Lineage) -> kvd_pb2.Lineage | None:
-    if lineage.is_whole:
+def _lineage_message(lineage: Lineage | None) -> kvd_pb2.Lineage | None:
+    """Encode; that there was no discard is a lineage too, and is not the same as naming none."""
+    if lineage is None:
         return None
     return kvd_pb2.Lineage(digest=lineage.digest, clean_tokens=lineage.clean_tokens)

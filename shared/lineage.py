@@ -5,6 +5,9 @@ others, but their KV is not: it was computed while the others were there. Tokens
 the two apart. The lineage does: equal tokens of equal lineage mean equal KV, whoever has computed
 it, and whatever kvd still holds of it.
 
+WHOLE, that nothing was discarded, is a lineage like the others; `None` in its place, in the calls
+to kvd, is that the caller does not say.
+
 It follows from the tokens and the discards alone, so that an engine finds it again by replaying a
 transcript, and kvd by taking note of the discards it is told.
 """

@@ -28,7 +28,6 @@ from inference_svc.runtime.store.saves import Saves
 from inference_svc.runtime.store.session_store import BegunLoad
 from inference_svc.runtime.worker_thread import WorkerThread
 from shared.grants import LoadGrant, Lookup
-from shared.lineage import WHOLE
 from shared.progress_words import LoadFailedError
 from shared.session_key import SessionKey
 
@@ -77,13 +76,15 @@ class MemoryStore:
         self.has_discarded = asyncio.Event()
         self.num_failing_loads = 0
         self.rows = {}  # key -> token ids, keys and values of all layers
+        self.lineages = {}  # of these tokens
         self.ended = []
 
     async def begin_load(self, request):
         self.order.append("load")
         stored = self.rows.get(request.key, (b"", [], []))[0]
         num_tokens = 0
-        if request.token_ids.startswith(stored):
+        is_of_it = self.lineages.get(request.key) == request.lineage
+        if is_of_it and request.token_ids.startswith(stored):
             num_tokens = min(len(stored) // 4, request.num_tokens)
         if not num_tokens or request.policy is LoadPolicy.NEVER:
             return BegunLoad(reason="miss")
@@ -116,7 +117,7 @@ class MemoryStore:
     async def give_up(self, begun):
         pass
 
-    async def save(self, key, token_ids, from_token, buffer, clock=None, lineage=WHOLE):
+    async def save(self, key, token_ids, from_token, buffer, clock=None, lineage=None):
         await self.may_end.wait()
         self.order.append("save")
         if clock is not None:
@@ -124,10 +125,13 @@ class MemoryStore:
                 await asyncio.to_thread(clock.wait_confirmed)
             except StepNotDoneError:
                 return None
+        if self.lineages.get(key) != lineage:
+            self.rows.pop(key, None)
         stored, keys, values = self.rows.get(key, (b"", [], []))
         if not (from_token <= len(stored) // 4 and stored.startswith(token_ids[: 4 * from_token])):
             return "gap"
         num_tokens = len(token_ids) // 4
+        self.lineages[key] = lineage
         new = buffer.cut(from_token, num_tokens - from_token)
         self.rows[key] = (
             token_ids,
@@ -138,10 +142,10 @@ class MemoryStore:
         )
         return ""
 
-    async def discard(self, key, token_ids, ranges, lineage=WHOLE):
+    async def discard(self, key, token_ids, ranges, lineage=None):
         self.order.append("discard")
         self.has_discarded.set()
-        if self.is_away:
+        if self.is_away or self.lineages.get(key) != lineage:  # also if it has been done before
             return
         stored, keys, values = self.rows.pop(key, (b"", [], []))
         if not stored or not token_ids.startswith(stored):
@@ -149,6 +153,7 @@ class MemoryStore:
         runs = kept_runs(ranges, len(stored) // 4)
         if not runs:
             return
+        self.lineages[key] = None if lineage is None else lineage.after(token_ids, ranges)
         self.rows[key] = (
             b"".join(stored[4 * start : 4 * end] for start, end in runs),
             *([torch.cat([r[s:e] for s, e in runs]) for r in rows] for rows in (keys, values)),

@@ -38,7 +38,7 @@ async def make_sparse(engine: SyntheticEngine, name: str, tokens: list[int], ste
 
 
 async def read_rows(
-    engine: SyntheticEngine, name: str, tokens: list[int], lineage: Lineage = WHOLE
+    engine: SyntheticEngine, name: str, tokens: list[int], lineage: Lineage | None = None
 ) -> list[bytes]:
     """Load what is stored of a session; one piece of bytes a token."""
     rows: list[bytes] = []

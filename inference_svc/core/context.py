@@ -31,6 +31,8 @@ class Context:
         lineage: of the computed tokens: which discards they come after.
         framed: for each token, whether it may begin a message: 1 for those that clients sent, but
             as raw text.
+        answer_tokens: how many of the last ones are the last answer. An empty answer counts the
+            token before it.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -38,6 +40,12 @@ class Context:
     system_tokens: int = 0
     lineage: Lineage = WHOLE
     framed: bytes = b""
+    answer_tokens: int = 0
+
+    @property
+    def ends_with_answer(self) -> bool:
+        """Whether the last token is an answer's, which a chat's next message has to close."""
+        return self.answer_tokens > 0
 
     @property
     def computed_ids(self) -> tuple[int, ...]:
@@ -48,12 +56,14 @@ class Context:
         """Return the context after a discard of merged ranges."""
         computed = clip(ranges, self.computed_tokens)
         lineage = self.lineage.after(_as_bytes(self.computed_ids), computed)
+        before_answer = clip(ranges, len(self.token_ids) - self.answer_tokens)
         return Context(
             tuple(without(self.token_ids, ranges)),
             self.computed_tokens - num_in(computed),
             self.system_tokens - num_in(clip(ranges, self.system_tokens)),
             lineage,
             bytes(without(self.framed, ranges)),
+            self.answer_tokens - (num_in(ranges) - num_in(before_answer)),
         )
 
     def with_input(
@@ -70,8 +80,26 @@ class Context:
 
     def with_answer(self, token_ids: Sequence[int]) -> "Context":
         """Return the context with more tokens of an answer."""
-        framed = self.framed + bytes(len(token_ids))
-        return replace(self, token_ids=(*self.token_ids, *token_ids), framed=framed)
+        return replace(
+            self,
+            token_ids=(*self.token_ids, *token_ids),
+            framed=self.framed + bytes(len(token_ids)),
+            answer_tokens=self.answer_tokens + len(token_ids),
+        )
+
+    def with_turn(self, turn: TurnRecord) -> "Context":
+        """Return the context after one more turn. Cost: its tokens, with each discard anew."""
+        growing = _Growing(self)
+        growing.add_turn(turn)
+        return growing.context()
+
+    def with_discard(self, discard: Discard) -> "Context":
+        """Return the context after a discard between turns.
+
+        Raises:
+            InvalidDiscardError: it does not fit.
+        """
+        return self.without(merge_ranges(discard.ranges, len(self.token_ids)))
 
 
 def clip(ranges: Sequence[Range], num_tokens: int) -> tuple[Range, ...]:
@@ -89,11 +117,11 @@ def replay(turns: Sequence[TurnRecord], discards: Sequence[tuple[int, Discard]] 
     Raises:
         InvalidDiscardError: a discard does not fit what came before it.
     """
-    growing = _Growing()
+    growing = _Growing(Context())
     waiting = list(reversed(discards))
     for num_turns in range(len(turns) + 1):
         while waiting and waiting[-1][0] == num_turns:
-            growing.discard(waiting.pop()[1].ranges)
+            growing.discard(waiting.pop()[1])
         if num_turns < len(turns):
             growing.add_turn(turns[num_turns])
     return growing.context()
@@ -102,12 +130,8 @@ def replay(turns: Sequence[TurnRecord], discards: Sequence[tuple[int, Discard]] 
 class _Growing:
     """A context while it is replayed: token_ids grow in place."""
 
-    def __init__(self) -> None:
-        self._token_ids: list[int] = []
-        self._computed_tokens = 0
-        self._system_tokens = 0
-        self._lineage = WHOLE
-        self._framed = bytearray()
+    def __init__(self, context: Context) -> None:
+        self._become(context)
 
     def context(self) -> Context:
         return Context(
@@ -116,6 +140,7 @@ class _Growing:
             self._system_tokens,
             self._lineage,
             bytes(self._framed),
+            self._answer_tokens,
         )
 
     def add_turn(self, turn: TurnRecord) -> None:
@@ -126,17 +151,22 @@ class _Growing:
                 self._computed_tokens = len(self._token_ids) - turn.uncomputed_tokens
             elif discard.after_tokens:  # while it was answered: its last token was not fed yet
                 self._computed_tokens = len(self._token_ids) - 1
-            self.discard(discard.ranges)
+            self.discard(discard)
         self._append(turn, num_read, turn.num_tokens)
         self._computed_tokens = len(self._token_ids) - turn.uncomputed_tokens
 
-    def discard(self, ranges: Sequence[Range]) -> None:
-        context = self.context().without(merge_ranges(ranges, len(self._token_ids)))
+    def discard(self, discard: Discard) -> None:
+        self._become(self.context().with_discard(discard))
+        if discard.lineage is not None:
+            self._lineage = discard.lineage
+
+    def _become(self, context: Context) -> None:
         self._token_ids = list(context.token_ids)
         self._computed_tokens = context.computed_tokens
         self._system_tokens = context.system_tokens
         self._lineage = context.lineage
         self._framed = bytearray(context.framed)
+        self._answer_tokens = context.answer_tokens
 
     def _append(self, turn: TurnRecord, start: int, end: int) -> int:
         """Append the turn's tokens from one number of them to another, which is returned."""
@@ -146,8 +176,12 @@ class _Growing:
             self._system_tokens = turn.system_tokens
         token_ids = (*turn.input_ids, *turn.output_ids)[start:end]
         num_sent = len(turn.input_ids[start:end])
+        num_answered = len(token_ids) - num_sent
         self._token_ids += token_ids
-        self._framed += bytes([not turn.is_text]) * num_sent + bytes(len(token_ids) - num_sent)
+        self._framed += bytes([not turn.is_text]) * num_sent + bytes(num_answered)
+        self._answer_tokens = num_answered + (0 if num_sent else self._answer_tokens)
+        if not turn.output_ids and end == turn.num_tokens:
+            self._answer_tokens = 1
         return end
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from inference_svc.core.errors import InvalidDiscardError
+from shared.lineage import Lineage
 
 Range = tuple[int, int]
 
@@ -27,11 +28,14 @@ class Discard:
         after_tokens: how many tokens of its turn (input, then output) the context had got when it
             happened; 0: before the turn's input.
         reason: "overflow", "client" or "compression:<policy>".
+        lineage: of what was left, where the turn's tokens do not tell it: it was computed over some
+            that are none of the answer, since they turned out to be a stop string.
     """
 
     ranges: tuple[Range, ...]
     after_tokens: int = 0
     reason: str = OVERFLOW
+    lineage: Lineage | None = None
 
 
 def merge_ranges(ranges: Iterable[Range], num_tokens: int) -> tuple[Range, ...]:

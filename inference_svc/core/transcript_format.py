@@ -13,7 +13,7 @@ one with a discard of tokens that are not there.
 
 import json
 import zlib
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -22,8 +22,9 @@ from inference_svc.core.discards import Discard
 from inference_svc.core.errors import InvalidDiscardError
 from inference_svc.core.turn_record import TurnRecord, Usage
 from shared.errors import StateError
+from shared.lineage import Lineage
 
-_USAGE_FIELDS = frozenset(field.name for field in fields(Usage))
+_USAGE_FIELDS = frozenset(known.name for known in fields(Usage))
 
 
 class TranscriptDamagedError(StateError):
@@ -48,17 +49,20 @@ class Transcript:
 
     Attributes:
         discards: between turns, in order, each with the number of turns before it.
+        known_context: what the next turn sees, if it was derived from that of the transcript before
+            this one; None: it is replayed when it is asked for.
     """
 
     header: Header
     turns: tuple[TurnRecord, ...] = ()
     has_ended: bool = False
     discards: tuple[tuple[int, Discard], ...] = ()
+    known_context: Context | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def context(self) -> Context:
         """What the next turn sees."""
-        return replay(self.turns, self.discards)
+        return self.known_context or replay(self.turns, self.discards)
 
     @property
     def context_ids(self) -> tuple[int, ...]:
@@ -89,11 +93,23 @@ class Transcript:
     def with_turn(self, turn: TurnRecord, *, is_final: bool) -> "Transcript":
         """Return the transcript after one more turn."""
         assert turn.turn == len(self.turns), "turns are appended in order"
-        return replace(self, turns=(*self.turns, turn), has_ended=is_final)
+        context = self.context.with_turn(turn)
+        turns = (*self.turns, turn)
+        return replace(self, turns=turns, has_ended=is_final, known_context=context)
 
     def with_discard(self, discard: Discard) -> "Transcript":
-        """Return the transcript after a discard between turns."""
-        return replace(self, discards=(*self.discards, (len(self.turns), discard)))
+        """Return the transcript after a discard between turns.
+
+        Raises:
+            InvalidDiscardError: it does not fit.
+        """
+        context = self.context.with_discard(discard)
+        discards = (*self.discards, (len(self.turns), discard))
+        return replace(self, discards=discards, known_context=context)
+
+    def ended(self) -> "Transcript":
+        """Return the transcript of the session that takes no further turn."""
+        return replace(self, has_ended=True, known_context=self.context)
 
     def forked(self, session_id: str, at_turn: int) -> "Transcript":
         """Return a new session that starts as the first `at_turn` turns of this one.
@@ -187,7 +203,8 @@ def _transcript(records: list[dict[str, Any]]) -> Transcript:
 
 
 def _line(record: dict[str, Any]) -> bytes:
-    text = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode()
+    written = json.dumps(record, ensure_ascii=False, separators=(",", ":"), default=bytes.hex)
+    text = written.encode()
     return b"%08x %s\n" % (zlib.crc32(text), text)
 
 
@@ -220,4 +237,6 @@ def _turn(record: dict[str, Any]) -> TurnRecord:
 
 def _discard(record: dict[str, Any]) -> Discard:
     ranges = tuple((int(start), int(end)) for start, end in record["ranges"])
-    return Discard(ranges, int(record["after_tokens"]), str(record["reason"]))
+    found = record.get("lineage")
+    lineage = Lineage(bytes.fromhex(found["digest"]), found["clean_tokens"]) if found else None
+    return Discard(ranges, int(record["after_tokens"]), str(record["reason"]), lineage)

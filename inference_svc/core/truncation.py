@@ -29,7 +29,8 @@ class OverflowPolicy:
 
     Attributes:
         ratio: of what may go, that goes at once, in (0, 1].
-        sink_tokens: first tokens that "sinks" keeps; a system message counts.
+        sink_tokens: first tokens that "sinks" keeps; a system message counts. A turn keeps at most
+            half of its window (`TurnWindow`).
         split_frames: cut messages of a chat anywhere.
         drop_system: the system message may go, too.
     """

@@ -10,6 +10,8 @@ from inference_svc.core.errors import InputTooLongError
 from inference_svc.core.truncation import REJECT, OverflowPolicy, plan_truncation
 
 RESERVE_SHARE = 4  # the reserve is at most one part in four of the window
+LEAST_CUT_SHARE = 8  # where there is no way to make that room: one part in eight, mid-turn
+SINKS_SHARE = 2  # "sinks" keeps at most half of the window
 
 
 @dataclass(frozen=True)
@@ -45,27 +47,39 @@ class TurnWindow:
             InputTooLongError: there is no room even without all that may go.
         """
         prompt_tokens = len(context.token_ids) + new_tokens
-        wanted_tokens = self.max_tokens if self.is_rigid and self.has_max_tokens else 1
-        for room_tokens in (max(self._reserve_tokens, wanted_tokens), wanted_tokens):
+        for room_tokens in (max(self._reserve_tokens, self._wanted_tokens), self._wanted_tokens):
             excess_tokens = prompt_tokens + room_tokens - self.window_tokens
             if excess_tokens <= 0:
                 return ()
             ranges = self._plan_start(context, excess_tokens)
             if ranges:
                 return ranges
-        raise self._too_long(context, new_tokens, wanted_tokens)
+        num_dropped = num_in(self._plan_start(context, 1, ratio=1.0))
+        raise self._too_long(len(context.token_ids) - num_dropped, new_tokens)
+
+    def check_fits(self, history_tokens: int, new_tokens: int) -> None:
+        """Raise InputTooLongError unless a prompt has room as it is, and one token of the answer.
+
+        Under "reject" all of an answer whose length the client named.
+        """
+        if history_tokens + new_tokens + self._wanted_tokens > self.window_tokens:
+            raise self._too_long(history_tokens, new_tokens)
 
     def mid_turn(self, context: Context, tail_tokens: int) -> tuple[Range, ...]:
         """Choose what goes of a context whose rows are all filled; () if nothing may.
+
+        It is as much as the reserve, or an eighth of the window if that is less and all there is: a
+        cut costs as much as the context is long, so an answer does not go on token by token.
 
         Args:
             context: what is left of the session, with the turn's input and its answer so far.
             tail_tokens: last ones, that must stay: not computed, or not yet shown.
         """
         num_tokens = len(context.token_ids)
-        for room_tokens in (self._reserve_tokens, 1):
+        starts = self.frame_tokens.starts(context.token_ids, context.framed)
+        least_tokens = max(1, self.window_tokens // LEAST_CUT_SHARE)
+        for room_tokens in (self._reserve_tokens, min(self._reserve_tokens, least_tokens)):
             excess_tokens = max(1, num_tokens - 1 + room_tokens - self.window_tokens)
-            starts = self.frame_tokens.starts(context.token_ids, context.framed)
             ranges = self._plan(context, num_tokens - tail_tokens, starts, excess_tokens)
             if ranges:
                 return ranges
@@ -75,6 +89,11 @@ class TurnWindow:
         """The longest answer to a prompt that fits: where nothing may go, what is left of it."""
         room_tokens = self.window_tokens - prompt_tokens
         return min(self.max_tokens, room_tokens) if self.is_rigid else self.max_tokens
+
+    @property
+    def _wanted_tokens(self) -> int:
+        """Of the answer, without room for which the turn is refused."""
+        return self.max_tokens if self.is_rigid and self.has_max_tokens else 1
 
     @property
     def _reserve_tokens(self) -> int:
@@ -100,23 +119,28 @@ class TurnWindow:
         excess_tokens: int,
         ratio: float | None = None,
     ) -> tuple[Range, ...]:
+        policy = self.policy
+        most_sinks = self.window_tokens // SINKS_SHARE
         return plan_truncation(
-            self.policy if ratio is None else replace(self.policy, ratio=ratio),
+            replace(
+                policy,
+                ratio=policy.ratio if ratio is None else ratio,
+                sink_tokens=min(policy.sink_tokens, most_sinks),
+            ),
             droppable_tokens=droppable_tokens,
             system_tokens=context.system_tokens,
             frame_starts=frame_starts,
             excess_tokens=excess_tokens,
         )
 
-    def _too_long(self, context: Context, new_tokens: int, room_tokens: int) -> InputTooLongError:
-        num_tokens = len(context.token_ids)
-        num_dropped = num_in(self._plan_start(context, 1, ratio=1.0))
+    def _too_long(self, history_tokens: int, new_tokens: int) -> InputTooLongError:
+        room_tokens = self._wanted_tokens
         wanted = f"max_tokens {room_tokens}" if room_tokens > 1 else "1 more"
         remedy = "send a shorter turn, lower max_tokens, or open a new session"
         if self.is_rigid:
             remedy += ", or let overflow.policy be half"
         return InputTooLongError(
-            f"history {num_tokens - num_dropped} + new {new_tokens} + {wanted} tokens "
+            f"history {history_tokens} + new {new_tokens} + {wanted} tokens "
             f"are more than the window of {self.window_tokens}",
             remedy,
         )

@@ -18,15 +18,18 @@ class Chaining:
     Args:
         state: its layout and its tenants' salts count.
         tenant: whose context.
-        lineage: of the context. Where positions are baked into keys, discards are no matter: only
-            what was computed before the first dropped token is ever kept.
+        lineage: of the context; None: it is not named, and chained to as if it were whole. Where
+            positions are baked into keys, discards are no matter: only what was computed before
+            the first dropped token is ever kept.
     """
 
-    def __init__(self, state: CacheState, tenant: str, lineage: Lineage) -> None:
+    def __init__(self, state: CacheState, tenant: str, lineage: Lineage | None) -> None:
         self._salt = state.salt_of(tenant)
         self._step = state.layout.block_tokens
         self.root = root_key(self._salt, state.layout.fingerprint)
-        self.lineage = WHOLE if state.layout.position_mode == "coupled" else lineage
+        self.is_named = lineage is not None
+        is_coupled = state.layout.position_mode == "coupled"
+        self.lineage = WHOLE if lineage is None or is_coupled else lineage
 
     def after_discards(self, num_tokens: int) -> bytes:
         """Parent of what follows the first tokens, all discards having happened."""
@@ -55,11 +58,12 @@ class Chaining:
         return not is_straddling and self.key(chain, offset, tokens) == span.chain
 
     def holds(self, span: Span, chain: bytes, offset: int, tokens: bytes) -> bool:
-        """Whether a span holds these very tokens, computed as the lineage says."""
+        """Whether a span holds these very tokens, computed as the lineage says if it is named."""
         if is_plain(span):
             return self.follows(span, chain, offset, tokens)
         if tokens_digest(tokens) != span.tokens_digest:
             return False
-        if self.lineage.is_whole or span.chain == self.after_discards(offset + span.num_tokens):
+        if not self.is_named or self.follows(span, chain, offset, tokens):
             return True
-        return self.follows(span, chain, offset, tokens)
+        end = offset + span.num_tokens
+        return not self.lineage.is_whole and span.chain == self.after_discards(end)

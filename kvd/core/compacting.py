@@ -77,7 +77,9 @@ class Compactor:
     def consider(self, key: SessionKey) -> None:
         """Look at a session in a while: it was used, and discards have gone through it."""
         session = self._state.sessions.get(key)
-        if session is None or session.lineage.is_whole or self._state.limits.max_waste >= 1:
+        if session is None or self._state.limits.max_waste >= 1:
+            return
+        if session.lineage is None or session.lineage.is_whole:
             return
         self._is_stopped = False
         self._resting.schedule(key, self._state.now_ns + self._state.limits.compact_rest_ns)

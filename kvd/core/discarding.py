@@ -9,23 +9,40 @@ before the first discarded token remains, and that is nobody's loss: it is a pre
 What is stored may be less than the context that is told: then the discard counts for as much of it
 as there is, and the lineage of the tokens says the rest, when the next store comes.
 
+An engine that names the lineage may say the same discard again: a turn that dropped tokens was
+cancelled, its retry drops the same ones. A session that is after the discard already, or of other
+discards made meanwhile, is left alone: nothing in it is of the context that is told but what lies
+before the first dropped token, and that stays in any case. If this kvd does not know its lineage,
+the spans tell it: what lies behind the first dropped token follows from one lineage only.
+
 Cost: O(spans + ranges), and a digest over the tokens.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvd.core.actions import SESSION_DISCARDED
 from kvd.core.chaining import Chaining
 from kvd.core.errors import InvalidRequestError
+from kvd.core.leases import StoreLease
 from kvd.core.matching import Match, Piece, match_session, num_tokens_of, slice_tokens
 from kvd.core.records import Span
 from kvd.core.session import Session
 from kvd.core.state import CacheState
 from shared.block_key import tokens_digest
-from shared.lineage import Lineage
+from shared.lineage import WHOLE, Lineage
 from shared.session_key import SessionKey
 
 Range = tuple[int, int]  # half-open, in token positions before the discard
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What a discard makes of the lineage of a context."""
+
+    before: Lineage
+    after: Lineage
+    first_dropped: int  # token
 
 
 def discard(
@@ -33,7 +50,7 @@ def discard(
     key: SessionKey,
     token_ids: bytes,
     ranges: Sequence[Range],
-    lineage: Lineage,
+    lineage: Lineage | None,
 ) -> int:
     """See CacheEngine.discard."""
     num_tokens = num_tokens_of(token_ids)
@@ -45,13 +62,19 @@ def discard(
         return session.num_tokens
     state.unfold(session)
     match = match_session(state, session, token_ids, lineage)
-    if state.layout.position_mode == "coupled":
-        merged = [(merged[0][0], num_tokens)]
     known = _known(state, key.tenant, lineage, match, token_ids)
-    remains = _Remains(state, key.tenant, known, token_ids, merged)
+    change = _Change(known, known.after(token_ids, merged), merged[0][0])
+    is_coupled = state.layout.position_mode == "coupled"
+    if lineage is not None and _is_left_alone(session, match, change, is_coupled=is_coupled):
+        state.touch(session)
+        _outdate_stores(state, key, change)
+        return match_session(state, session, _without(token_ids, merged), change.after).end
+    if is_coupled:
+        merged = [(merged[0][0], num_tokens)]
+    remains = _Remains(state, key.tenant, change, token_ids, merged)
     spans = [span for piece in match.pieces for span in remains.of(piece)]
     session.num_discards += 1
-    session.lineage = remains.lineage
+    session.lineage = change.after
     state.outbox.count("discards")
     if not spans:
         state.outbox.count("discarded_tokens", session.num_tokens)
@@ -61,6 +84,36 @@ def discard(
         _replace(state, session, spans)
     state.touch(session)
     return session.num_tokens
+
+
+def _is_left_alone(session: Session, match: Match, change: _Change, *, is_coupled: bool) -> bool:
+    """Whether a session is not of the context before a discard; see the module docstring."""
+    if session.lineage == change.after != change.before:
+        return True
+    is_other = session.lineage is not None and session.lineage != change.before
+    if is_other and is_coupled:  # its tokens may be as they were also behind the first dropped one
+        return True
+    if match.end > change.first_dropped:
+        return False
+    is_unsure = session.lineage is None or change.after == change.before
+    return is_other or (is_unsure and not match.covers(session))
+
+
+def _outdate_stores(state: CacheState, key: SessionKey, change: _Change) -> None:
+    """Let stores of the context before a discard publish nothing; O(leases) if there is any."""
+    if not state.leases.num_of_session(key) or change.before == change.after:
+        return
+    for lease in state.leases:
+        if isinstance(lease, StoreLease) and lease.key == key and lease.lineage == change.before:
+            lease.is_outdated = True
+
+
+def _without(token_ids: bytes, ranges: Sequence[Range]) -> bytes:
+    """Token ids without those in sorted ranges."""
+    starts = [0, *(end for _, end in ranges)]
+    ends = [*(start for start, _ in ranges), num_tokens_of(token_ids)]
+    pieces = zip(starts, ends, strict=True)
+    return b"".join(slice_tokens(token_ids, start, end) for start, end in pieces)
 
 
 def _replace(state: CacheState, session: Session, spans: list[Span]) -> None:
@@ -75,10 +128,10 @@ def _replace(state: CacheState, session: Session, spans: list[Span]) -> None:
 
 
 def _known(
-    state: CacheState, tenant: str, lineage: Lineage, match: Match, token_ids: bytes
+    state: CacheState, tenant: str, lineage: Lineage | None, match: Match, token_ids: bytes
 ) -> Lineage:
     """The lineage of the context; of a caller that names none, as far as the spans tell it."""
-    if not lineage.is_whole:
+    if lineage is not None:
         return lineage
     chaining = Chaining(state, tenant, lineage)
     chain = chaining.root
@@ -87,7 +140,7 @@ def _known(
         if not chaining.follows(piece.span, chain, piece.token_offset, tokens):
             return Lineage(match.chain, piece.token_offset)
         chain = piece.span.chain
-    return lineage
+    return WHOLE
 
 
 def _merged(ranges: Sequence[Range], num_tokens: int) -> list[Range]:
@@ -117,12 +170,12 @@ class _Remains:
         self,
         state: CacheState,
         tenant: str,
-        lineage: Lineage,
+        change: _Change,
         token_ids: bytes,
         ranges: list[Range],
     ) -> None:
-        self._before = Chaining(state, tenant, lineage)
-        self._after = Chaining(state, tenant, lineage.after(token_ids, ranges))
+        self._before = Chaining(state, tenant, change.before)
+        self._after = Chaining(state, tenant, change.after)
         self._matters = self._after.lineage != self._before.lineage
         self._token_ids = token_ids
         num_tokens = num_tokens_of(token_ids)
@@ -130,11 +183,6 @@ class _Remains:
         self._next_range = 0  # the first one that may reach into what is asked for
         self._chain = self._before.root  # of the piece before
         self._num_kept = 0  # tokens
-
-    @property
-    def lineage(self) -> Lineage:
-        """Of the context that is left."""
-        return self._after.lineage
 
     def of(self, piece: Piece) -> list[Span]:
         """Spans on the rows of the next piece that stay."""
@@ -183,8 +231,8 @@ class _Remains:
 
     def _chain_of(self, piece: Piece, tokens: bytes) -> bytes:
         """Parent of what comes behind the rows that were kept last."""
-        if self._matters:
+        if self._matters and not self._after.lineage.is_whole:
             return self._after.after_discards(self._num_kept)
-        if self._is_plain(piece):
-            return self._before.key(self._chain, piece.token_offset, tokens)
+        if self._after.lineage.is_whole or self._is_plain(piece):
+            return self._after.key(self._chain, piece.token_offset, tokens)
         return self._before.after_discards(self._num_kept)

@@ -59,7 +59,7 @@ from kvd.core.turn_log import RecordedTurn
 from kvd.core.verifying import Verifier
 from kvd.core.writing import Writer
 from shared.kv_layout import KVLayout
-from shared.lineage import WHOLE, Lineage
+from shared.lineage import Lineage
 from shared.session_key import SessionKey
 
 __all__ = ["COUNTERS", "CacheEngine", "Limits"]
@@ -210,14 +210,15 @@ class CacheEngine:
         now_ns: int,
         *,
         dram_only: bool = False,
-        lineage: Lineage = WHOLE,
+        lineage: Lineage | None = None,
     ) -> LoadAnswer:
         """Lease the stored KV of token_ids[from_token:], as far as slots can be had for it.
 
         Unless it is a MISS the caller owes `complete_load`; when PENDING first `settle_load`, after
         LeaseReady. With `dram_only` only what is in DRAM, up to the first block that is not, and no
         read is begun for it (but if verifying finds a slot corrupt its block is read anew). The
-        lineage is that of the tokens; without it their discards are taken from what is stored.
+        lineage is that of the tokens: nothing else is matched. None: it is not named; then their
+        discards are taken from what is stored.
 
         Raises:
             InvalidRequestError: token ids or position that cannot be.
@@ -227,7 +228,6 @@ class CacheEngine:
         state.advance(now_ns)
         is_running = state.placement.queue.is_running(key)
         state.turns.asked(key, num_tokens_of(token_ids), now_ns, is_running=is_running)
-        self._note(key, lineage)
         return self._loader.prepare(key, token_ids, from_token, owner, lineage, dram_only=dram_only)
 
     def lease_state(self, lease_id: int) -> LeaseState:
@@ -267,12 +267,13 @@ class CacheEngine:
         owner: int,
         now_ns: int,
         *,
-        lineage: Lineage = WHOLE,
+        lineage: Lineage | None = None,
     ) -> StoreAnswer:
         """Lease slots for the KV of token_ids[from_token:] that is not stored, as far as possible.
 
         When all of it is stored already the session adopts it at once, and there is no lease. The
-        lineage is that of the tokens; without it their discards are taken from what is stored.
+        lineage is that of the tokens: nothing else is matched. None: it is not named; then their
+        discards are taken from what is stored.
 
         Raises:
             InvalidRequestError: token ids or position that cannot be.
@@ -280,7 +281,6 @@ class CacheEngine:
         """
         self._state.advance(now_ns)
         self._state.turns.stored(key, num_tokens_of(token_ids), now_ns)
-        self._note(key, lineage)
         return self._storer.prepare(key, token_ids, from_token, owner, lineage)
 
     def complete_store(self, lease_id: int, owner: int, success: bool, now_ns: int) -> int:
@@ -309,23 +309,25 @@ class CacheEngine:
         ranges: Sequence[tuple[int, int]],
         now_ns: int,
         *,
-        lineage: Lineage = WHOLE,
+        lineage: Lineage | None = None,
     ) -> int:
         """Drop token ranges of a session whose tokens are `token_ids`; metadata only.
 
         All tokens are told, however few of them are stored; the lineage is that of these tokens,
-        before the discard. A store that is under way publishes nothing any more.
+        before the discard. A store that is under way publishes nothing any more. A session that is
+        known by its lineage to be after this discard, or of other discards, is left alone.
 
         Returns:
-            Stored tokens that remain, contiguous from the first kept one.
+            Stored tokens of what the discard leaves, contiguous from the first kept one.
 
         Raises:
             InvalidRequestError: ranges that are empty or outside the tokens.
         """
         self._state.advance(now_ns)
         num_kept = discarding.discard(self._state, key, token_ids, ranges, lineage)
-        if num_kept:
-            self._state.turns.discarded(key, num_kept)
+        session = self._state.sessions.get(key)
+        if session is not None:
+            self._state.turns.discarded(key, session.num_tokens)
             self._compactor.consider(key)
         return num_kept
 
@@ -549,12 +551,6 @@ class CacheEngine:
     def stats(self) -> EngineStats:
         """Fill and counters; O(1)."""
         return inspection.stats(self._state)
-
-    def _note(self, key: SessionKey, lineage: Lineage) -> None:
-        """Remember the lineage of a stored session that its engine has named."""
-        session = self._state.sessions.get(key)
-        if session is not None and not lineage.is_whole:
-            session.lineage = lineage
 
     def _counting_losses(self, lease_id: int, owner: int) -> None:
         lease = self._state.leases.get(lease_id)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from kvd.core.block import Block
 from kvd.core.errors import LeaseLostError, TooManyLeasesError
 from kvd.core.records import LeaseInfo, LoadSpan, Span
+from shared.lineage import Lineage
 from shared.session_key import SessionKey
 
 
@@ -71,6 +72,8 @@ class StoreLease:
         parts: what the session will consist of: each span with the existing block it uses (held by
             this lease) or the new one.
         num_discards: that the session had seen when it was prepared.
+        lineage: of the tokens, if it was named.
+        is_outdated: a discard has come since, which has left the session alone.
     """
 
     lease_id: int
@@ -78,6 +81,8 @@ class StoreLease:
     key: SessionKey
     parts: list[Part] = field(default_factory=list)
     num_discards: int = 0
+    lineage: Lineage | None = None
+    is_outdated: bool = False
     since_ns: int = 0
     is_orphan: bool = False
 

@@ -50,7 +50,7 @@ class Loader:
         token_ids: bytes,
         from_token: int,
         owner: int,
-        lineage: Lineage,
+        lineage: Lineage | None,
         *,
         dram_only: bool,
     ) -> LoadAnswer:
@@ -61,6 +61,8 @@ class Loader:
         if session is not None:
             state.touch(session)
         match = match_tokens(state, key, token_ids, lineage)
+        if session is not None and session.lineage is None and match.covers(session):
+            session.lineage = lineage
         stored = [piece for piece in match.pieces if piece.end > from_token]
         pieces = list(takewhile(_is_in_dram, stored)) if dram_only else stored
         if not pieces:

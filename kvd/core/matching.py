@@ -4,13 +4,14 @@ Pure; changes nothing but that it unfolds the sessions whose blocks it finds. Tw
 wins:
 1. the session's own spans, in order, as long as they hold these very tokens, and then on along the
    content chain. A plain span proves it by its key, which is computed anew from the tokens; what a
-   discard has touched, by a digest, and by its chain if the caller says which discards there were;
+   discard has touched, by a digest, and by its chain if the caller names the lineage of its tokens;
 2. the content chain from the root: another session's equal prefix, a fork.
 
 What follows a discard is another computation than the same tokens without it. A caller that names
-the lineage of its tokens is given what was computed after the very same discards, and nothing else.
-Of one that does not, a session with a discard in it keeps to its own spans: what its engine stores
-next builds on those, not on what a fresh computation of the remaining tokens would be.
+the lineage of its tokens is given what was computed after the very same discards, and nothing else;
+that nothing was ever discarded is a lineage, too. If it names none, a session with a discard in it
+keeps to its own spans: what its engine stores next builds on those, not on what a fresh computation
+of the remaining tokens would be.
 
 The chain is followed over full blocks, and over the one that ends where the clean tokens do.
 """
@@ -57,6 +58,13 @@ class Match:
         """Number of tokens stored."""
         return self.pieces[-1].end if self.pieces else 0
 
+    def covers(self, session: Session) -> bool:
+        """Whether it goes through all that the session has."""
+        spans = session.spans
+        if session.folded or len(self.pieces) < len(spans):
+            return False
+        return all(p.span == span for p, span in zip(self.pieces, spans, strict=False))
+
 
 def num_tokens_of(token_ids: bytes) -> int:
     """Count the tokens.
@@ -86,7 +94,9 @@ def slice_tokens(token_ids: bytes, start: int, end: int) -> bytes:
     return token_ids[start * TOKEN_BYTES : end * TOKEN_BYTES]
 
 
-def match_session(state: CacheState, session: Session, token_ids: bytes, lineage: Lineage) -> Match:
+def match_session(
+    state: CacheState, session: Session, token_ids: bytes, lineage: Lineage | None
+) -> Match:
     """Match the session's own spans: O(tokens matched) hashing, one digest a span."""
     chaining = Chaining(state, session.key.tenant, lineage)
     num_tokens = len(token_ids) // TOKEN_BYTES
@@ -119,7 +129,9 @@ def _spans(state: CacheState, session: Session) -> Iterator[Span]:
     yield from session.spans[num_spans + 1 :]
 
 
-def match_tokens(state: CacheState, key: SessionKey, token_ids: bytes, lineage: Lineage) -> Match:
+def match_tokens(
+    state: CacheState, key: SessionKey, token_ids: bytes, lineage: Lineage | None
+) -> Match:
     """Find the longest stored prefix; O(tokens) hashing."""
     chaining = Chaining(state, key.tenant, lineage)
     session = state.sessions.get(key)
@@ -132,7 +144,7 @@ def match_tokens(state: CacheState, key: SessionKey, token_ids: bytes, lineage: 
     if own.end == len(token_ids) // TOKEN_BYTES or not own.pieces:
         return own
     is_discarded = any(piece.span.chain != piece.span.block_key for piece in own.pieces)
-    if is_discarded and chaining.lineage.is_whole:
+    if is_discarded and not chaining.is_named:
         return own
     shared = _extended(state, chaining, Match([], chaining.root, own.miss_reason), token_ids)
     return own if own.end >= shared.end else shared

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvd.core.packing import PLACE_BYTES, pack_spans, plain_span, unpack_full, unpack_places
 from kvd.core.records import TTL_NEVER_NS, BlockRecord, Pin, SessionRecord, Span
-from shared.lineage import WHOLE, Lineage
+from shared.lineage import Lineage
 from shared.session_key import SessionKey
 
 
@@ -26,7 +26,7 @@ class Session:
         lost: why it holds less than was stored: "", "evicted", "corrupt".
         num_read_ahead: blocks read ahead for it since it was last used.
         num_discards: since this kvd knows it.
-        lineage: of its context, as far as this kvd was told; not kept across restarts.
+        lineage: of what it holds; None: this kvd was not told. Not kept across restarts.
     """
 
     key: SessionKey
@@ -40,7 +40,7 @@ class Session:
     lost: str = ""
     num_read_ahead: int = 0
     num_discards: int = 0
-    lineage: Lineage = WHOLE
+    lineage: Lineage | None = None
 
     @property
     def num_tokens(self) -> int:

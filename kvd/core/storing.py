@@ -53,7 +53,12 @@ class Storer:
         self._hasher = hasher
 
     def prepare(
-        self, key: SessionKey, token_ids: bytes, from_token: int, owner: int, lineage: Lineage
+        self,
+        key: SessionKey,
+        token_ids: bytes,
+        from_token: int,
+        owner: int,
+        lineage: Lineage | None,
     ) -> StoreAnswer:
         """See CacheEngine.prepare_store."""
         num_tokens = num_tokens_of(token_ids)
@@ -68,7 +73,8 @@ class Storer:
         stored_end = base[-1].end if base else 0
         if from_token > stored_end:
             return self._refused(GAP, stored_end)
-        lease = StoreLease(state.leases.next_id(), owner, key, since_ns=state.now_ns)
+        lease_id, now_ns = state.leases.next_id(), state.now_ns
+        lease = StoreLease(lease_id, owner, key, lineage=lineage, since_ns=now_ns)
         lease.num_discards = session.num_discards if session else 0
         held: list[Part] = [(piece.span, piece.block) for piece in base]
         planned = self._planned(chaining, token_ids, base)
@@ -76,7 +82,7 @@ class Storer:
         self._hold(held)
         num_new = sum(new.block is None for new in planned)
         if not num_new:
-            self._publish(key, held)
+            self._publish(key, held, lineage)
             self._release(held)
             return StoreAnswer(end_token=num_tokens)
         if not self._placement.make_quota(key.tenant, num_new):
@@ -102,7 +108,7 @@ class Storer:
             self._commit(lease)
             held = [part for part in lease.parts if isinstance(part[1], Block)]
             if not self._is_outdated(lease):
-                self._publish(lease.key, held)
+                self._publish(lease.key, held, lease.lineage)
             if self._state.placement.queue.is_running(lease.key):
                 self._state.placement.loaded(lease.key)
         self.release(lease)
@@ -256,9 +262,10 @@ class Storer:
     def _is_outdated(self, lease: StoreLease) -> bool:
         """Whether a discard has come since it was prepared: it is of another sequence."""
         session = self._state.sessions.get(lease.key)
-        return session is not None and session.num_discards != lease.num_discards
+        is_discarded = session is not None and session.num_discards != lease.num_discards
+        return is_discarded or lease.is_outdated
 
-    def _publish(self, key: SessionKey, parts: Sequence[Part]) -> None:
+    def _publish(self, key: SessionKey, parts: Sequence[Part], lineage: Lineage | None) -> None:
         """Make the parts the session's spans, creating it, and have its dirty blocks written."""
         state = self._state
         spans = [span for span, _ in parts]
@@ -272,6 +279,8 @@ class Storer:
         if session.spans[: len(spans)] != spans:
             session.lost = ""
             state.set_spans(session, spans)
+        if lineage is not None and len(session.spans) == len(spans):
+            session.lineage = lineage
         state.touch(session)
         state.outbox.session_changed(key)
         state.outbox.count("stores")

@@ -6,6 +6,7 @@ from inference_svc.core.discards import CLIENT, Discard
 from inference_svc.core.errors import (
     EmptyTurnError,
     InvalidCompressionError,
+    InvalidDiscardError,
     InvalidSamplingError,
     InvalidTurnError,
 )
@@ -16,7 +17,12 @@ from inference_svc.core.truncation import OverflowPolicy
 from inference_svc.core.turn_events import Accepted, Finished, Started, Tokens
 from inference_svc.core.turn_record import TurnRecord, Usage
 from inference_svc.turn_messages import encode_event, encode_session
-from inference_svc.turn_requests import decode_sampling, decode_submission
+from inference_svc.turn_requests import (
+    MAX_DISCARD_ITEMS,
+    decode_discard,
+    decode_sampling,
+    decode_submission,
+)
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.session_key import SessionKey
 from shared.units import NS_PER_S
@@ -216,3 +222,23 @@ def test_a_session_shows_what_it_lost():
         (0, 3, "overflow"),
         (1, 0, "client"),
     ]
+
+
+def test_a_discard_is_ranges_and_positions():
+    """And what the client believes; what it does not say is not checked."""
+    request = pb.DiscardRequest(
+        ranges=[pb.TokenRange(start=3, end=5)], positions=[7], expected_context_tokens=0
+    )
+    ranges, expected = decode_discard(request)
+    assert ranges == [(3, 5), (7, 8)]
+    assert (expected.num_turns, expected.context_tokens) == (None, 0)
+
+
+def test_a_discard_of_very_many_positions_is_refused():
+    """Before anything is built of them."""
+    most = pb.DiscardRequest(positions=range(MAX_DISCARD_ITEMS))
+    assert len(decode_discard(most)[0]) == MAX_DISCARD_ITEMS
+    most.ranges.add(start=1, end=2)
+    with pytest.raises(InvalidDiscardError) as refused:
+        decode_discard(most)
+    assert "send ranges" in refused.value.remedy

@@ -5,14 +5,17 @@ session as it was recorded, with its discards, and with the reuse that each turn
 """
 
 import asyncio
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 
+import grpc
 import pytest
 import pytest_asyncio
 
 from inference_svc.client import turn_request
 from shared.errors import ConflictError, InvalidInputError
 from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.pb.inference.v1 import inference_pb2_grpc
+from shared.runtime_dir import channel_options
 from tests.models import narrow_model
 from tests.pair import SLOT_BYTES, Pair
 from tests.truncation_oracle import TruncationOracle
@@ -72,14 +75,14 @@ def reused_all(turn, *tiers):
 
 
 @asynccontextmanager
-async def begun(pair, request):
-    """A turn that answers; it is cancelled at the end."""
+async def begun(pair, request, until="tokens"):
+    """A turn that answers, or at least waits; it is cancelled at the end."""
     async with (
         pair.service.client() as client,
         aclosing(client.stream_turn(request)) as events,
     ):
         async for event in events:
-            if event.WhichOneof("event") == "tokens":
+            if event.WhichOneof("event") == until:
                 break
         yield client
 
@@ -232,7 +235,7 @@ async def test_an_answer_that_may_not_be_cut_ends_with_the_window(narrow, judge)
 
 
 async def test_a_cancelled_turn_leaves_the_session_as_it_was(narrow, judge):
-    """Its overflow is undone: the next turn has the whole context again, recomputed."""
+    """The next turn has the whole context again, recomputed."""
     async with narrow.with_kvd(*DRAM):
         for _ in range(3):
             await narrow.say("undone", 140)
@@ -252,6 +255,62 @@ async def test_a_cancelled_turn_leaves_the_session_as_it_was(narrow, judge):
     assert list(session.context_ids[: before.context_tokens]) == list(before.context_ids)
     assert after.usage.history_tokens == before.context_tokens - 1
     assert again.usage.recomputed_tokens == 0
+
+
+@pytest.mark.parametrize("tier", ["dram", "hbm"])
+async def test_a_context_that_repeats_itself_is_not_taken_for_what_a_cancelled_turn_left(
+    narrow, resident, judge, tier
+):
+    """What it left has the tokens of the next turn's context, and rows of another one."""
+    pair = resident if tier == "hbm" else narrow
+    period, name = pair.some_tokens(7), "periodic"
+    async with pair.with_kvd(*DRAM):
+        first = turn_request(period * 60, pair.name(name), sampling=pb.Sampling(max_tokens=1))
+        await pair.submit(first)
+        before = await pair.session(name)
+        cut = turn_request(
+            pair.some_tokens(100),
+            pair.name(name),
+            sampling=pb.Sampling(max_tokens=4000, ignore_eos=True),
+            overflow=pb.Overflow(ratio=20 * len(period) / before.context_tokens),
+        )
+        async with begun(pair, cut):
+            pass
+        after = await pair.say(name, 20, max_tokens=24, wait=True)
+        await identical(pair, judge, name)
+    assert after.usage.history_tokens == len(period) * 60
+    assert after.usage.reused_tokens == 0
+
+
+@pytest.mark.parametrize("flags", [(), ("--residents",)])
+async def test_a_turn_cancelled_while_it_waited_is_tried_again(
+    model_dir, judge, tmp_path_factory, flags
+):
+    """What it dropped is gone, what was left is found by the retry, which drops the same."""
+    directory = tmp_path_factory.mktemp("one-by-one")
+    (directory / "settings.toml").write_text("[scheduler]\nmax_running = 1\nmax_loading = 1\n")
+    pair = Pair(model_dir, directory, "--config", str(directory / "settings.toml"), *flags)
+
+    def long_turn(name):
+        sampling = pb.Sampling(max_tokens=4000, ignore_eos=True)
+        return turn_request(pair.some_tokens(20), pair.name(name), sampling=sampling)
+
+    async with pair.service, pair.with_kvd(*DRAM):
+        for _ in range(2):
+            await pair.say("of", 200)
+        wanted = turn_request(
+            pair.some_tokens(150), pair.name("of"), sampling=pb.Sampling(max_tokens=16), wait=True
+        )
+        async with (
+            begun(pair, long_turn("runs")),
+            begun(pair, long_turn("is-next"), until="started"),
+            begun(pair, wanted, until="accepted"),
+        ):
+            await asyncio.sleep(0.2)
+        retry = await pair.submit(wanted)
+        await identical(pair, judge, "of")
+    assert retry.usage.dropped_tokens > 100
+    reused_all(retry, "hbm" if flags else "dram")
 
 
 # ------------------------------------------------------------------------------ failures and forks
@@ -349,6 +408,39 @@ async def test_a_busy_session_is_not_cut(narrow):
             with pytest.raises(ConflictError) as busy:
                 await client.discard(name, [(0, 5)])
     assert busy.value.reason == "session_busy"
+
+
+async def said_when_free(pair, name):
+    """A turn, once nobody changes the session any more."""
+    while True:
+        with suppress(ConflictError):
+            return await pair.say(name, 5, max_tokens=2)
+
+
+async def test_a_client_that_leaves_does_not_leave_a_discard_half_done(model_dir, tmp_path):
+    """Whenever it hangs up, what the next turn sees is what is on disk."""
+    pair = Pair(model_dir, tmp_path, "--mode", "recompute")
+    async with pair.service:
+        async with grpc.aio.insecure_channel(
+            pair.service.address, options=channel_options()
+        ) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            for number in range(12):
+                name = pair.name(f"left{number}")
+                await pair.say(f"left{number}", 30, max_tokens=2)
+                gone = [pb.TokenRange(start=0, end=10)]
+                call = stub.Discard(pb.DiscardRequest(session_id=name, ranges=gone))
+                await asyncio.sleep(0.0007 * number)
+                call.cancel()
+                with suppress(asyncio.CancelledError):
+                    await call
+                await said_when_free(pair, f"left{number}")
+        before = [await pair.session(f"left{number}") for number in range(12)]
+        await pair.service.stop()
+        await pair.service.start()
+        after = [await pair.session(f"left{number}") for number in range(12)]
+    assert before == after
+    assert any(session.discards for session in after)
 
 
 async def test_coupled_positions_recompute_what_is_left(model_dir, judge, tmp_path_factory):

@@ -52,7 +52,9 @@ class Session:
         """Answer a turn from what kvd has; returns its job."""
         engine = self.local.parts.engine
         prompt = [*self.context, *new_ids]
-        request = Request(next(self.numbers), self.key, prompt, max_tokens, 0, WINDOW)
+        request = Request(
+            *(next(self.numbers), self.key, prompt, max_tokens, 0, WINDOW), lineage=self.lineage
+        )
         job = EngineJob(
             request=request,
             is_final=False,
@@ -60,7 +62,6 @@ class Session:
             sink=Sink(max_tokens),
             done=asyncio.get_running_loop().create_future(),
             truncate=choose,
-            lineage=self.lineage,
         )
         await engine.generate(job)
         engine.keep(job, request.token_ids[: request.computed_tokens])

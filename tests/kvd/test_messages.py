@@ -6,7 +6,9 @@ import pytest
 
 from kvd.core.errors import InvalidRequestError
 from kvd.core.records import TTL_NEVER_NS
-from kvd.messages import MAX_DURATION_S, key_of, ns_of, ttl_ns_of
+from kvd.messages import MAX_DURATION_S, key_of, lineage_of, ns_of, ttl_ns_of
+from shared.kvd_client import _lineage_message
+from shared.lineage import WHOLE
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.session_key import InvalidNameError
 
@@ -31,3 +33,21 @@ def test_names_that_can_not_be(name):
     """A line end at the end is a character like others."""
     with pytest.raises(InvalidNameError):
         key_of(kvd_pb2.SessionKey(session_id=name))
+
+
+@pytest.mark.parametrize("lineage", [None, WHOLE, WHOLE.after(bytes(16), [(1, 2)])])
+def test_a_lineage_arrives_as_it_was_named(lineage):
+    """That none is named is not that nothing was discarded."""
+    for request in (
+        kvd_pb2.PrepareLoadRequest,
+        kvd_pb2.PrepareStoreRequest,
+        kvd_pb2.DiscardRequest,
+    ):
+        sent = request(lineage=_lineage_message(lineage)).SerializeToString()
+        assert lineage_of(request.FromString(sent)) == lineage
+
+
+def test_a_lineage_that_can_not_be():
+    """Its digest has one length, or none."""
+    with pytest.raises(InvalidRequestError, match="digest"):
+        lineage_of(kvd_pb2.DiscardRequest(lineage=kvd_pb2.Lineage(digest=b"short")))

@@ -235,8 +235,9 @@ class SchedulerWorld:
         if any(job.request.key == key for job in self.alive()) or not history:
             return
         ranges = some_ranges(len(history), how)
-        ours = self.residents[key].rows if key in self.residents else []
-        is_same = list(self.scheduler.residents.token_ids(key)) == history[: len(ours)]
+        ours = self.scheduler.residents.get(key)
+        held = () if ours is None else ours.token_ids
+        is_same = list(held) == history[: len(held)]
         if is_same and self.scheduler.residents.begin_shift(key):
             self.shifts[key] = (None, ranges)
         else:
@@ -247,7 +248,7 @@ class SchedulerWorld:
         """The rows that are left have closed up, or are lost."""
         job, ranges = self.shifts.pop(key)
         rows = self.residents[key].rows
-        assert list(self.scheduler.residents.token_ids(key)) == rows
+        assert list(self.scheduler.residents.get(key).token_ids) == rows
         rows[:] = without(rows, ranges)
         is_wanted = works and (job is None or not job.request.is_over)
         if self.scheduler.residents.end_shift(key, rows if is_wanted else ()):

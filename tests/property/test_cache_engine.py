@@ -187,7 +187,7 @@ class CacheMachine(RuleBasedStateMachine):
                 self.ids[owner],
                 self.world.now_ns,
                 dram_only=dram_only,
-                lineage=conversation.lineage,
+                lineage=self._named(conversation),
             )
         except TooManyLeasesError:
             answer = LoadAnswer(Lookup.MISS, miss_reason="bound")
@@ -264,7 +264,7 @@ class CacheMachine(RuleBasedStateMachine):
             owner_id = self.ids[owner]
             try:
                 answer = engine.prepare_load(
-                    key, token_ids, len(rows), owner_id, now_ns, lineage=conversation.lineage
+                    key, token_ids, len(rows), owner_id, now_ns, lineage=self._named(conversation)
                 )
             except TooManyLeasesError:
                 break
@@ -303,7 +303,7 @@ class CacheMachine(RuleBasedStateMachine):
                     from_token,
                     self.ids[owner],
                     now_ns,
-                    lineage=conversation.lineage,
+                    lineage=self._named(conversation),
                 )
             except TooManyLeasesError:
                 return
@@ -341,7 +341,7 @@ class CacheMachine(RuleBasedStateMachine):
                 from_token,
                 self.ids[owner],
                 self.world.now_ns,
-                lineage=conversation.lineage,
+                lineage=self._named(conversation),
             )
         except TooManyLeasesError:
             return
@@ -449,7 +449,7 @@ class CacheMachine(RuleBasedStateMachine):
         token_ids = to_bytes(conversation.tokens)
         if is_heard or not self.names_lineage:
             self.world.engine.discard(
-                key, token_ids, ranges, self.world.now_ns, lineage=conversation.lineage
+                key, token_ids, ranges, self.world.now_ns, lineage=self._named(conversation)
             )
         conversation.discarded = True
         if self.names_lineage:
@@ -463,6 +463,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.world.pump()
 
     # ----------------------------------------------------------------------------------- operators
+
+    def _named(self, conversation: Conversation) -> Lineage | None:
+        return conversation.lineage if self.names_lineage else None
 
     def _num_stored(self, key: SessionKey) -> int:
         info = self.world.engine.session_info(key)

@@ -123,6 +123,34 @@ class DiscardMachine(RuleBasedStateMachine):
         self.turn(key, phrase, has_rows)
         self.fork(key, fork, keeps_lineage=False)
 
+    @rule(
+        key=st.sampled_from(KEYS),
+        phrase=PHRASE,
+        start=st.integers(0, 9),
+        num_times=st.integers(0, 2),
+        is_restarted=st.booleans(),
+        goes_back=st.booleans(),
+    )
+    def retry(self, key, phrase, start, num_times, is_restarted, goes_back) -> None:
+        """A discard is told again, once more has been stored; or its context comes back."""
+        self.turn(key, phrase * 2, has_rows=True)
+        before = self.contexts[key]
+        if start + 2 >= len(before.tokens):
+            return
+        self._discard(key, [(start, start + 2)], is_heard=True)
+        self.turn(key, phrase, has_rows=True)
+        if is_restarted:
+            self.kill(9, keep_dram=True)
+        after, num_found = self.contexts[key], len(self._load(key))
+        for _ in range(num_times):
+            self.contexts[key] = before
+            self._discard(key, [(start, start + 2)], is_heard=True)
+            self.contexts[key] = after
+            assert len(self._load(key)) >= num_found, "it is left alone, or brought to there"
+        if goes_back:
+            self.contexts[key] = before
+            self.turn(key, phrase, has_rows=False)
+
     # --------------------------------------------------------------------------------------- world
 
     @rule(num_steps=st.integers(0, 12), elapsed_ns=st.sampled_from([1, REST_NS, LATER_NS]))

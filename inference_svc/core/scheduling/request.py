@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from inference_svc.core.discards import Range, kept_runs, num_in, without
+from shared.lineage import Lineage
 from shared.session_key import SessionKey
 
 NO_WINDOW = 1 << 62  # rows; more than there will ever be
@@ -63,6 +64,8 @@ class Request:
         history_tokens: how many of the prompt's tokens the session had before this turn.
         priority: higher ones are served first.
         deadline_ns: when it fails if it is not finished; None: never.
+        lineage: which discards its context comes after; None: not named, for engines without
+            discards. Only KV of the same one is of use to it.
         computed_tokens: how many of token_ids have KV in the request's slab. From a preemption
             until the next load is announced: how many its session's resident was left with,
             and are not discarded.
@@ -85,6 +88,7 @@ class Request:
     history_tokens: int = 0
     priority: int = 0
     deadline_ns: int | None = None
+    lineage: Lineage | None = None
     state: RequestState = RequestState.WAITING
     computed_tokens: int = 0
     loaded_tokens: int = 0

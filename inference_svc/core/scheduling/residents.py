@@ -1,7 +1,8 @@
 """Sessions whose slab is kept after their turn: a hit there needs no load (the HBM-resident tail).
 
-Knows which tokens a resident's rows are of, and who must go first when room is needed. While a
-resident is moved to a larger slab, or its rows are shifted because tokens between them were
+Knows which tokens a resident's rows are of, after which discards, and who must go first when room
+is needed. Rows of another lineage than a request's are of no use to it, whatever their tokens.
+While a resident is moved to a larger slab, or its rows are shifted because tokens between them were
 dropped, it stays, is of no use to others, and is no victim.
 
 Invariants (`check`): 1. a session has one resident at most; 2. num_rows is the sum of their
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from inference_svc.core.scheduling.request import Request
+from shared.lineage import Lineage
 from shared.queue_digest import Rank
 from shared.session_key import SessionKey
 
@@ -26,12 +28,14 @@ class Resident:
         token_ids: of its first rows.
         capacity_tokens: rows it has.
         last_used_ns: when its turn ended or was preempted.
+        lineage: which discards the rows were computed after; None: that of requests without one.
     """
 
     key: SessionKey
     token_ids: Sequence[int]
     capacity_tokens: int
     last_used_ns: int
+    lineage: Lineage | None = None
 
 
 class Residents:
@@ -64,11 +68,6 @@ class Residents:
         """A session's resident."""
         return self._residents.get(key)
 
-    def token_ids(self, key: SessionKey) -> Sequence[int]:
-        """The tokens that a session's resident has rows of; () if there is none."""
-        resident = self._residents.get(key)
-        return () if resident is None else resident.token_ids
-
     def put(self, resident: Resident) -> None:
         """Add one; the session has none."""
         assert resident.key not in self._residents, f"{resident.key} has a resident"
@@ -97,11 +96,12 @@ class Residents:
     def match(self, request: Request) -> int:
         """How many of a request's first tokens its session's resident has rows of.
 
-        One less than all at most: the last token is always computed. Cheap when asked again for
+        None if those rows are of another lineage: the same tokens mean something else there. One
+        less than all at most: the last token is always computed. Cheap when asked again for
         the same request, as it is at every step while that cannot be admitted.
         """
         resident = self._residents.get(request.key)
-        if resident is None:
+        if resident is None or resident.lineage != request.lineage:
             return 0
         last_request, last_resident, num_tokens = self._last_match
         if request is not last_request or resident is not last_resident:
@@ -191,15 +191,17 @@ class Residents:
         self._shifts[key] = True
         return True
 
-    def end_shift(self, key: SessionKey, token_ids: Sequence[int]) -> bool:
-        """The resident's rows are those of `token_ids` now; False: it is no more.
+    def end_shift(
+        self, key: SessionKey, token_ids: Sequence[int], lineage: Lineage | None = None
+    ) -> bool:
+        """The resident's rows are those of `token_ids` now, of this lineage; False: it is no more.
 
         It goes if it has no row left, or was dropped meanwhile.
         """
         is_wanted = self._shifts.pop(key)
         resident = self._residents[key]
         if is_wanted and token_ids:
-            self._residents[key] = replace(resident, token_ids=tuple(token_ids))
+            self._residents[key] = replace(resident, token_ids=tuple(token_ids), lineage=lineage)
             return True
         self.take(key)
         return False

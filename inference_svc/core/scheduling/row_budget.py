@@ -83,7 +83,7 @@ class RowBudget:
         """Make the rows of a request's slab its session's resident."""
         rows = self._slabs.pop(request.number)
         self.reserved_rows -= rows
-        self._residents.put(Resident(request.key, tuple(token_ids), rows, now_ns))
+        self._residents.put(Resident(request.key, tuple(token_ids), rows, now_ns, request.lineage))
 
     def open_write(self, request: Request, write_rows: int) -> None:
         """Give a request the write buffer it was promised, if it was, with no more rows."""

@@ -9,12 +9,13 @@ next load and its next save come after that. Rows close up on the load thread, w
 go on. Rows that cannot (a norm behind RoPE, a failure) are given up: the turn loads, or recomputes.
 
 Everything here runs on the event loop. Invariants: 1. a resident whose rows are moved is protected
-by the scheduler until it is what its tokens say, or gone; 2. of a turn that was given up meanwhile,
-nothing stays: its session never had the context that is left.
+by the scheduler until it is what its tokens and its lineage say, or gone; whoever asked for that
+may be cancelled meanwhile; 2. a discard that is repeated finds what it has left, and leaves it so.
 """
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from inference_svc.core.counters import Counters
 from inference_svc.core.discards import OVERFLOW, Discard, Range, kept_runs, merge_ranges, without
@@ -28,6 +29,21 @@ from shared.log import get_logger
 from shared.session_key import SessionKey
 
 log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class ContextCut:
+    """What a turn drops before it begins.
+
+    Attributes:
+        token_ids: of the session's context before, those that were computed.
+        ranges: positions in these; merged.
+        lineage: of these.
+    """
+
+    token_ids: Sequence[int]
+    ranges: tuple[Range, ...]
+    lineage: Lineage | None
 
 
 class Discards:
@@ -74,14 +90,23 @@ class Discards:
         ranges: Sequence[Range],
         lineage: Lineage | None,
     ) -> None:
-        """See EngineLoop.discard."""
-        self._memory.discard_stored(key, as_token_bytes(token_ids), ranges, lineage)
+        """See EngineLoop.discard.
+
+        Up to the first wait everything is noted: who is queued before finds the resident busy. One
+        that is being moved keeps its lineage: nobody will match it.
+        """
+        given = as_token_bytes(token_ids)
+        after = None if lineage is None else lineage.after(given, ranges)
+        self._memory.discard_stored(key, given, ranges, lineage)
         await self.settled(key)
-        ours = self._scheduler.residents.token_ids(key)
-        if ours != tuple(token_ids[: len(ours)]):  # it is of another context: of no use from now on
-            self._memory.release_resident(key)
+        resident = self._scheduler.residents.get(key)
+        if resident is None or resident.lineage == after != lineage:  # it has been done before
+            return
+        ours = resident.token_ids
+        if resident.lineage != lineage or ours != tuple(token_ids[: len(ours)]):
+            self._memory.release_resident(key)  # it is of another context: of no use from now on
         elif self._scheduler.residents.begin_shift(key):
-            await self._close_up(key, ours, ranges, lambda: True)
+            await asyncio.shield(self._start_closing_up(key, ours, ranges, after))
 
     def is_end(self, job: EngineJob) -> bool:
         """Whether an answer ends because its window is full, and nothing may be dropped.
@@ -105,33 +130,39 @@ class Discards:
         request, num_computed = job.request, job.request.computed_tokens
         computed_ids = request.token_ids[:num_computed]
         self._memory.overflow(job)
-        self._memory.discard_stored(job.key, job.token_bytes(num_computed), ranges, job.lineage)
+        self._memory.discard_stored(job.key, job.token_bytes(num_computed), ranges, request.lineage)
         job.discards.append(Discard(ranges, job.input_tokens + request.num_sampled, OVERFLOW))
         job.context_cut(ranges)
         self._scheduler.truncated(request, ranges)
-        self._tasks.create_task(
-            self._close_up(job.key, computed_ids, ranges, lambda: not request.is_over)
-        )
+        self._start_closing_up(job.key, computed_ids, ranges, request.lineage)
+
+    def _start_closing_up(
+        self,
+        key: SessionKey,
+        token_ids: Sequence[int],
+        ranges: Sequence[Range],
+        lineage: Lineage | None,
+    ) -> asyncio.Task[None]:
+        """Drop rows of the resident of these tokens; then it is of this lineage, or gone."""
+        self._over[key] = asyncio.Event()
+        return self._tasks.create_task(self._close_up(key, token_ids, ranges, lineage))
 
     async def _close_up(
         self,
         key: SessionKey,
         token_ids: Sequence[int],
         ranges: Sequence[Range],
-        is_wanted: Callable[[], bool],
+        lineage: Lineage | None,
     ) -> None:
-        """Drop rows of the resident of these tokens; then it may be used again, or is gone."""
-        over = self._over[key] = asyncio.Event()
         kept, num_left = kept_runs(ranges, len(token_ids)), 0
         try:
             num_left = await self._residents.discard(key, kept, self._shifts)
         except Exception:  # what is left can be loaded or recomputed
             log.exception("shift_failed", session=str(key))
         finally:
-            left_ids = without(token_ids, ranges)[:num_left] if is_wanted() else []
+            left_ids = without(token_ids, ranges)[:num_left]
             self._counters.add("shifts" if num_left or not kept else "shifts_failed")
-            if not self._scheduler.residents.end_shift(key, left_ids):
+            if not self._scheduler.residents.end_shift(key, left_ids, lineage):
                 self._residents.release(key)
-            del self._over[key]
-            over.set()
+            self._over.pop(key).set()
             self._changed()

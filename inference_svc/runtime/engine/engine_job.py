@@ -64,7 +64,6 @@ class EngineJob:
             ends the answer. None: the answer never fills its window.
         scores: attention of its tokens, for compression.
         input_tokens: how many of the prompt's tokens are the turn's own.
-        lineage: of its context; None: the store is not told of it.
         discards: what `truncate` made it drop, in order.
         to_drop: what it is about to.
         slab: from the start of loading until it is released or becomes a resident.
@@ -84,7 +83,6 @@ class EngineJob:
     truncate: Callable[[Sequence[int]], tuple[Range, ...]] | None = None
     scores: ScoreKeeper | None = None
     input_tokens: int = 0
-    lineage: Lineage | None = None
     discards: list[Discard] = field(default_factory=list)
     to_drop: tuple[Range, ...] = ()
     slab: KVSlab | None = None
@@ -103,6 +101,11 @@ class EngineJob:
         return self.request.key
 
     @property
+    def lineage(self) -> Lineage | None:
+        """Which discards its context comes after, as it is now."""
+        return self.request.lineage
+
+    @property
     def gate(self) -> LayerGate | None:
         """Of the load under way, if there is one."""
         return None if self.slab is None else self.slab.gate
@@ -115,13 +118,15 @@ class EngineJob:
         return bytes(self._token_bytes[: num_tokens * TOKEN_BYTES])
 
     def context_cut(self, ranges: Sequence[Range]) -> None:
-        """Tokens of the context are dropped; the request is told separately, and after this.
+        """Tokens of the context are dropped; the request has another lineage from now on.
+
+        It is told of the tokens separately, and after this.
 
         `ranges` are merged, and of what is computed.
         """
         computed = self.token_bytes(self.request.computed_tokens)
         if self.lineage is not None:
-            self.lineage = self.lineage.after(computed, ranges)
+            self.request.lineage = self.lineage.after(computed, ranges)
         if self.scores is not None:
             self.scores.discard(ranges)
         self._token_bytes.clear()

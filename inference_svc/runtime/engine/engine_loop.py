@@ -23,7 +23,7 @@ from inference_svc.core.scheduling.request import RequestState
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.core.scheduling.step_plan import PlannedChunk, StepPlan, StepResult
 from inference_svc.runtime.compute.stepping import StepOutput, Stepper
-from inference_svc.runtime.engine.discards import Discards
+from inference_svc.runtime.engine.discards import ContextCut, Discards
 from inference_svc.runtime.engine.engine_job import EngineJob, as_token_bytes
 from inference_svc.runtime.engine.job_memory import JobMemory
 from inference_svc.runtime.engine.jobs import Jobs
@@ -132,8 +132,13 @@ class EngineLoop:
 
     # ------------------------------------------------------------------------- for the turns
 
-    async def generate(self, job: EngineJob) -> None:
+    async def generate(self, job: EngineJob, cut: ContextCut | None = None) -> None:
         """Compute a job's answer; on return the caller owes `keep` or `drop`.
+
+        Args:
+            job: to be queued.
+            cut: what its session's context gives up for it, once it has its place: the job's
+                request is of what is left. It stays given up if the job fails.
 
         Raises:
             QueueFullError: it was not even queued.
@@ -144,8 +149,10 @@ class EngineLoop:
         self._idle.clear()
         self._wake.set()
         try:
+            if cut is not None:
+                await self.discard(job.key, cut.token_ids, cut.ranges, cut.lineage)
             await job.done
-        except asyncio.CancelledError:
+        except BaseException:
             self.drop(job)
             raise
 
@@ -164,16 +171,17 @@ class EngineLoop:
         ranges: Iterable[Range],
         lineage: Lineage | None = None,
     ) -> None:
-        """Drop tokens of a session no turn of which is under way; the others keep their KV.
+        """Drop tokens of a session of which nothing is computed; the others keep their KV.
 
         Returns once that in memory is in order. The store is told behind the session's saves, and
-        before its next load and save; if that fails, a later load misses.
+        before its next load and save; if that fails, a later load misses. Where it has been done
+        before, nothing changes.
 
         Args:
             key: whose.
             token_ids: of its context before, those that were computed.
             ranges: positions in these.
-            lineage: of these; None: the store is not told of it.
+            lineage: of these; None: not named.
 
         Raises:
             InvalidDiscardError: for a range that is empty or outside the context.
@@ -184,9 +192,8 @@ class EngineLoop:
             await self._discards.discard(key, token_ids, merged, lineage)
 
     async def forget(self, key: SessionKey, token_ids: Sequence[int]) -> None:
-        """Have the KV of a session dropped that is deleted, or not as its transcript says."""
+        """Have the KV of a session dropped that is deleted."""
         self.release_resident(key)
-        await self._discards.settled(key)
         await self._saves.settled(key)
         await self._store.forget(key, as_token_bytes(token_ids))
 

@@ -23,7 +23,7 @@ from inference_svc.runtime.kv.resident_slabs import ResidentSlabs
 from inference_svc.runtime.store.save_stream import SaveStream
 from inference_svc.runtime.store.saves import DiscardLink, Saves
 from inference_svc.runtime.store.session_store import SessionStore
-from shared.lineage import WHOLE, Lineage
+from shared.lineage import Lineage
 from shared.session_key import SessionKey
 
 # Each has up to a block of rows beside the scheduler's account: for its tail.
@@ -65,7 +65,7 @@ class JobMemory:
 
     def open_save(self, job: EngineJob, buffer: WriteBuffer) -> None:
         """Begin to save a buffer that is about to be filled."""
-        stream = job.saves = self._saves.open(job.key, buffer, job.lineage or WHOLE)
+        stream = job.saves = self._saves.open(job.key, buffer, job.request.lineage)
         self.num_saving += 1
         self._tasks.create_task(self._save(job, stream, buffer))
 
@@ -97,7 +97,7 @@ class JobMemory:
         """Have the store drop tokens, behind the session's saves; nobody waits for that."""
         link = self._saves.open_discard(key)
         self.num_saving += 1
-        self._tasks.create_task(self._discard(key, link, token_ids, ranges, lineage or WHOLE))
+        self._tasks.create_task(self._discard(key, link, token_ids, ranges, lineage))
 
     async def _discard(
         self,
@@ -105,7 +105,7 @@ class JobMemory:
         link: DiscardLink,
         token_ids: bytes,
         ranges: Sequence[Range],
-        lineage: Lineage,
+        lineage: Lineage | None,
     ) -> None:
         await self._saves.run_discard(key, link, token_ids, ranges, lineage)
         self.num_saving -= 1
@@ -155,7 +155,7 @@ class JobMemory:
         """The job has no answer: nothing more is saved, its memory goes back.
 
         What its slab has of the session's history is as good as it was, and stays if it may: not
-        if the turn has dropped some of that, which its session has as ever.
+        if the turn has dropped something while it was answered, which no other turn will.
         """
         num_tokens = min(job.request.computed_tokens, job.request.history_tokens)
         if not job.discards:

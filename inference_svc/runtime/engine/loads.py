@@ -23,7 +23,6 @@ from inference_svc.runtime.kv.layer_load import move_layer
 from inference_svc.runtime.kv.resident_slabs import Resident, ResidentSlabs
 from inference_svc.runtime.store.session_store import BegunLoad, LoadRequest, SessionStore
 from inference_svc.runtime.worker_thread import WorkerThread
-from shared.lineage import WHOLE
 
 MOST_FAILED_LOADS = 2  # of one turn, after which it is computed
 HBM = "hbm"
@@ -104,7 +103,7 @@ class Loads:
                 slab=slab,
                 policy=self._policy_of(job),
                 may_wait=not job.num_failed_loads,
-                lineage=job.lineage or WHOLE,
+                lineage=request.lineage,
             )
         )
         _note_outcome(job, begun.end_token, dict(begun.tier_tokens), begun.reason)

@@ -53,7 +53,7 @@ class KvdSaves:
         from_token: int,
         buffer: WriteBuffer,
         clock: StepClock | None,
-        lineage: Lineage,
+        lineage: Lineage | None,
     ) -> str | None:
         """See SessionStore.save."""
         try:
@@ -75,7 +75,7 @@ class KvdSaves:
         from_token: int,
         buffer: WriteBuffer,
         clock: StepClock | None,
-        lineage: Lineage,
+        lineage: Lineage | None,
     ) -> str:
         """Store as much as there is room for; return why it is not all."""
         deadline_s = time.monotonic() + self._deadline_s

@@ -16,7 +16,7 @@ from inference_svc.runtime.store.session_store import BegunLoad, LoadRequest, St
 from shared.block_key import TOKEN_BYTES
 from shared.errors import ReportedError
 from shared.kvd_client import KvdClient
-from shared.lineage import WHOLE, Lineage
+from shared.lineage import Lineage
 from shared.queue_feed import QueueFeed
 from shared.session_key import SessionKey
 
@@ -77,7 +77,7 @@ class KvdSessionStore:
         from_token: int,
         buffer: WriteBuffer,
         clock: StepClock | None = None,
-        lineage: Lineage = WHOLE,
+        lineage: Lineage | None = None,
     ) -> str | None:
         """See SessionStore."""
         return await self._saves.save(key, token_ids, from_token, buffer, clock, lineage)
@@ -87,7 +87,7 @@ class KvdSessionStore:
         key: SessionKey,
         token_ids: bytes,
         ranges: Sequence[Range],
-        lineage: Lineage = WHOLE,
+        lineage: Lineage | None = None,
     ) -> None:
         """See SessionStore. Without kvd it keeps what no context matches any more."""
         try:

@@ -17,7 +17,7 @@ from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.kv_slab import WriteBuffer
 from inference_svc.runtime.store.session_store import SessionStore
 from shared.block_key import TOKEN_BYTES
-from shared.lineage import WHOLE, Lineage
+from shared.lineage import Lineage
 from shared.session_key import SessionKey
 
 
@@ -36,7 +36,7 @@ class SaveStream:
         previous: set when the session's save before this one is over.
         block_tokens: of the layout.
         group_tokens: fewer unsaved tokens than this wait for more, or for the end.
-        lineage: of the tokens.
+        lineage: of the tokens; None: not named.
 
     Attributes:
         over: set when nothing is being stored any more and nothing will be.
@@ -53,7 +53,7 @@ class SaveStream:
         previous: asyncio.Event | None,
         block_tokens: int,
         group_tokens: int,
-        lineage: Lineage = WHOLE,
+        lineage: Lineage | None = None,
     ) -> None:
         self.over = asyncio.Event()
         self.refused_reason: str | None = ""

@@ -12,7 +12,7 @@ from inference_svc.core.discards import Range
 from inference_svc.runtime.kv.kv_slab import WriteBuffer
 from inference_svc.runtime.store.save_stream import SaveStream
 from inference_svc.runtime.store.session_store import SessionStore
-from shared.lineage import WHOLE, Lineage
+from shared.lineage import Lineage
 from shared.session_key import SessionKey
 
 
@@ -51,7 +51,9 @@ class Saves:
         self._group_tokens = group_tokens
         self._newest: dict[SessionKey, SaveStream | DiscardLink] = {}
 
-    def open(self, key: SessionKey, buffer: WriteBuffer, lineage: Lineage = WHOLE) -> SaveStream:
+    def open(
+        self, key: SessionKey, buffer: WriteBuffer, lineage: Lineage | None = None
+    ) -> SaveStream:
         """A stream for a buffer, at the end of the session's chain; the caller owes `run`.
 
         `lineage` is that of the tokens.
@@ -78,7 +80,7 @@ class Saves:
         link: DiscardLink,
         token_ids: bytes,
         ranges: Sequence[Range],
-        lineage: Lineage,
+        lineage: Lineage | None,
     ) -> None:
         """Tell the store of a discard when it is its turn; see SessionStore.discard."""
         try:

@@ -17,7 +17,7 @@ from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from shared.block_key import TOKEN_BYTES
 from shared.grants import LoadGrant
-from shared.lineage import WHOLE, Lineage
+from shared.lineage import Lineage
 from shared.queue_feed import QueueFeed
 from shared.session_key import SessionKey
 
@@ -32,7 +32,7 @@ class LoadRequest:
         token_ids: little-endian uint32: all that may be loaded, from the first token on.
         slab: empty; belongs to the load until it is over.
         may_wait: take what kvd is still reading, too.
-        lineage: of the tokens: which discards they come after.
+        lineage: of the tokens: which discards they come after; None: not named.
     """
 
     key: SessionKey
@@ -40,7 +40,7 @@ class LoadRequest:
     slab: KVSlab
     policy: LoadPolicy
     may_wait: bool = True
-    lineage: Lineage = WHOLE
+    lineage: Lineage | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -104,9 +104,9 @@ class SessionStore(Protocol):
         from_token: int,
         buffer: WriteBuffer,
         clock: StepClock | None = None,
-        lineage: Lineage = WHOLE,
+        lineage: Lineage | None = None,
     ) -> str | None:
-        """Store the buffer's rows of token_ids[from_token:], which come after the lineage.
+        """Store the buffer's rows of token_ids[from_token:], which are of the lineage.
 
         With a clock they are still being computed: a layer's rows are read once it lets them pass,
         and nothing is published before it is confirmed. Returns why not all of them are stored, ""
@@ -118,7 +118,7 @@ class SessionStore(Protocol):
         key: SessionKey,
         token_ids: bytes,
         ranges: Sequence[Range],
-        lineage: Lineage = WHOLE,
+        lineage: Lineage | None = None,
     ) -> None:
         """Drop merged ranges of a session's tokens; the others keep their KV.
 
@@ -175,7 +175,7 @@ class NoSessionStore:
         from_token: int,
         buffer: WriteBuffer,
         clock: StepClock | None = None,
-        lineage: Lineage = WHOLE,
+        lineage: Lineage | None = None,
     ) -> str | None:
         """Never called: there are no write buffers."""
         del key, token_ids, from_token, buffer, clock, lineage
@@ -186,7 +186,7 @@ class NoSessionStore:
         key: SessionKey,
         token_ids: bytes,
         ranges: Sequence[Range],
-        lineage: Lineage = WHOLE,
+        lineage: Lineage | None = None,
     ) -> None:
         """Nothing is stored."""
 

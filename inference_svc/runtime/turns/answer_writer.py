@@ -95,12 +95,7 @@ class AnswerWriter:
         request, submission = job.request, self._turn.submission
         has_logprobs = submission.sampling.logprobs > 0
         uncomputed_tokens = len(self.context_ids(request)) - len(self.computed_ids(request))
-        most_tokens = len(prompt.input_ids) + len(self.tokens)
-        within = [
-            replace(discard, after_tokens=min(discard.after_tokens, most_tokens))
-            for discard in job.discards
-        ]
-        discards = (*prompt.discards, *within)
+        discards = (*prompt.discards, *self._within(job, len(prompt.input_ids)))
         return TurnRecord(
             turn=turn,
             request_id=submission.request_id,
@@ -145,6 +140,21 @@ class AnswerWriter:
             stall_s=outcome.stall_s,
             dropped_tokens=sum(num_in(discard.ranges) for discard in discards),
         )
+
+    def _within(self, job: EngineJob, num_input: int) -> list[Discard]:
+        """What went during the answer, as it is recorded.
+
+        It may have gone while tokens were held back that then turned out to be a stop string. The
+        record lacks these, but the KV of the others was computed over them: the lineage says so.
+        """
+        most_tokens = num_input + len(self.tokens)
+        within = [
+            replace(discard, after_tokens=min(discard.after_tokens, most_tokens))
+            for discard in job.discards
+        ]
+        if within and job.discards[-1].after_tokens > num_input + len(self._answer.kept):
+            within[-1] = replace(within[-1], lineage=job.lineage)
+        return within
 
     def _show(self, tokens: Sequence[AnswerToken]) -> None:
         if tokens:

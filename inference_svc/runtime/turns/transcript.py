@@ -15,7 +15,6 @@ import fcntl
 import hashlib
 import os
 from collections import OrderedDict
-from dataclasses import replace
 from pathlib import Path
 
 import aiofiles
@@ -150,7 +149,7 @@ class TranscriptStore:
             before = self._cache.get(key) or await self._read(key)
             if before is None or before.has_ended:
                 return
-            after = replace(before, has_ended=True)
+            after = before.ended()
             await self._write(key, after, encode_end())
             self._remember(key, after)
 
@@ -158,6 +157,7 @@ class TranscriptStore:
         """Start a new session from another's first turns; None if the new one exists already."""
         new_key = key._replace(session_id=session_id)
         forked = (await self.get(key)).forked(session_id, at_turn)
+        await asyncio.to_thread(getattr, forked, "context")  # replayed: long, if many discards are
         async with self._lock(new_key):
             if self._cache.get(new_key) or await self._read(new_key):
                 return None
@@ -200,9 +200,11 @@ class TranscriptStore:
     async def _write(self, key: SessionKey, transcript: Transcript, lines: bytes) -> None:
         """Append the lines, or start the file with all of the transcript, and fsync.
 
-        On failure the file is cut back to what it was.
+        On failure the file is cut back to what it was. The cache forgets the session meanwhile:
+        who is cancelled here does not know what the file will have.
         """
         size: int | None = None
+        self._forget(key)
         try:
             async with aiofiles.open(self._path(key), "ab") as file:
                 size = await file.tell()
@@ -212,7 +214,6 @@ class TranscriptStore:
             if size == 0:
                 await asyncio.to_thread(_sync_directory, self._directory)
         except OSError as error:
-            self._forget(key)
             if size is not None:
                 await self._cut(key, size)
             raise _unavailable(key, error) from error

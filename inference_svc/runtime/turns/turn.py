@@ -24,7 +24,7 @@ class Turn:
 
     Attributes:
         may_run: set when the turns before it in its session are over.
-        is_settled: being written to the transcript, or undone: it can no longer be cancelled.
+        is_settled: being written to the transcript: it can no longer be cancelled.
         is_cancelled: asked to stop: nobody should join it.
         task: the task that runs it; None for the replay of a recorded turn.
         deadline_ns: monotonic clock, None for no hurry; it only ever moves away.

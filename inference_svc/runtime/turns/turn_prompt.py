@@ -115,13 +115,13 @@ class PromptMaker:
                 "stop strings need a tokenizer, the model has none", "send none of them"
             )
         window = self._window(submission)
-        input_ids = await self._encode(submission, context.token_ids)
+        input_ids = await self._encode(submission, context)
         ranges = window.at_start(context, len(input_ids))
         kept = context.without(ranges)
         if ranges and ranges[-1][1] == len(context.token_ids):
             # The last answer goes, too: what the template writes after an answer has to go with it.
-            input_ids = await self._encode(submission, kept.token_ids, continues_answer=False)
-            window.at_start(kept, len(input_ids))
+            input_ids = await self._encode(submission, kept)
+            window.check_fits(len(kept.token_ids), len(input_ids))
         system_tokens = 0 if kept.token_ids else await self._system_tokens(submission, input_ids)
         is_text = isinstance(submission.input, TextInput)
         return Prompt(context, ranges, input_ids, system_tokens, is_text, window)
@@ -136,21 +136,19 @@ class PromptMaker:
             frame_tokens=self._text.frame_tokens,
         )
 
-    async def _encode(
-        self, submission: Submission, history_ids: Sequence[int], *, continues_answer: bool = True
-    ) -> list[int]:
+    async def _encode(self, submission: Submission, context: Context) -> list[int]:
         """Token ids to append to the context."""
         given = submission.input
         if isinstance(given, TextInput):
             token_ids = await self._thread.run(
-                self._text.encode_text, given.text, opens_session=not history_ids
+                self._text.encode_text, given.text, opens_session=not context.token_ids
             )
         elif isinstance(given, ChatInput):
             token_ids = await self._thread.run(
                 self._text.encode_chat,
                 given.as_messages(),
-                history_ids,
-                continues_answer=continues_answer,
+                context.token_ids,
+                continues_answer=context.ends_with_answer,
             )
         else:
             token_ids = list(given.token_ids)

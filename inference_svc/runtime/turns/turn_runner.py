@@ -1,9 +1,9 @@
 """Answers one turn, from its session's transcript to its record there.
 
 A turn is finished for its client when its record is on disk; its KV is saved, and compressed, after
-that. A turn that is cancelled or fails leaves its transcript as it was. What it dropped of the
-context is gone from KV by then: all KV of the session is given up with it, and recomputed by the
-next turn.
+that. A turn that is cancelled or fails leaves its transcript as it was. If it dropped some of the
+context, KV of what is left stays under the lineage of that: who drops the same again finds it, and
+who goes on with the old context does not.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ from inference_svc.core.turn_events import Accepted, Finished
 from inference_svc.core.turn_record import TurnRecord, Usage
 from inference_svc.runtime.compute.attention_scores import keeper_for
 from inference_svc.runtime.compute.sampling import Sampler
+from inference_svc.runtime.engine.discards import ContextCut
 from inference_svc.runtime.engine.engine_job import EngineJob
 from inference_svc.runtime.engine.engine_loop import EngineLoop
 from inference_svc.runtime.turns.answer_writer import AnswerWriter
@@ -78,13 +79,7 @@ class TurnRunner:
                 is_replayed=False,
             )
         )
-        try:
-            await self._compute(turn, prompt, job, writer, transcript)
-        except BaseException:
-            turn.is_settled = True
-            if prompt.ranges or job.discards:
-                await self._engine.forget(submission.key, prompt.before.token_ids)
-            raise
+        await self._compute(turn, prompt, job, writer, transcript)
 
     def _make_job(self, turn: Turn, prompt: Prompt) -> tuple[EngineJob, AnswerWriter]:
         submission, context = turn.submission, prompt.context
@@ -104,6 +99,7 @@ class TurnRunner:
             history_tokens=context.computed_tokens,
             priority=submission.priority,
             deadline_ns=turn.deadline_ns,
+            lineage=context.lineage,
         )
         compression = submission.compression
         job = EngineJob(
@@ -113,7 +109,6 @@ class TurnRunner:
             sink=writer,
             done=asyncio.get_running_loop().create_future(),
             input_tokens=len(prompt.input_ids),
-            lineage=context.lineage,
             truncate=None if prompt.window.is_rigid else MidTurnCut(prompt, answer),
             scores=keeper_for(compression, len(context.token_ids)) if compression else None,
         )
@@ -129,8 +124,7 @@ class TurnRunner:
     ) -> None:
         num_turns = len(transcript.turns)
         try:
-            await self._discard(job, prompt.before, prompt.ranges)
-            await self._engine.generate(job)
+            await self._engine.generate(job, _cut(prompt.before, prompt.ranges))
             turn.is_settled = True
             record = writer.record(job, num_turns, prompt)
             context = transcript.with_turn(record, is_final=job.is_final).context
@@ -146,13 +140,9 @@ class TurnRunner:
             self._engine.drop(job)
         self._count(record)
         self._finish(turn, writer, record.usage, num_turns + 1)
-        await self._discard(job, context, ranges)
-
-    async def _discard(self, job: EngineJob, context: Context, ranges: Sequence[Range]) -> None:
-        """Have KV of a context dropped; tokens that were never computed have none."""
-        computed = clip(ranges, context.computed_tokens)
-        if computed:
-            await self._engine.discard(job.key, context.computed_ids, computed, context.lineage)
+        cut = _cut(context, ranges)
+        if cut is not None:
+            await self._engine.discard(job.key, cut.token_ids, cut.ranges, cut.lineage)
 
     def _compress(
         self, submission: Submission, prompt: Prompt, job: EngineJob, context: Context
@@ -213,6 +203,12 @@ class TurnRunner:
         self._counters.add("overflows", sum(d.reason == OVERFLOW for d in record.discards))
         self._counters.add("dropped_tokens", usage.dropped_tokens)
         self._counters.add("compressed_tokens", usage.compressed_tokens)
+
+
+def _cut(context: Context, ranges: Sequence[Range]) -> ContextCut | None:
+    """What of a context's KV is dropped; tokens that were never computed have none."""
+    computed = clip(ranges, context.computed_tokens)
+    return ContextCut(context.computed_ids, computed, context.lineage) if computed else None
 
 
 def _with_compression(

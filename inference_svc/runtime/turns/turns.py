@@ -6,8 +6,9 @@ recorded result. How a turn is answered is `turn_runner.py`'s business.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 from inference_svc.core.context import clip
 from inference_svc.core.counters import Counters
@@ -39,6 +40,8 @@ from shared.errors import ReportedError
 from shared.log import get_logger
 from shared.session_key import SessionKey
 
+T = TypeVar("T")
+
 log = get_logger(__name__)
 
 
@@ -58,7 +61,7 @@ class Turns:
         self._engine = engine
         self._session_turns = session_turns
         self._counters = counters
-        self._held: set[SessionKey] = set()  # sessions that are being made or deleted
+        self._held: set[SessionKey] = set()  # sessions that are being changed, but by a turn
         self._is_draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -220,13 +223,9 @@ class Turns:
         exists = SessionExistsError(f"session {new_session_id} exists", "choose another id")
         if self._is_busy(new_key):
             raise exists
-        self._held.add(new_key)
-        try:
-            forked = await self._transcripts.fork(
-                key, new_session_id, num_turns if at_turn is None else at_turn
-            )
-        finally:
-            self._held.discard(new_key)
+        last_turn = num_turns if at_turn is None else at_turn
+        fork = partial(self._transcripts.fork, key, new_session_id, last_turn)
+        forked = await self._change(new_key, fork)
         if forked is None:
             raise exists
         return forked
@@ -235,21 +234,22 @@ class Turns:
         """Remove a session that has no turn under way, and its KV."""
         if self._is_busy(key):
             raise _busy(key)
-        self._held.add(key)
-        try:
+
+        async def delete() -> None:
             transcript = await self._transcripts.find(key)
             await self._transcripts.delete(key)
             if transcript is not None:
                 await self._engine.forget(key, transcript.context_ids)
-        finally:
-            self._held.discard(key)
+
+        await self._change(key, delete)
 
     async def discard(
         self, key: SessionKey, ranges: Sequence[Range], expected: ExpectedSession
     ) -> tuple[int, int]:
         """Drop tokens of a session's context; return how many are left, and how many went.
 
-        It is recorded before it takes effect: a crash in between leaves KV that is recomputed.
+        It is recorded before it takes effect: a crash in between leaves KV that is recomputed. Once
+        begun it is done, whether or not the caller waits for it.
 
         Args:
             key: of the session.
@@ -263,8 +263,8 @@ class Turns:
         """
         if self._is_busy(key):
             raise _busy(key)
-        self._held.add(key)
-        try:
+
+        async def discard() -> tuple[int, int]:
             transcript = await self._transcripts.get(key)
             expected.check(transcript)
             context = transcript.context
@@ -276,23 +276,51 @@ class Turns:
             computed = clip(merged, context.computed_tokens)
             if computed:
                 await self._engine.discard(key, context.computed_ids, computed, context.lineage)
-        finally:
-            self._held.discard(key)
-        return len(after.context_ids), num_in(merged)
+            return len(after.context_ids), num_in(merged)
+
+        return await self._change(key, discard)
 
     async def end(self, key: SessionKey) -> None:
         """Take no further turn of a session that has none under way; its KV is not needed."""
         if self._is_busy(key):
             raise _busy(key)
-        self._held.add(key)
-        try:
+
+        async def end() -> None:
             await self._transcripts.end(key)
             await self._engine.end_session(key)
-        finally:
-            self._held.discard(key)
+
+        await self._change(key, end)
+
+    async def _change(self, key: SessionKey, change: Callable[[], Awaitable[T]]) -> T:
+        """Change a session that has no turn under way, to the end: also if the caller leaves.
+
+        Nobody else uses the session meanwhile.
+        """
+        task = self._tasks.create_task(_outcome(key, change))
+        self._held.add(key)
+        # Not a `finally` in the task: a task cancelled before its first step never gets there.
+        task.add_done_callback(lambda _: self._held.discard(key))
+        result, error = await asyncio.shield(task)
+        if error is not None:
+            raise error
+        (changed,) = result
+        return changed
 
     def _is_busy(self, key: SessionKey) -> bool:
         return bool(self._session_turns.of(key)) or key in self._held
+
+
+async def _outcome(
+    key: SessionKey, change: Callable[[], Awaitable[T]]
+) -> tuple[tuple[T, ...], Exception | None]:
+    """What a change returns, or why it failed: a task of a group that raises ends the group."""
+    try:
+        return (await change(),), None
+    except ReportedError as error:
+        return (), error
+    except Exception as error:
+        log.exception("session_change_failed", session=str(key))
+        return (), error
 
 
 def _replay(submission: Submission, record: TurnRecord) -> Turn:

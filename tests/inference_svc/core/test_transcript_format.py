@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inference_svc.core.context import Context
 from inference_svc.core.discards import CLIENT, Discard, merge_ranges
 from inference_svc.core.transcript_format import (
     Header,
@@ -19,6 +20,7 @@ from inference_svc.core.transcript_format import (
     encode_turn,
 )
 from inference_svc.core.turn_record import TurnRecord, Usage
+from shared.lineage import WHOLE, Lineage
 
 HEADER = Header("default", "model", "s1")
 
@@ -215,8 +217,60 @@ def some_ranges(num_tokens):
 
 @given(discarded_turns())
 def test_replaying_gives_the_context_of_living_through_it(lived):
-    """Whatever was discarded, and when; also from the file."""
+    """Whatever was discarded, and when; also from the file, lineage and marks included."""
     session, context = lived
     assert list(session.context_ids) == context
     read, _ = decode_transcript(encode_transcript(session))
+    assert read.known_context is None
     assert read.context == session.context
+
+
+def test_a_turn_costs_no_replay(monkeypatch):
+    """What was lived through is known; only what is read, or forked, is replayed."""
+    monkeypatch.setattr("inference_svc.core.transcript_format.replay", None)
+    session = transcript(0)
+    session = replace(session, known_context=Context())
+    session = session.with_turn(record(0), is_final=False)
+    session = session.with_discard(Discard(((0, 2),), 0, CLIENT))
+    session = session.with_turn(record(1), is_final=False)
+    assert session.context_ids == (3, 5, 6, 1, 2, 3, 5, 6)
+
+
+def test_a_lineage_that_tokens_do_not_tell_is_recorded():
+    """Replay arrives at it, and goes on from it; without one it follows from the tokens."""
+    told = Lineage(b"x" * 16, 1)
+    plain, naming = (
+        replace(record(0), discards=(Discard(((1, 2),), 4, lineage=lineage),))
+        for lineage in (None, told)
+    )
+    session = Transcript(HEADER).with_turn(naming, is_final=False)
+    assert session.context.lineage == told
+    data = encode_transcript(session)
+    read, _ = decode_transcript(data)
+    assert (read, read.context) == (session, session.context)
+    other = Transcript(HEADER).with_turn(plain, is_final=False)
+    assert other.context.lineage not in (told, WHOLE)
+    later = Discard(((0, 1),), 0, CLIENT)
+    assert read.with_discard(later).context.lineage != other.with_discard(later).context.lineage
+
+
+def test_a_context_knows_whether_it_ends_with_an_answer():
+    """Until all of the answer is gone; an empty one counts, too."""
+    session = transcript(1)  # 1 2 3, answered 5 6
+    assert session.context.ends_with_answer
+    for ranges, is_answer in [
+        (((0, 1),), True),
+        (((4, 5),), True),
+        (((2, 4),), True),
+        (((3, 5),), False),
+        (((1, 5),), False),
+    ]:
+        cut = session.with_discard(Discard(ranges, 0, CLIENT))
+        assert cut.context.ends_with_answer == is_answer
+        read, _ = decode_transcript(encode_transcript(cut))
+        assert read.context == cut.context
+        assert cut.with_turn(record(1), is_final=False).context.answer_tokens == 2
+    empty = Transcript(HEADER).with_turn(record(0, ()), is_final=False)
+    assert empty.context.ends_with_answer
+    assert not empty.with_discard(Discard(((1, 3),), 0, CLIENT)).context.ends_with_answer
+    assert not Transcript(HEADER).context.ends_with_answer

@@ -173,6 +173,28 @@ def test_in_the_middle_of_an_answer_the_tail_stays():
     assert window(split, opening=[OPEN]).mid_turn(alone, 1) == ((0, 50),)
 
 
+def test_an_answer_does_not_go_on_token_by_token():
+    """What goes is as long as the reserve, or an eighth of the window; else the answer ends."""
+    few = OverflowPolicy(ratio=0.001)
+    for system_tokens, expected in [
+        (20, ((20, 45),)),  # the reserve
+        (75, ((75, 100),)),
+        (80, ((80, 92),)),  # an eighth
+        (88, ((88, 100),)),
+        (89, ()),
+        (99, ()),
+    ]:
+        context = context_of((TEXT,) * 101, system_tokens)
+        assert window(few, max_tokens=1000).mid_turn(context, 1) == expected
+
+
+def test_sinks_are_at_most_half_of_the_window():
+    """However many are asked for, a session goes on."""
+    many = OverflowPolicy("sinks", sink_tokens=65536)
+    assert window(many).at_start(text(80), 30) == ((50, 80),)
+    assert window(many).mid_turn(text(101), 1) == ((50, 75),)
+
+
 @given(
     policies,
     st.lists(st.sampled_from([OPEN, TEXT, TEXT, TEXT]), max_size=150),

@@ -4,6 +4,7 @@ import pytest
 
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.scheduling.residents import Resident, Residents
+from shared.lineage import WHOLE, Lineage
 from shared.session_key import SessionKey
 
 
@@ -11,12 +12,12 @@ def key(name):
     return SessionKey("default", "0f", name)
 
 
-def resident(name, token_ids=(1, 2, 3), capacity_tokens=10, last_used_ns=0):
-    return Resident(key(name), token_ids, capacity_tokens, last_used_ns)
+def resident(name, token_ids=(1, 2, 3), capacity_tokens=10, last_used_ns=0, lineage=None):
+    return Resident(key(name), token_ids, capacity_tokens, last_used_ns, lineage)
 
 
-def request(name, token_ids):
-    return Request(1, key(name), list(token_ids), 4, arrived_ns=0)
+def request(name, token_ids, lineage=None):
+    return Request(1, key(name), list(token_ids), 4, arrived_ns=0, lineage=lineage)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +52,43 @@ def test_a_match_is_not_remembered_beyond_its_resident():
     assert residents.match(wanted) == 0
     residents.put(resident("a", [1, 2]))
     assert residents.match(wanted) == 2
+
+
+LINEAGES = [None, WHOLE, Lineage(b"one", 2), Lineage(b"other", 2)]
+
+
+@pytest.mark.parametrize("ours", LINEAGES)
+@pytest.mark.parametrize("theirs", LINEAGES)
+def test_rows_of_another_lineage_are_of_no_use(ours, theirs):
+    """Also where the tokens are the same; a request without one has only what has none."""
+    residents = Residents()
+    residents.put(resident("a", [7, 7, 7], lineage=ours))
+    assert residents.match(request("a", [7, 7, 7, 7], theirs)) == (3 if ours == theirs else 0)
+
+
+def test_a_request_that_is_cut_while_it_waits_is_compared_anew():
+    """What matched it before does not any more; once that has closed up, it does."""
+    residents = Residents()
+    residents.put(resident("a", [7, 7, 7], lineage=WHOLE))
+    wanted = request("a", [7, 7, 7, 7], WHOLE)
+    assert residents.match(wanted) == 3
+    wanted.lineage = Lineage(b"one", 0)
+    wanted.discard(((0, 1),))
+    assert residents.match(wanted) == 0
+    residents.begin_shift(key("a"))
+    assert residents.end_shift(key("a"), [7, 7], wanted.lineage)
+    assert residents.match(wanted) == 2
+
+
+def test_a_resident_that_was_being_moved_while_its_tokens_were_dropped_is_not_matched():
+    """It stays what it was: its lineage tells it from what is left."""
+    residents = Residents()
+    residents.put(resident("a", [7, 7, 7], lineage=WHOLE))
+    mover = request("a", [7, 7, 7, 7], WHOLE)
+    residents.begin_move(mover)
+    assert not residents.begin_shift(key("a"))
+    residents.cancel_move(mover)
+    assert residents.match(request("a", [7, 7, 7], Lineage(b"one", 0))) == 0
 
 
 def test_victims_are_the_idle_ones_then_the_tail_of_the_queue():
@@ -131,7 +169,7 @@ def test_a_resident_that_is_shifted_is_protected_until_its_rows_have_closed_up()
         residents.begin_move(request("a", [1, 2, 3, 4]))
     residents.check()
     assert residents.end_shift(key("a"), [3])
-    assert residents.token_ids(key("a")) == (3,)
+    assert residents.get(key("a")).token_ids == (3,)
     assert residents.match(request("a", [3, 9])) == 1
     assert residents.drop(key("a"))
 

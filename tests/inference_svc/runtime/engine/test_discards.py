@@ -13,11 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from inference_svc.core.discards import kept_runs, without
-from inference_svc.core.errors import InvalidDiscardError
+from inference_svc.core.errors import InvalidDiscardError, QueueFullError
 from inference_svc.core.scheduling.request import RequestState
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper
+from inference_svc.runtime.engine.discards import ContextCut
 from inference_svc.runtime.engine.engine_job import as_token_bytes
-from shared.lineage import WHOLE
+from shared.lineage import WHOLE, Lineage
 from tests.memory_engine import loaded_model, running_engine
 
 WINDOW = 64
@@ -107,7 +108,8 @@ async def finished(engine, job):
 
 
 def resident_ids(engine, job):
-    return list(engine.scheduler.residents.token_ids(job.key))
+    resident = engine.scheduler.residents.get(job.key)
+    return [] if resident is None else list(resident.token_ids)
 
 
 @asynccontextmanager
@@ -261,33 +263,33 @@ async def test_others_decode_while_rows_close_up(model, stock):
 
 
 async def test_a_turn_cancelled_while_its_rows_close_up_leaves_nothing(model, stock):
-    """Its session never had the context that would be left."""
+    """No other turn will drop what it dropped; the next one has the whole context."""
     async with running_engine(model, answer_tokens=256) as engine:
-        first = await engine.run(PROMPT)
+        first = await engine.run(PROMPT, lineage=WHOLE)
         prompt = [*first.request.token_ids, 70]
-        cut = engine.job(prompt, 60, window_tokens=WINDOW, truncate=oldest_half)
+        cut = engine.job(prompt, 60, window_tokens=WINDOW, truncate=oldest_half, lineage=WHOLE)
         answer = asyncio.create_task(engine.loop.generate(cut))
         await cut.sink.has_token.wait()
         async with held(engine.threads[1]) as may_go_on:
             await engine.store.has_discarded.wait()
             answer.cancel()
             await asyncio.gather(answer, return_exceptions=True)
-            forgotten = asyncio.create_task(engine.loop.forget(cut.key, prompt[:47]))
             other = await engine.run(PROMPT, session="other")
-            assert not forgotten.done()
+            assert engine.scheduler.residents.is_busy(cut.key)
             may_go_on.set()
-            await forgotten
+            await engine.loop.wait_idle()
         assert engine.scheduler.num_resident == 1
         assert resident_ids(engine, other)
         session = PlainSession(stock)
         session.answer(PROMPT, 8)
-        again = await engine.run([*prompt[:-1], 71])
+        again = await engine.run([*prompt[:-1], 71], lineage=WHOLE)
+        assert again.outcome.tokens == 0
         assert again.sink.token_ids == session.answer([71], 8)
         await engine.all_given_back()
 
 
 async def test_a_turn_cancelled_after_its_context_was_cut_leaves_no_resident(model):
-    """Nobody builds on what the discard left."""
+    """Nobody would build on what the discard left."""
     async with running_engine(model) as engine:
         is_full_again = asyncio.Event()
 
@@ -355,10 +357,136 @@ async def test_scores_are_of_the_tokens_that_are_left(model):
 async def test_the_lineage_follows_the_discards_of_a_turn(model):
     """Each time that of the computed tokens; without one nothing is told."""
     async with running_engine(model) as engine:
-        job = engine.job(PROMPT, 30, window_tokens=WINDOW, truncate=oldest_half)
-        job.lineage = WHOLE
+        job = engine.job(PROMPT, 30, window_tokens=WINDOW, truncate=oldest_half, lineage=WHOLE)
         await finished(engine, job)
         (discard,) = job.discards
         before = [*PROMPT, *job.sink.token_ids[: WINDOW - len(PROMPT)]]
         assert job.lineage == WHOLE.after(as_token_bytes(before), discard.ranges)
+        await engine.all_given_back()
+
+
+# ------------------------------------------------------------- turns that drop something and fail
+
+PERIOD = [20, 21, 22, 23, 24, 25, 26]
+TWO_PERIODS = ((0, 14),)
+
+
+async def periodic_session(engine):
+    """A session whose context repeats itself, and what a turn drops of it: whole periods.
+
+    What is left has the tokens of a prefix of the context, with other rows.
+    """
+    first = engine.job(PERIOD * 6, 1, lineage=WHOLE)
+    await finished(engine, first)
+    return first, ContextCut(PERIOD * 6, TWO_PERIODS, WHOLE)
+
+
+def turn_after(engine, first, cut, new_ids, max_tokens=8):
+    """A turn that drops what the cut says, or nothing."""
+    context, lineage = first.request.token_ids, WHOLE
+    if cut is not None:
+        context = without(context, cut.ranges)
+        lineage = WHOLE.after(as_token_bytes(cut.token_ids), cut.ranges)
+    history_tokens = len(context) - 1
+    return engine.job(
+        [*context, *new_ids], max_tokens, lineage=lineage, history_tokens=history_tokens
+    )
+
+
+def plain(stock, first, cut, new_ids):
+    session = PlainSession(stock)
+    session.answer(PERIOD * 6, 1)
+    if cut is not None:
+        session.discard(cut.ranges)
+    return session.answer(new_ids, 8)
+
+
+@pytest.mark.parametrize("keeps_residents", [True, False])
+async def test_a_turn_that_drops_something_first_builds_on_the_rest(model, stock, keeps_residents):
+    """What it drops goes once it has its place in the queue."""
+    async with running_engine(model, keeps_residents=keeps_residents) as engine:
+        first, cut = await periodic_session(engine)
+        turn = turn_after(engine, first, cut, [70, 71])
+        await engine.loop.generate(turn, cut)
+        engine.loop.keep(turn, turn.request.token_ids[:-1])
+        assert turn.outcome.tier_tokens == {"hbm" if keeps_residents else "dram": 28}
+        assert turn.sink.token_ids == plain(stock, first, cut, [70, 71])
+        await engine.all_given_back()
+
+
+@pytest.mark.parametrize("keeps_residents", [True, False])
+async def test_rows_of_a_cancelled_turns_context_are_not_those_of_the_whole_one(
+    model, stock, keeps_residents
+):
+    """The text repeats itself: by its tokens alone the next turn would take them for its own."""
+    async with running_engine(model, keeps_residents=keeps_residents) as engine:
+        first, cut = await periodic_session(engine)
+        turn = turn_after(engine, first, cut, [70, 71], 400)
+        answer = asyncio.create_task(engine.loop.generate(turn, cut))
+        await turn.sink.has_token.wait()
+        answer.cancel()
+        await asyncio.gather(answer, return_exceptions=True)
+        await engine.loop.wait_idle()
+        assert resident_ids(engine, turn) == (PERIOD * 4 if keeps_residents else [])
+        whole = turn_after(engine, first, None, [72])
+        await finished(engine, whole)
+        assert whole.outcome.tokens == 0
+        assert whole.sink.token_ids == plain(stock, first, None, [72])
+        await engine.all_given_back()
+
+
+@pytest.mark.parametrize("keeps_residents", [True, False])
+async def test_a_turn_cancelled_while_it_waits_may_be_tried_again(model, stock, keeps_residents):
+    """The retry drops the same, which is gone already, and finds what is left."""
+    async with running_engine(model, keeps_residents=keeps_residents) as engine:
+        first, cut = await periodic_session(engine)
+        turn = turn_after(engine, first, cut, [70, 71])
+        async with held(engine.threads[1]):  # its rows cannot close up yet
+            answer = asyncio.create_task(engine.loop.generate(turn, cut))
+            await asyncio.sleep(0)
+            answer.cancel()
+            await asyncio.gather(answer, return_exceptions=True)
+            assert turn.request.started_ns == 0
+        await engine.loop.wait_idle()
+        again = turn_after(engine, first, cut, [70, 71])
+        await engine.loop.generate(again, cut)
+        engine.loop.keep(again, again.request.token_ids[:-1])
+        assert again.outcome.tier_tokens == {"hbm" if keeps_residents else "dram": 28}
+        assert again.sink.token_ids == plain(stock, first, cut, [70, 71])
+        assert engine.counters.snapshot().get("shifts", 0) == keeps_residents
+        await engine.all_given_back()
+
+
+async def test_a_turn_for_which_there_is_no_place_drops_nothing(model):
+    """It is refused before anything is told of it."""
+    async with running_engine(model, max_waiting=1, kv_rows=800) as engine:
+        first, cut = await periodic_session(engine)
+        await engine.loop.wait_idle()
+        jobs = [engine.job(PROMPT, 300, name) for name in "abc"]  # more than are admitted
+        answers = []
+        for job in jobs[:2]:
+            answers.append(asyncio.create_task(engine.loop.generate(job)))
+            await asyncio.sleep(0)
+        await jobs[0].sink.has_token.wait()
+        while not engine.scheduler.num_waiting:
+            answers.append(asyncio.create_task(engine.loop.generate(jobs.pop())))
+            await asyncio.sleep(0)
+        before, order = resident_ids(engine, first), list(engine.store.order)
+        with pytest.raises(QueueFullError):
+            await engine.loop.generate(turn_after(engine, first, cut, [70]), cut)
+        assert resident_ids(engine, first) == before
+        assert engine.store.order == order
+        for answer in answers:
+            answer.cancel()
+        await asyncio.gather(*answers, return_exceptions=True)
+        await engine.all_given_back()
+
+
+async def test_a_resident_of_another_lineage_is_given_up_by_a_discard(model):
+    """Its tokens are those of the context, its rows are not."""
+    async with running_engine(model) as engine:
+        first, cut = await periodic_session(engine)
+        other = Lineage(b"another", 0)
+        await engine.loop.discard(first.key, cut.token_ids, cut.ranges, other)
+        assert not engine.scheduler.num_resident
         await engine.all_given_back()

@@ -396,7 +396,7 @@ async def test_a_discard_is_handed_on_with_its_lineage(model, copy_threads):
     """So is that of what is stored and loaded."""
     scene = await saved_scene(model, copy_threads)
     token_ids, ranges = as_token_bytes(PROMPT), ((0, 10), (20, 21))
-    await scene.store.discard(KEY, token_ids, ranges)
+    await scene.store.discard(KEY, token_ids, ranges, WHOLE)
     after = WHOLE.after(token_ids, ranges)
     assert len(scene.peer.stored) == 4 * 29
     await scene.store.discard(KEY, scene.peer.stored, ((0, 1),), after)
@@ -405,7 +405,7 @@ async def test_a_discard_is_handed_on_with_its_lineage(model, copy_threads):
     request = LoadRequest(KEY, token_ids, slab, LoadPolicy.ALWAYS, lineage=after)
     await scene.store.give_up(await scene.store.begin_load(request))
     assert scene.counters.snapshot()["store_discards"] == 2
-    assert set(scene.peer.lineages) == {WHOLE, after}
+    assert set(scene.peer.lineages) == {None, WHOLE, after}, "not named is not whole"
     assert scene.peer.lineages[-4:] == [after] * 4
 
 

@@ -9,7 +9,7 @@ from inference_svc.core.context import Context
 from inference_svc.core.discards import Discard
 from inference_svc.core.sampling_params import SamplingParams
 from inference_svc.core.scheduling.request import Request
-from inference_svc.core.stopping import GrowingAnswer
+from inference_svc.core.stopping import AnswerToken, GrowingAnswer
 from inference_svc.core.submission import Submission, TokenInput
 from inference_svc.core.truncation import OverflowPolicy
 from inference_svc.core.turn_window import TurnWindow
@@ -18,6 +18,7 @@ from inference_svc.runtime.engine.engine_job import EngineJob
 from inference_svc.runtime.turns.answer_writer import AnswerWriter
 from inference_svc.runtime.turns.turn import Turn
 from inference_svc.runtime.turns.turn_prompt import Prompt
+from shared.lineage import WHOLE
 from shared.session_key import SessionKey
 from shared.units import NS_PER_S
 
@@ -137,6 +138,33 @@ async def test_a_discard_in_the_middle_leaves_the_turns_own_numbers(job):
     assert record.uncomputed_tokens == 1
     assert reuse(record.usage) == (6, 0, 6, 4)
     assert record.usage.dropped_tokens == 8
+    assert record.discards[0].lineage is None, "the tokens tell"
+
+
+async def test_a_stop_string_held_over_a_cut_leaves_its_mark_in_the_lineage(job):
+    """KV was computed over tokens that the record does not have: it names what the engine has."""
+    sampling = SamplingParams(max_tokens=9, stop=("xyz",))
+    answer = GrowingAnswer(sampling, frozenset())
+    job.sink._answer, job.request.max_tokens = answer, 9
+    job.request.lineage = WHOLE
+    for text, token_id in (("a", 70), ("x", 71), ("y", 72)):
+        job.request.append(token_id)
+        answer.push(AnswerToken(token_id, text))
+    job.request.computed_tokens = 12
+    job.discards.append(Discard(((0, 8),), after_tokens=7))
+    job.context_cut(((0, 8),))
+    job.request.discard(((0, 8),))
+    job.request.append(73)
+    answer.push(AnswerToken(73, "z"))
+    job.sink.tokens, job.request.computed_tokens = list(answer.kept), 5
+    record = job.sink.record(job, 3, PROMPT_OF_TURN)
+    assert record.output_ids == (70,)
+    (discard,) = record.discards
+    assert (discard.after_tokens, discard.lineage) == (5, job.lineage)
+    context = PROMPT_OF_TURN.before.with_turn(record)
+    assert context.token_ids == (8, 9, 70)
+    assert context.computed_ids == tuple(job.sink.computed_ids(job.request))
+    assert context.lineage == job.lineage != WHOLE
 
 
 async def test_a_full_window_ends_the_answer(job):

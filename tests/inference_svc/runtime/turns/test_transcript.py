@@ -1,6 +1,7 @@
 """Transcripts on disk: durable, serialised, bounded in memory, one owner."""
 
 import asyncio
+import threading
 
 import pytest
 
@@ -178,3 +179,25 @@ async def test_a_discard_is_there_for_the_next_process(tmp_path):
     assert [turn for turn, _ in found.all_discards] == [1]
     with pytest.raises(UnknownSessionError):
         await store.discard(KEY._replace(session_id="nobody"), Discard(((0, 2),), 0, CLIENT))
+
+
+async def test_a_write_that_is_given_up_leaves_nothing_stale(tmp_path, monkeypatch):
+    """What the file has then is read from it: the line may be there, or not."""
+    store = TranscriptStore(tmp_path)
+    await append(store, KEY, 0)
+    syncing, may_sync = threading.Event(), threading.Event()
+
+    def slow_fsync(_descriptor):
+        syncing.set()
+        may_sync.wait()
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.fsync", slow_fsync)
+        writing = asyncio.create_task(store.discard(KEY, Discard(((0, 2),), 0, CLIENT)))
+        await asyncio.to_thread(syncing.wait)
+        writing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await writing
+        may_sync.set()
+    assert (await store.get(KEY)).context_ids == (2, 3, 9)
+    assert (await TranscriptStore(tmp_path).get(KEY)).context_ids == (2, 3, 9)

@@ -128,7 +128,7 @@ async def test_a_full_window_is_cut_again_and_again(prompts):
 
 async def test_an_answer_that_fills_the_window_alone_is_not_cut(prompts, tokenizer):
     """Nothing of its message goes."""
-    first = await prompts.make(submission(question("Why?"), max_tokens=500), Context())
+    first = await prompts.make(submission(question("Why? " * 8), max_tokens=500), Context())
     cut = MidTurnCut(first, GrowingAnswer(SamplingParams(), frozenset()))
     context = [*first.context.token_ids]
     context += [5] * (WINDOW_TOKENS + 1 - len(context))
@@ -138,3 +138,35 @@ async def test_an_answer_that_fills_the_window_alone_is_not_cut(prompts, tokeniz
     assert num_in([first_cut]) < len(first.context.token_ids)
     kept += [5] * (WINDOW_TOKENS + 1 - len(kept))
     assert cut(kept) == ()
+
+
+async def test_what_a_client_took_away_is_not_closed(prompts, tokenizer):
+    """The answer and the prompt for it are gone: the next question follows the one before."""
+    first = await prompts.make(submission(question("What is a block?")), Context())
+    starts = first.window.frame_tokens.starts(first.context.token_ids, first.context.framed)
+    context = first.context.with_answer(tokenizer("It is", add_special_tokens=False).input_ids)
+    for gone, closing in [(((starts[-1], len(context.token_ids)),), ""), ((), "<|end|>\n")]:
+        kept = context.without(gone)
+        prompt = await prompts.make(submission(question("Why?")), kept)
+        before = tokenizer.decode(kept.token_ids)
+        text = tokenizer.decode(prompt.context.token_ids)
+        assert text.startswith(f"{before}{closing}<|start|>user\nWhy?")
+
+
+class Wordy(TurnText):
+    """Begins a conversation with a long message of its own."""
+
+    def encode_chat(self, messages, history_ids, *, continues_answer=True):
+        """See TurnText."""
+        return [7] * (50 if history_ids else WINDOW_TOKENS)
+
+
+async def test_a_beginning_that_does_not_fit_is_refused():
+    """The whole context goes, but what the template then writes first is longer."""
+    thread = WorkerThread("text")
+    limits = TurnLimits(WINDOW_TOKENS, 256, frozenset(), 10)
+    prompts = PromptMaker(Wordy(None, frozenset()), thread, limits, has_tokenizer=False)
+    context = Context((5,) * 60, 60)
+    with pytest.raises(InputTooLongError, match=r"history 0 .* new 100"):
+        await prompts.make(submission(question("Why?"), OverflowPolicy(ratio=1.0)), context)
+    thread.close()
