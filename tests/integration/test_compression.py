@@ -118,6 +118,7 @@ def stock_scores(model_dir, token_ids, policy, prompt_tokens):
     return sum(layers).tolist()
 
 
+@pytest.mark.long
 async def test_a_service_may_compress_every_turn(tiny_model, truncation_oracle, short_dir):
     """By its settings, of KV that stays in memory, and with windows that overflow on the way."""
     config = short_dir / "service.toml"

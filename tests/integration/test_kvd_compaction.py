@@ -20,7 +20,7 @@ async def _info(kvd, name: str) -> kvd_pb2.SessionInfo:
     return next(info for info in await sessions_of(kvd) if info.session.session_id == name)
 
 
-@pytest.mark.parametrize("keep", ["file", "none"])
+@pytest.mark.parametrize("keep", ["file", pytest.param("none", marks=pytest.mark.long)])
 async def test_a_compacted_session_loads_as_before(tmp_path, keep):
     """From DRAM, after a kill from whichever tier is left, and in what operators see."""
     kvd = FaultyKvd(tmp_path, keep=keep, **SETTINGS)
@@ -58,6 +58,7 @@ async def _check_what_operators_see(kvd) -> None:
     assert (await run_cli("verify", *at))[0] == 0
 
 
+@pytest.mark.long
 async def test_whoever_wants_no_compaction_sets_it_so(tmp_path):
     """max_waste = 1: the session keeps its blocks."""
     kvd = FaultyKvd(tmp_path, **SETTINGS, KVD_COMPACTION__MAX_WASTE="1")

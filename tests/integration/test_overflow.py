@@ -199,7 +199,7 @@ def _text(model_dir, token_ids):
 # ------------------------------------------------------------------------------- while it answers
 
 
-@pytest.mark.parametrize("tier", ["dram", "hbm"])
+@pytest.mark.parametrize("tier", ["dram", pytest.param("hbm", marks=pytest.mark.long)])
 async def test_an_answer_may_be_longer_than_the_window(narrow, resident, judge, tier):
     """The context is cut while the answer goes on; the next turn reuses what is left."""
     pair = resident if tier == "hbm" else narrow
@@ -257,7 +257,7 @@ async def test_a_cancelled_turn_leaves_the_session_as_it_was(narrow, judge):
     assert again.usage.recomputed_tokens == 0
 
 
-@pytest.mark.parametrize("tier", ["dram", "hbm"])
+@pytest.mark.parametrize("tier", [pytest.param("dram", marks=pytest.mark.long), "hbm"])
 async def test_a_context_that_repeats_itself_is_not_taken_for_what_a_cancelled_turn_left(
     narrow, resident, judge, tier
 ):
@@ -282,7 +282,7 @@ async def test_a_context_that_repeats_itself_is_not_taken_for_what_a_cancelled_t
     assert after.usage.reused_tokens == 0
 
 
-@pytest.mark.parametrize("flags", [(), ("--residents",)])
+@pytest.mark.parametrize("flags", [pytest.param((), marks=pytest.mark.long), ("--residents",)])
 async def test_a_turn_cancelled_while_it_waited_is_tried_again(
     model_dir, judge, tmp_path_factory, flags
 ):
@@ -370,7 +370,7 @@ async def test_forks_from_before_and_after_a_discard(narrow, judge):
 # ------------------------------------------------------------------------- discards by the client
 
 
-@pytest.mark.parametrize("tier", ["dram", "hbm"])
+@pytest.mark.parametrize("tier", ["dram", pytest.param("hbm", marks=pytest.mark.long)])
 async def test_a_client_may_drop_any_tokens(narrow, resident, judge, tier):
     """Ranges and positions of the context; the next turn reuses what is left, also after a fork."""
     pair = resident if tier == "hbm" else narrow
@@ -417,6 +417,7 @@ async def said_when_free(pair, name):
             return await pair.say(name, 5, max_tokens=2)
 
 
+@pytest.mark.long
 async def test_a_client_that_leaves_does_not_leave_a_discard_half_done(model_dir, tmp_path):
     """Whenever it hangs up, what the next turn sees is what is on disk."""
     pair = Pair(model_dir, tmp_path, "--mode", "recompute")
@@ -443,6 +444,7 @@ async def test_a_client_that_leaves_does_not_leave_a_discard_half_done(model_dir
     assert any(session.discards for session in after)
 
 
+@pytest.mark.long
 async def test_coupled_positions_recompute_what_is_left(model_dir, judge, tmp_path_factory):
     """What is behind the first dropped token is void, also in the middle of an answer."""
     directory = tmp_path_factory.mktemp("coupled-pair")
@@ -468,7 +470,14 @@ async def test_coupled_positions_recompute_what_is_left(model_dir, judge, tmp_pa
 # ------------------------------------------------------------------------------------ compression
 
 
-@pytest.mark.parametrize("policy", ["sinks_recent", "snapkv", "h2o"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param("sinks_recent", marks=pytest.mark.long),
+        "snapkv",
+        pytest.param("h2o", marks=pytest.mark.long),
+    ],
+)
 async def test_a_compressed_session_goes_on_with_what_was_kept(narrow, judge, policy):
     """Each turn gives up the part that it was asked to; the next one reuses all that is left."""
     async with narrow.with_kvd(*DRAM):

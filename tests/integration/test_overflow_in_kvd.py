@@ -86,8 +86,10 @@ def behind_the_first_four(context):
     return ((4, 4 + len(context) // 2),)
 
 
-@pytest.mark.parametrize("choose", [oldest_half, behind_the_first_four])
-@pytest.mark.parametrize("names_lineage", [True, False])
+@pytest.mark.parametrize(
+    "choose", [oldest_half, pytest.param(behind_the_first_four, marks=pytest.mark.long)]
+)
+@pytest.mark.parametrize("names_lineage", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize("dropped", [((0, 20),), ((7, 9), (20, 28)), EVERY_THIRD])
 async def test_every_turn_loads_what_the_discards_left(
     model, stock, tmp_path, dropped, names_lineage, choose
