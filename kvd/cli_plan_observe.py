@@ -3,12 +3,11 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvd.cli_connection import open_client
 from kvd.cli_plan_output import check_json, print_report, progress_bar
-from kvd.operator_client import connect
 from kvd.turn_messages import recorded_turns
 from shared.errors import StateError
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.runtime_dir import default_runtime_dir
 from shared.units import NS_PER_S
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ def show_observation(
     from kvd.plan.observe_views import observation_tables
 
     check_json(json_to)
-    with connect(runtime_dir or default_runtime_dir()) as client:
+    with open_client(runtime_dir) as client:
         layouts = [layout for layout in client.recent_turns(model) if layout.turns]
     if not layouts:
         raise NothingObservedError(

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from kvd import cli_views
+from kvd.cli_connection import open_client
 from kvd.cli_options import (
     AsJson,
     Model,
@@ -18,8 +19,6 @@ from kvd.cli_options import (
     print_json,
 )
 from kvd.errors import InUseError, UnclearSelectionError
-from kvd.operator_client import connect
-from shared.runtime_dir import default_runtime_dir
 from shared.units import format_bytes, parse_duration_s
 
 
@@ -31,7 +30,7 @@ def list_sessions(
     as_json: AsJson = False,
 ) -> None:
     """List stored sessions, least recently used first."""
-    with connect(runtime_dir or default_runtime_dir()) as client:
+    with open_client(runtime_dir) as client:
         sessions, total = client.sessions(tenant, model, limit)
     if as_json:
         print_json({"sessions": [cli_views.plain(info) for info in sessions], "total": total})
@@ -47,7 +46,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show one session and its blocks."""
-    with connect(runtime_dir or default_runtime_dir()) as client:
+    with open_client(runtime_dir) as client:
         found = client.describe(key_of(session, tenant, model))
     if as_json:
         print_json(cli_views.plain(found))
@@ -75,7 +74,7 @@ def flush(
     if everything and not (dry_run or yes):
         confirm("Drop the KV of every session?")
     key = None if session is None else key_of(session, tenant, model)
-    with connect(runtime_dir or default_runtime_dir()) as client:
+    with open_client(runtime_dir) as client:
         answer = client.flush(key, dry_run=dry_run)
     if as_json:
         print_json(cli_views.plain(answer))
@@ -99,7 +98,7 @@ def pin(
     as_json: AsJson = False,
 ) -> None:
     """Protect a session from eviction and expiry."""
-    with connect(runtime_dir or default_runtime_dir()) as client:
+    with open_client(runtime_dir) as client:
         client.pin(key_of(session, tenant, model), soft=soft)
     _say_done(session, "soft-pinned" if soft else "pinned", as_json=as_json)
 
@@ -112,7 +111,7 @@ def unpin(
     as_json: AsJson = False,
 ) -> None:
     """Take the protection away."""
-    with connect(runtime_dir or default_runtime_dir()) as client:
+    with open_client(runtime_dir) as client:
         client.unpin(key_of(session, tenant, model))
     _say_done(session, "unpinned", as_json=as_json)
 
@@ -127,7 +126,7 @@ def ttl(
 ) -> None:
     """Set how long a session is kept after its last use."""
     ttl_s = _ttl_s(duration)
-    with connect(runtime_dir or default_runtime_dir()) as client:
+    with open_client(runtime_dir) as client:
         expires_in_s = client.set_ttl(key_of(session, tenant, model), ttl_s)
     if as_json:
         print_json({"session_id": session, "expires_in_s": expires_in_s})

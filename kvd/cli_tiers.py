@@ -6,16 +6,16 @@ from typing import Annotated
 import typer
 
 from kvd import cli_stats_views, cli_views
+from kvd.cli_connection import open_client
 from kvd.cli_options import AsJson, OfModel, RuntimeDir, Yes, confirm, print_json
 from kvd.errors import CorruptionFoundError, UnverifiedError
-from kvd.operator_client import OperatorClient, connect
+from kvd.operator_client import OperatorClient
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.runtime_dir import default_runtime_dir
 
 
 def stats(runtime_dir: RuntimeDir = None, as_json: AsJson = False) -> None:
     """Show how full the tiers are, who is attached, and what was counted."""
-    with connect(runtime_dir or default_runtime_dir()) as client:
+    with open_client(runtime_dir) as client:
         found = client.stats()
     if as_json:
         print_json(cli_views.plain(found))
@@ -40,7 +40,7 @@ def leases(
     A quarantined lease is one whose engine has lost its connection but not its life: it may still
     write, so its slots are given to nobody until it comes back or ends.
     """
-    with connect(runtime_dir or default_runtime_dir()) as client:
+    with open_client(runtime_dir) as client:
         if kill is not None:
             _kill(client, kill, yes=yes, as_json=as_json)
             return
@@ -67,7 +67,7 @@ def verify(
     """
     shows_progress = sys.stderr.isatty() and not as_json
     last = kvd_pb2.VerifyProgress()
-    with connect(runtime_dir or default_runtime_dir()) as client:
+    with open_client(runtime_dir) as client:
         for last in client.verify(repair=repair, model=model):
             if shows_progress:
                 sys.stderr.write(f"\r\x1b[K{cli_views.verify_line(last)}")
