@@ -48,6 +48,8 @@ check: $(VENV)/.installed $(PROTO_VENV)/.installed
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive inference_svc kvd shared
+	$(BIN)/python .ci/audit.py
 	$(MAKE) --no-print-directory OUT=$(VENV)/stubs generate-stubs
 	diff -r -x __pycache__ -x __init__.py shared/pb $(VENV)/stubs/shared/pb
 

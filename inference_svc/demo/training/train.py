@@ -190,7 +190,7 @@ class Trainer:
         temporary.replace(path)
 
     def _load_checkpoint(self) -> None:
-        state = torch.load(self._settings.checkpoint, weights_only=False)
+        state = torch.load(self._settings.checkpoint, weights_only=True)
         self.model.load_state_dict(state["model"])
         self._muon.load_state_dict(state["muon"])
         self._adam.load_state_dict(state["adam"])

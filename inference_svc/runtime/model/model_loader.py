@@ -127,7 +127,12 @@ def _from_pretrained(path: Path, dtype: str) -> Any:
         f"{path} cannot be loaded", "serve a decoder-only model with safetensors weights"
     ):
         return AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, local_files_only=True
+            path,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,  # a pickle would run its code
+            trust_remote_code=False,
         )
 
 
