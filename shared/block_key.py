@@ -6,6 +6,7 @@
                                                         of a context with discards in it
     dense   = H(salt; "dense" | parent of what follows | n)     block that kvd has put together of
                                                         rows that a discard left: the last n
+    tokens  = H(salt; "tokens" | token ids)             not a key: what rows of a block are of
 
 A lineage (shared/lineage.py) says which discards of which tokens, so that `discard` stands for all
 that is computed up to there. H is BLAKE2b-128 keyed with the tenant's secret salt, so that keys say
@@ -42,9 +43,9 @@ def dense_key(salt: bytes, chain: bytes, num_tokens: int) -> bytes:
     return _digest(salt, b"dense", chain + _COUNT.pack(num_tokens))
 
 
-def tokens_digest(token_ids: bytes) -> bytes:
-    """Unkeyed digest by which a span proves that its stored tokens are the ones asked for."""
-    return hashlib.blake2b(token_ids, digest_size=KEY_BYTES).digest()
+def tokens_digest(salt: bytes, token_ids: bytes) -> bytes:
+    """Digest by which a span proves that its stored tokens are the ones asked for."""
+    return _digest(salt, b"tokens", token_ids)
 
 
 def _digest(salt: bytes, kind: bytes, data: bytes) -> bytes:

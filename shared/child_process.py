@@ -12,11 +12,13 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
 
-import grpc
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from shared.access.channels import ClientCredentials, aio_channel_of
 from shared.errors import UnavailableError
 
 READY_DEADLINE_S = 120.0  # a loaded machine imports slowly
@@ -40,8 +42,38 @@ class ChildFailedError(UnavailableError):
     reason = "child_failed"
 
 
+class Spawned(Protocol):
+    """What is used of a process: a part of subprocess.Popen."""
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        ...
+
+    @property
+    def returncode(self) -> Any:
+        """As poll() found it last."""
+        ...
+
+    def poll(self) -> int | None:
+        """The exit code if it has ended."""
+        ...
+
+    def wait(self) -> int:
+        """Wait for its end; blocks."""
+        ...
+
+    def send_signal(self, sig: int, /) -> None:
+        """Send it a signal, unless it has ended."""
+        ...
+
+
 class ChildProcess:
     """One `python -m MODULE ARGUMENTS` with its log in a file; may be started again.
+
+    Args:
+        environ: what it has in its environment beside ours.
+        credentials: what its address asks for.
 
     Attributes:
         name: for people.
@@ -50,14 +82,22 @@ class ChildProcess:
     """
 
     def __init__(
-        self, name: str, arguments: Sequence[str | Path], address: str, log_path: Path
+        self,
+        name: str,
+        arguments: Sequence[str | Path],
+        address: str,
+        log_path: Path,
+        environ: Mapping[str, str] = MappingProxyType({}),
+        credentials: ClientCredentials | None = None,
     ) -> None:
         self.name = name
         self.address = address
         self.ready_s = 0.0
         self._arguments = arguments
         self._log_path = log_path
-        self._process: subprocess.Popen[bytes] | None = None
+        self._environ = environ
+        self._credentials = credentials
+        self._process: Spawned | None = None
 
     async def start(self) -> None:
         """Start it and return once it serves.
@@ -67,16 +107,8 @@ class ChildProcess:
         """
         started_s = time.perf_counter()
         with self._log_path.open("ab") as log:
-            # Not asyncio's: uvloop forks, which gRPC's threads do not like; this one does not.
-            self._process = subprocess.Popen(  # noqa: ASYNC220 - returns after the exec
-                (sys.executable, "-m", *self._arguments),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=_environment(os.environ),
-                start_new_session=True,  # Ctrl-C is ours: we end it in good order
-            )
-        serving = asyncio.ensure_future(wait_serving(self.address))
+            self._process = self._spawn(log.fileno())
+        serving = asyncio.ensure_future(wait_serving(self.address, self._credentials))
         ended = asyncio.ensure_future(self.wait())
         try:
             await asyncio.wait((serving, ended), return_when=asyncio.FIRST_COMPLETED)
@@ -89,6 +121,11 @@ class ChildProcess:
             ended.cancel()
             await asyncio.gather(serving, ended, return_exceptions=True)
         self.ready_s = time.perf_counter() - started_s
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send it a signal; `wait` tells of an end that this causes."""
+        if self._process is not None:
+            self._process.send_signal(number)
 
     async def kill(self) -> None:
         """End it with SIGKILL: nothing is saved on the way out."""
@@ -124,6 +161,21 @@ class ChildProcess:
         """Its resident memory."""
         return int(self._running().memory_info().rss)
 
+    @property
+    def _whole_environ(self) -> dict[str, str]:
+        return {**_environment(os.environ), **self._environ}
+
+    def _spawn(self, log: int) -> Spawned:
+        # Not asyncio's: uvloop forks, which gRPC's threads do not like; this one does not.
+        return subprocess.Popen(
+            (sys.executable, "-m", *self._arguments),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=self._whole_environ,
+            start_new_session=True,  # Ctrl-C is ours: we end it in good order
+        )
+
     def _running(self) -> psutil.Process:
         if self._process is None:
             raise ChildFailedError(f"{self.name} is not started", "start it")
@@ -140,7 +192,7 @@ class ChildProcess:
         return ChildFailedError(f"{self.name} {what} ({last})", f"read {self._log_path}")
 
 
-async def wait_serving(address: str) -> None:
+async def wait_serving(address: str, credentials: ClientCredentials | None = None) -> None:
     """Return when the server at `address` exists and its health is SERVING.
 
     Raises:
@@ -148,7 +200,7 @@ async def wait_serving(address: str) -> None:
     """
     async with (
         asyncio.timeout(READY_DEADLINE_S),
-        grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel,
+        aio_channel_of(address, credentials, CHANNEL_OPTIONS) as channel,
     ):
         # Watch, not Check: the answer comes when the state changes, and nobody has to ask twice.
         changes = health_pb2_grpc.HealthStub(channel).Watch(

@@ -13,7 +13,8 @@ KVD_TENANTS__ACME__TTL in the environment (always a name in lower case). Its kno
 a table in the file, and what its type makes of a text in the environment.
 
 A bad value or an unknown key anywhere refuses the start, and the one-line error lists every problem
-with what is accepted. A flag that is None was not given.
+with what is accepted. A flag that is None was not given. The value of a setting marked HIDDEN is in
+neither an error nor what `config show` prints.
 """
 
 import difflib
@@ -27,10 +28,11 @@ from typing import Any, Generic, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from shared.errors import ConfigError
-from shared.setting_types import Section
+from shared.setting_types import HIDDEN, Section
 
 SOURCES = ("default", "file", "env", "flag")  # weakest first
 ANY_NAME = "*"  # stands for the name of a table in known keys
+HIDDEN_TEXT = "(hidden)"
 
 
 class InvalidSettingsError(ConfigError):
@@ -50,20 +52,24 @@ class LoadedSettings(Generic[S]):
         settings: the frozen, checked model.
         provenance: dotted key → one of SOURCES, for every key of the model; of tables by name, for
             those keys that were given.
+        file: that "file" means; None if there is none.
     """
 
     settings: S
     provenance: Mapping[str, str]
+    file: Path | None = None
 
     def rows(self) -> Iterator[tuple[str, str, str]]:
         """Every setting as (dotted key, value for people, source), in the model's order."""
         shown = self.settings.model_dump(mode="json")
         known = tuple(_leaf_keys(type(self.settings)))
+        hidden = frozenset(_leaf_keys(type(self.settings), only_hidden=True))
         for key in self.provenance:
             value: Any = shown
             for part in _path(key, known):
                 value = value[part]
-            yield key, _show(value), self.provenance[key]
+            is_shown = not value or _pattern(key, known) not in hidden
+            yield key, _show(value) if is_shown else HIDDEN_TEXT, self.provenance[key]
 
 
 def load_settings(
@@ -107,7 +113,7 @@ def load_settings(
     fixed = [key for key in known if ANY_NAME not in key]
     named = sorted(set(given) - set(fixed))
     provenance = {key: given[key][0] if key in given else "default" for key in (*fixed, *named)}
-    return LoadedSettings(settings, provenance)
+    return LoadedSettings(settings, provenance, toml_path)
 
 
 def _validate(
@@ -115,6 +121,7 @@ def _validate(
 ) -> tuple[S | None, list[str]]:
     """Build the model from flat keys; on failure return what is wrong with each key."""
     nested: dict[str, Any] = {}
+    hidden = frozenset(_leaf_keys(model, only_hidden=True))
     for key, (_, value) in given.items():
         *sections, name = _path(key, known)
         section = nested
@@ -130,11 +137,9 @@ def _validate(
             key = next((k for k in _prefixes(location) if k in given), _dotted(location))
             source, value = given.get(key, ("default", None))
             what = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-            found[key] = (
-                f"{key} = {str(value)[:60]!r} ({source}): {what}"
-                if key in given
-                else f"{key}: {what}"
-            )
+            shown = HIDDEN_TEXT if _pattern(key, known) in hidden else repr(str(value)[:60])
+            named = f"{key} = {shown} ({source})" if key in given else key
+            found[key] = f"{named}: {what}" if named else what  # none: it is of several keys
         return None, list(found.values())
 
 
@@ -148,14 +153,17 @@ def _dotted(location: tuple[int | str, ...]) -> str:
     return ".".join(str(part) for part in location)
 
 
-def _leaf_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+def _leaf_keys(
+    model: type[BaseModel], prefix: str = "", *, only_hidden: bool = False
+) -> Iterator[str]:
     for name, field in model.model_fields.items():
         kind: Any = field.annotation
         if get_origin(kind) is Mapping and _is_section(get_args(kind)[1]):
-            yield from _leaf_keys(get_args(kind)[1], f"{prefix}{name}.{ANY_NAME}.")
+            inner = f"{prefix}{name}.{ANY_NAME}."
+            yield from _leaf_keys(get_args(kind)[1], inner, only_hidden=only_hidden)
         elif _is_section(kind):
-            yield from _leaf_keys(kind, f"{prefix}{name}.")
-        else:
+            yield from _leaf_keys(kind, f"{prefix}{name}.", only_hidden=only_hidden)
+        elif HIDDEN in field.metadata or not only_hidden:
             yield prefix + name
 
 
@@ -170,6 +178,12 @@ def _path(key: str, known: tuple[str, ...]) -> list[str]:
     if name and f"{table}.{ANY_NAME}.{last}" in known:
         return [table, name, last]
     return key.split(".") if key in known else []
+
+
+def _pattern(key: str, known: tuple[str, ...]) -> str:
+    """A dotted key as known keys are written: with ANY_NAME in place of a table's name."""
+    path = _path(key, known)
+    return key if key in known or not path else f"{path[0]}.{ANY_NAME}.{path[-1]}"
 
 
 def _read_toml(path: Path | None) -> dict[str, Any]:

@@ -7,6 +7,7 @@
     ├── StateError                FAILED_PRECONDITION   exit 5    not as things stand now
     ├── ExhaustedError            RESOURCE_EXHAUSTED    exit 6    full; try again later
     ├── DeniedError               PERMISSION_DENIED     exit 7
+    ├── UnauthenticatedError      UNAUTHENTICATED       exit 7    nobody knows who calls
     ├── DeadlineError             DEADLINE_EXCEEDED     exit 8    not done in the caller's time
     ├── UnavailableError          UNAVAILABLE           exit 69   the peer is not there; try again
     └── ConfigError               FAILED_PRECONDITION   exit 78   the start was refused
@@ -97,6 +98,14 @@ class DeniedError(ReportedError):
 
     reason = "denied"
     grpc_code = "PERMISSION_DENIED"
+    exit_code = 7
+
+
+class UnauthenticatedError(ReportedError):
+    """Nobody knows who calls; no answer tells which part of a proof of identity was wrong."""
+
+    reason = "unauthenticated"
+    grpc_code = "UNAUTHENTICATED"
     exit_code = 7
 
 

@@ -10,7 +10,7 @@ clients pass what they caught to error_from_rpc.
 
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -26,8 +26,10 @@ from shared.errors import (
     NotFoundError,
     ReportedError,
     StateError,
+    UnauthenticatedError,
     UnavailableError,
 )
+from shared.grpc_handlers import Handler, behaviour_of, made_handler
 from shared.log import get_logger
 from shared.units import NS_PER_S
 
@@ -35,9 +37,8 @@ DETAILS_KEY = "grpc-status-details-bin"  # where gRPC carries google.rpc.Status
 MAX_TEXT = 1000  # of a message or remedy: trailing metadata is bounded (8 KB by default)
 MAX_DETAIL_TEXT = 100  # of a detail, for the same reason
 MAX_RETRY_S = 86400.0  # who is told to come back later than tomorrow is not told anything
+GRPC_TOO_LARGE = "message larger than max"  # gRPC's words, on either side
 OUR_METADATA = frozenset({"retryable", "remedy", "message"})  # the rest is the error's details
-
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 log = get_logger(__name__)
 
@@ -50,6 +51,12 @@ class InternalError(ReportedError):
     exit_code = 70
 
 
+class MessageTooLargeError(InvalidInputError):
+    """gRPC has refused to send, or to take, a message of this size; it says so in words only."""
+
+    reason = "message_too_large"
+
+
 _BY_CODE: Mapping[str, type[ReportedError]] = {
     base.grpc_code: base
     for base in (
@@ -59,6 +66,7 @@ _BY_CODE: Mapping[str, type[ReportedError]] = {
         StateError,
         ExhaustedError,
         DeniedError,
+        UnauthenticatedError,
         DeadlineError,
         UnavailableError,
     )
@@ -104,8 +112,11 @@ def error_from_rpc(rpc_error: grpc.RpcError) -> ReportedError:
     info = error_details_pb2.ErrorInfo()
     if not _find_detail(call.trailing_metadata(), info):
         # Nobody's word: a deadline that passed on this side says that the peer did not answer.
+        text = f"{code}: {call.details() or 'no details'}"[:MAX_TEXT]
+        if GRPC_TOO_LARGE in text:
+            return MessageTooLargeError(text, "send less at once")
         base = UnavailableError if code == DeadlineError.grpc_code else _base(code)
-        return base(f"{code}: {call.details() or 'no details'}"[:MAX_TEXT], "")
+        return base(text, "")
     base = _base(code)
     kind = type(
         base.__name__,
@@ -146,25 +157,14 @@ class ReportedErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type
             return found
         handler: Any = found
         method = handler_call_details.method
-        maker: Any = {
-            (False, False): grpc.unary_unary_rpc_method_handler,
-            (False, True): grpc.unary_stream_rpc_method_handler,
-            (True, False): grpc.stream_unary_rpc_method_handler,
-            (True, True): grpc.stream_stream_rpc_method_handler,
-        }[handler.request_streaming, handler.response_streaming]
-        behaviour = (
-            handler.stream_stream
-            or handler.stream_unary
-            or handler.unary_stream
-            or handler.unary_unary
+        wrap = self._streaming if handler.response_streaming else self._single
+        return made_handler(
+            wrap(method, behaviour_of(handler)),
+            _reading(handler.request_deserializer),
+            handler.response_serializer,
+            takes_stream=handler.request_streaming,
+            gives_stream=handler.response_streaming,
         )
-        wrapped = (self._streaming if handler.response_streaming else self._single)(
-            method, behaviour
-        )
-        made: Handler = maker(
-            wrapped, _reading(handler.request_deserializer), handler.response_serializer
-        )
-        return made
 
     def _single(self, method: str, behaviour: Any) -> Any:
         async def answer(request: Any, context: Any) -> Any:

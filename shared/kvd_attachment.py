@@ -26,6 +26,7 @@ from shared.layout_message import layout_message
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
 from shared.progress_words import ProgressWords
 from shared.runtime_dir import DATA_SOCKET, ENGINE_SOCKET, channel_options
+from shared.version import __version__
 
 WAKEUP_BYTES = 512  # taken at once: more than kvd can have sent before it finds the socket full
 
@@ -202,6 +203,7 @@ async def _shake_hands(
             held_leases=held_leases,
             engine_name=client.name,
             instance=client.instance,
+            version=__version__,
         )
     )
     first = await events.read()

@@ -193,8 +193,9 @@ class KvdClient(KvdConnection):
         Raises:
             NotFoundError: nothing is stored.
         """
-        request = kvd_pb2.GetSessionRequest(session=_message(key))
-        return await self._call(self._ready().stub.GetSession, request, CALL_S)
+        ready = self._ready()
+        request = kvd_pb2.GetSessionRequest(session=_message(key), engine_id=ready.engine_id)
+        return await self._call(ready.stub.GetSession, request, CALL_S)
 
     def follow_queue(self, feed: QueueFeed) -> None:
         """Keep kvd told of what waits and what runs; once, before `run`.

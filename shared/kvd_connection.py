@@ -24,6 +24,7 @@ from shared.grpc_status import error_from_rpc
 from shared.kv_layout import KVLayout
 from shared.kvd_attachment import Attachment, Client, KvdUnavailableError, MappedArena, attach
 from shared.log import get_logger
+from shared.tracing import Metadata, outgoing
 
 ATTACH_S = 30.0  # deadline of an attach: kvd may make an arena
 CANCEL_AGAIN_S = 0.1
@@ -45,7 +46,9 @@ Answer = TypeVar("Answer", covariant=True)  # noqa: PLC0105
 class Method(Protocol[Request, Answer]):
     """A unary method of a gRPC stub."""
 
-    def __call__(self, request: Request, *, timeout: float) -> Awaitable[Answer]:
+    def __call__(
+        self, request: Request, *, timeout: float, metadata: Metadata | None
+    ) -> Awaitable[Answer]:
         """Call it."""
         ...
 
@@ -238,7 +241,7 @@ class KvdConnection:
                 for ever: so that attachment ends, and the next one tells what we hold.
         """
         try:
-            return await method(request, timeout=timeout_s)
+            return await method(request, timeout=timeout_s, metadata=outgoing())
         except grpc.aio.AioRpcError as error:
             if leasing is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 log.warning("kvd_call_unanswered", timeout_s=timeout_s)

@@ -4,12 +4,22 @@ The serializers are for people (`config show`); model_dump() in Python mode keep
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 from shared.session_key import InvalidNameError, session_key
 from shared.units import format_bytes, format_duration, parse_bytes, parse_duration_s
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Marks a setting whose value nobody is shown: Annotated[str, HIDDEN]."""
+
+
+HIDDEN = Hidden()
 
 
 class Section(BaseModel):
@@ -30,6 +40,10 @@ def _to_bytes_or_none(value: object) -> object:
     return None if value == "none" else _to_bytes(value)
 
 
+def _to_number_or_none(value: object) -> object:
+    return None if value == "none" else value
+
+
 def _to_int_or_any(value: object) -> object:
     return None if value == "any" else value
 
@@ -42,8 +56,13 @@ def _to_seconds_or_never(value: object) -> object:
     return None if value == "never" else _to_seconds(value)
 
 
-def _to_list(value: object) -> object:
+def to_list(value: object) -> object:
+    """A list, which the environment gives as a text: a,b."""
     return _parts(value) if isinstance(value, str) else value
+
+
+def _to_path_or_none(value: object) -> object:
+    return None if value == "" else value
 
 
 def _parts(text: str) -> list[str]:
@@ -78,6 +97,10 @@ def _show_int(value: int | None) -> str:
     return "any" if value is None else str(value)
 
 
+def _show_number(value: float | None) -> str:
+    return "none" if value is None else f"{value:g}"
+
+
 def _show_seconds(value: float | None) -> str:
     return "never" if value is None else format_duration(value)
 
@@ -94,6 +117,16 @@ ByteSizeOrNone = Annotated[  # None: "none", no bound
 IntOrAny = Annotated[  # None: "any"
     int | None, BeforeValidator(_to_int_or_any), PlainSerializer(_show_int, when_used="json")
 ]
+CountOrNone = Annotated[  # None: "none", no bound
+    int | None,
+    BeforeValidator(_to_number_or_none),
+    PlainSerializer(_show_number, when_used="json"),
+]
+RateOrNone = Annotated[  # None: "none", no bound
+    float | None,
+    BeforeValidator(_to_number_or_none),
+    PlainSerializer(_show_number, when_used="json"),
+]
 Duration = Annotated[  # seconds
     float, BeforeValidator(_to_seconds), PlainSerializer(_show_seconds, when_used="json")
 ]
@@ -102,7 +135,9 @@ DurationOrNever = Annotated[  # seconds; None: "never"
     BeforeValidator(_to_seconds_or_never),
     PlainSerializer(_show_seconds, when_used="json"),
 ]
-IntList = Annotated[tuple[int, ...], BeforeValidator(_to_list)]  # in the environment: "1000,1001"
+TextList = Annotated[tuple[str, ...], BeforeValidator(to_list)]  # in the environment: "a,b"
+PathOrNone = Annotated[Path | None, BeforeValidator(_to_path_or_none)]  # None: ""
+IntList = Annotated[tuple[int, ...], BeforeValidator(to_list)]  # in the environment: "1000,1001"
 TenantName = Annotated[str, AfterValidator(_tenant_name)]  # a key of a table of tables
 Weight = Annotated[float, Field(gt=0, le=1000)]
 TenantWeights = Annotated[  # in the environment: "acme=2,other=0.5"

@@ -34,6 +34,14 @@ class TtlSource(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TTL_SOURCE_TENANT: _ClassVar[TtlSource]
     TTL_SOURCE_SESSION: _ClassVar[TtlSource]
 
+class SessionOrder(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SESSION_ORDER_UNSPECIFIED: _ClassVar[SessionOrder]
+    SESSION_ORDER_IDLE: _ClassVar[SessionOrder]
+    SESSION_ORDER_BYTES: _ClassVar[SessionOrder]
+    SESSION_ORDER_TOKENS: _ClassVar[SessionOrder]
+    SESSION_ORDER_TTL: _ClassVar[SessionOrder]
+
 class LeaseKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     LEASE_KIND_UNSPECIFIED: _ClassVar[LeaseKind]
@@ -54,6 +62,11 @@ TTL_SOURCE_UNSPECIFIED: TtlSource
 TTL_SOURCE_DEFAULT: TtlSource
 TTL_SOURCE_TENANT: TtlSource
 TTL_SOURCE_SESSION: TtlSource
+SESSION_ORDER_UNSPECIFIED: SessionOrder
+SESSION_ORDER_IDLE: SessionOrder
+SESSION_ORDER_BYTES: SessionOrder
+SESSION_ORDER_TOKENS: SessionOrder
+SESSION_ORDER_TTL: SessionOrder
 LEASE_KIND_UNSPECIFIED: LeaseKind
 LEASE_KIND_LOAD: LeaseKind
 LEASE_KIND_STORE: LeaseKind
@@ -105,18 +118,20 @@ class KVLayout(_message.Message):
     def __init__(self, model: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[Layer, _Mapping]]] = ..., block_tokens: _Optional[int] = ..., position_mode: _Optional[str] = ..., tp_rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("data_token", "layout", "held_leases", "engine_name", "instance")
+    __slots__ = ("data_token", "layout", "held_leases", "engine_name", "instance", "version")
     DATA_TOKEN_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     HELD_LEASES_FIELD_NUMBER: _ClassVar[int]
     ENGINE_NAME_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     data_token: str
     layout: KVLayout
     held_leases: _containers.RepeatedScalarFieldContainer[int]
     engine_name: str
     instance: str
-    def __init__(self, data_token: _Optional[str] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., held_leases: _Optional[_Iterable[int]] = ..., engine_name: _Optional[str] = ..., instance: _Optional[str] = ...) -> None: ...
+    version: str
+    def __init__(self, data_token: _Optional[str] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., held_leases: _Optional[_Iterable[int]] = ..., engine_name: _Optional[str] = ..., instance: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
 
 class AttachEvent(_message.Message):
     __slots__ = ("attached", "draining")
@@ -313,10 +328,12 @@ class DiscardResponse(_message.Message):
     def __init__(self, kept_tokens: _Optional[int] = ...) -> None: ...
 
 class GetSessionRequest(_message.Message):
-    __slots__ = ("session",)
+    __slots__ = ("session", "engine_id")
     SESSION_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     session: SessionKey
-    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ...) -> None: ...
+    engine_id: int
+    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., engine_id: _Optional[int] = ...) -> None: ...
 
 class EndSessionRequest(_message.Message):
     __slots__ = ("engine_id", "session")
@@ -442,17 +459,39 @@ class BlockInfo(_message.Message):
     verified: bool
     def __init__(self, key: _Optional[str] = ..., token_offset: _Optional[int] = ..., start: _Optional[int] = ..., num_tokens: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[Tier, str]]] = ..., slot_id: _Optional[int] = ..., extent: _Optional[int] = ..., sessions: _Optional[int] = ..., dirty: bool = ..., hashed: bool = ..., verified: bool = ...) -> None: ...
 
-class ListSessionsRequest(_message.Message):
-    __slots__ = ("tenant", "model", "limit", "page_token")
+class SessionFilter(_message.Message):
+    __slots__ = ("tenant", "model", "tier", "idle_s", "larger_than_bytes", "pinned", "ended", "id_prefix")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
-    LIMIT_FIELD_NUMBER: _ClassVar[int]
-    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    LARGER_THAN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    ID_PREFIX_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     model: str
+    tier: Tier
+    idle_s: float
+    larger_than_bytes: int
+    pinned: bool
+    ended: bool
+    id_prefix: str
+    def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ..., tier: _Optional[_Union[Tier, str]] = ..., idle_s: _Optional[float] = ..., larger_than_bytes: _Optional[int] = ..., pinned: bool = ..., ended: bool = ..., id_prefix: _Optional[str] = ...) -> None: ...
+
+class ListSessionsRequest(_message.Message):
+    __slots__ = ("limit", "page_token", "filter", "order", "reverse")
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    FILTER_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    REVERSE_FIELD_NUMBER: _ClassVar[int]
     limit: int
     page_token: str
-    def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ..., limit: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+    filter: SessionFilter
+    order: SessionOrder
+    reverse: bool
+    def __init__(self, limit: _Optional[int] = ..., page_token: _Optional[str] = ..., filter: _Optional[_Union[SessionFilter, _Mapping]] = ..., order: _Optional[_Union[SessionOrder, str]] = ..., reverse: bool = ...) -> None: ...
 
 class ListSessionsResponse(_message.Message):
     __slots__ = ("sessions", "next_page_token", "total")
@@ -471,32 +510,58 @@ class DescribeSessionRequest(_message.Message):
     def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ...) -> None: ...
 
 class DescribeSessionResponse(_message.Message):
-    __slots__ = ("info", "blocks")
+    __slots__ = ("info", "blocks", "history", "leases")
     INFO_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
     info: SessionInfo
     blocks: _containers.RepeatedCompositeFieldContainer[BlockInfo]
-    def __init__(self, info: _Optional[_Union[SessionInfo, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[BlockInfo, _Mapping]]] = ...) -> None: ...
+    history: _containers.RepeatedCompositeFieldContainer[SessionMove]
+    leases: _containers.RepeatedCompositeFieldContainer[LeaseInfo]
+    def __init__(self, info: _Optional[_Union[SessionInfo, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[BlockInfo, _Mapping]]] = ..., history: _Optional[_Iterable[_Union[SessionMove, _Mapping]]] = ..., leases: _Optional[_Iterable[_Union[LeaseInfo, _Mapping]]] = ...) -> None: ...
+
+class SessionMove(_message.Message):
+    __slots__ = ("kind", "age_s", "duration_s", "num_blocks", "num_tokens", "why")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    DURATION_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    age_s: float
+    duration_s: float
+    num_blocks: int
+    num_tokens: int
+    why: str
+    def __init__(self, kind: _Optional[str] = ..., age_s: _Optional[float] = ..., duration_s: _Optional[float] = ..., num_blocks: _Optional[int] = ..., num_tokens: _Optional[int] = ..., why: _Optional[str] = ...) -> None: ...
 
 class FlushRequest(_message.Message):
-    __slots__ = ("session", "all", "dry_run")
+    __slots__ = ("session", "all", "filter", "dry_run", "secure")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     ALL_FIELD_NUMBER: _ClassVar[int]
+    FILTER_FIELD_NUMBER: _ClassVar[int]
     DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    SECURE_FIELD_NUMBER: _ClassVar[int]
     session: SessionKey
     all: bool
+    filter: SessionFilter
     dry_run: bool
-    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., all: bool = ..., dry_run: bool = ...) -> None: ...
+    secure: bool
+    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., all: bool = ..., filter: _Optional[_Union[SessionFilter, _Mapping]] = ..., dry_run: bool = ..., secure: bool = ...) -> None: ...
 
 class FlushResponse(_message.Message):
-    __slots__ = ("sessions", "bytes", "skipped_leased")
+    __slots__ = ("sessions", "bytes", "skipped_leased", "erased_tenants")
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_LEASED_FIELD_NUMBER: _ClassVar[int]
+    ERASED_TENANTS_FIELD_NUMBER: _ClassVar[int]
     sessions: int
     bytes: int
     skipped_leased: _containers.RepeatedCompositeFieldContainer[SessionKey]
-    def __init__(self, sessions: _Optional[int] = ..., bytes: _Optional[int] = ..., skipped_leased: _Optional[_Iterable[_Union[SessionKey, _Mapping]]] = ...) -> None: ...
+    erased_tenants: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, sessions: _Optional[int] = ..., bytes: _Optional[int] = ..., skipped_leased: _Optional[_Iterable[_Union[SessionKey, _Mapping]]] = ..., erased_tenants: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PinRequest(_message.Message):
     __slots__ = ("session", "soft")
@@ -620,6 +685,98 @@ class VerifyProgress(_message.Message):
     num_errors: int
     def __init__(self, done: bool = ..., layout: _Optional[str] = ..., dram: _Optional[_Union[TierVerified, _Mapping]] = ..., ssd: _Optional[_Union[TierVerified, _Mapping]] = ..., num_copies: _Optional[int] = ..., num_repaired: _Optional[int] = ..., num_lost: _Optional[int] = ..., num_errors: _Optional[int] = ...) -> None: ...
 
+class ReloadSettingsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReloadSettingsResponse(_message.Message):
+    __slots__ = ("applied", "needs_restart")
+    APPLIED_FIELD_NUMBER: _ClassVar[int]
+    NEEDS_RESTART_FIELD_NUMBER: _ClassVar[int]
+    applied: _containers.RepeatedScalarFieldContainer[str]
+    needs_restart: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, applied: _Optional[_Iterable[str]] = ..., needs_restart: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class GetSettingsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Setting(_message.Message):
+    __slots__ = ("key", "value", "source", "live")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    value: str
+    source: str
+    live: bool
+    def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ..., source: _Optional[str] = ..., live: bool = ...) -> None: ...
+
+class GetSettingsResponse(_message.Message):
+    __slots__ = ("settings", "file")
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    settings: _containers.RepeatedCompositeFieldContainer[Setting]
+    file: str
+    def __init__(self, settings: _Optional[_Iterable[_Union[Setting, _Mapping]]] = ..., file: _Optional[str] = ...) -> None: ...
+
+class ExportSessionRequest(_message.Message):
+    __slots__ = ("session", "prefix")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    session: SessionKey
+    prefix: bool
+    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., prefix: bool = ...) -> None: ...
+
+class SessionFileHeader(_message.Message):
+    __slots__ = ("session", "layout", "lineage", "kvd_version", "unix_s")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    KVD_VERSION_FIELD_NUMBER: _ClassVar[int]
+    UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    session: SessionKey
+    layout: KVLayout
+    lineage: Lineage
+    kvd_version: str
+    unix_s: float
+    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ..., kvd_version: _Optional[str] = ..., unix_s: _Optional[float] = ...) -> None: ...
+
+class SessionFilePart(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+
+class ImportTarget(_message.Message):
+    __slots__ = ("tenant", "session_id", "replace", "new_layout")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    REPLACE_FIELD_NUMBER: _ClassVar[int]
+    NEW_LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    session_id: str
+    replace: bool
+    new_layout: bool
+    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., replace: bool = ..., new_layout: bool = ...) -> None: ...
+
+class ImportSessionRequest(_message.Message):
+    __slots__ = ("target", "data")
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    target: ImportTarget
+    data: bytes
+    def __init__(self, target: _Optional[_Union[ImportTarget, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class ImportSessionResponse(_message.Message):
+    __slots__ = ("session", "num_tokens")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    session: SessionKey
+    num_tokens: int
+    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
 class GetStatsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -683,7 +840,7 @@ class TenantStats(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., used_bytes: _Optional[int] = ..., has_quota: bool = ..., quota_bytes: _Optional[int] = ..., num_sessions: _Optional[int] = ...) -> None: ...
 
 class LayoutStats(_message.Message):
-    __slots__ = ("layout", "model", "block_tokens", "block_bytes", "num_sessions", "tiers", "dirty_bytes", "leases", "counters", "orphan_leases", "quarantined_slots", "unverified_blocks", "soft_pins", "hard_pins", "arena", "volume", "tenants")
+    __slots__ = ("layout", "model", "block_tokens", "block_bytes", "num_sessions", "tiers", "dirty_bytes", "leases", "counters", "orphan_leases", "quarantined_slots", "unverified_blocks", "soft_pins", "hard_pins", "arena", "volume", "tenants", "queue")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -708,6 +865,7 @@ class LayoutStats(_message.Message):
     ARENA_FIELD_NUMBER: _ClassVar[int]
     VOLUME_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
     layout: str
     model: str
     block_tokens: int
@@ -725,10 +883,25 @@ class LayoutStats(_message.Message):
     arena: ArenaStats
     volume: VolumeStats
     tenants: _containers.RepeatedCompositeFieldContainer[TenantStats]
-    def __init__(self, layout: _Optional[str] = ..., model: _Optional[str] = ..., block_tokens: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_sessions: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., dirty_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., orphan_leases: _Optional[int] = ..., quarantined_slots: _Optional[int] = ..., unverified_blocks: _Optional[int] = ..., soft_pins: _Optional[int] = ..., hard_pins: _Optional[int] = ..., arena: _Optional[_Union[ArenaStats, _Mapping]] = ..., volume: _Optional[_Union[VolumeStats, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ...) -> None: ...
+    queue: QueueStats
+    def __init__(self, layout: _Optional[str] = ..., model: _Optional[str] = ..., block_tokens: _Optional[int] = ..., block_bytes: _Optional[int] = ..., num_sessions: _Optional[int] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., dirty_bytes: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., orphan_leases: _Optional[int] = ..., quarantined_slots: _Optional[int] = ..., unverified_blocks: _Optional[int] = ..., soft_pins: _Optional[int] = ..., hard_pins: _Optional[int] = ..., arena: _Optional[_Union[ArenaStats, _Mapping]] = ..., volume: _Optional[_Union[VolumeStats, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ..., queue: _Optional[_Union[QueueStats, _Mapping]] = ...) -> None: ...
+
+class QueueStats(_message.Message):
+    __slots__ = ("waiting_jobs", "running_sessions", "prefetch_window", "eviction_window", "mean_session_bytes")
+    WAITING_JOBS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    PREFETCH_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    EVICTION_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    MEAN_SESSION_BYTES_FIELD_NUMBER: _ClassVar[int]
+    waiting_jobs: int
+    running_sessions: int
+    prefetch_window: int
+    eviction_window: int
+    mean_session_bytes: int
+    def __init__(self, waiting_jobs: _Optional[int] = ..., running_sessions: _Optional[int] = ..., prefetch_window: _Optional[int] = ..., eviction_window: _Optional[int] = ..., mean_session_bytes: _Optional[int] = ...) -> None: ...
 
 class EngineInfo(_message.Message):
-    __slots__ = ("engine_id", "name", "layout", "pid", "command", "rss_bytes", "attached_s", "queue_jobs", "running_jobs")
+    __slots__ = ("engine_id", "name", "layout", "pid", "command", "rss_bytes", "attached_s", "queue_jobs", "running_jobs", "version")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -738,6 +911,7 @@ class EngineInfo(_message.Message):
     ATTACHED_S_FIELD_NUMBER: _ClassVar[int]
     QUEUE_JOBS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_JOBS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     engine_id: int
     name: str
     layout: str
@@ -747,7 +921,8 @@ class EngineInfo(_message.Message):
     attached_s: float
     queue_jobs: int
     running_jobs: int
-    def __init__(self, engine_id: _Optional[int] = ..., name: _Optional[str] = ..., layout: _Optional[str] = ..., pid: _Optional[int] = ..., command: _Optional[str] = ..., rss_bytes: _Optional[int] = ..., attached_s: _Optional[float] = ..., queue_jobs: _Optional[int] = ..., running_jobs: _Optional[int] = ...) -> None: ...
+    version: str
+    def __init__(self, engine_id: _Optional[int] = ..., name: _Optional[str] = ..., layout: _Optional[str] = ..., pid: _Optional[int] = ..., command: _Optional[str] = ..., rss_bytes: _Optional[int] = ..., attached_s: _Optional[float] = ..., queue_jobs: _Optional[int] = ..., running_jobs: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
 
 class ProcessStats(_message.Message):
     __slots__ = ("pid", "rss_bytes", "open_files", "threads", "cpu_s", "memory_available_bytes", "uptime_s")
@@ -768,18 +943,32 @@ class ProcessStats(_message.Message):
     def __init__(self, pid: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., open_files: _Optional[int] = ..., threads: _Optional[int] = ..., cpu_s: _Optional[float] = ..., memory_available_bytes: _Optional[int] = ..., uptime_s: _Optional[float] = ...) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("version", "layouts", "engines", "process", "verifying")
+    __slots__ = ("version", "layouts", "engines", "process", "verifying", "encryption")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LAYOUTS_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     VERIFYING_FIELD_NUMBER: _ClassVar[int]
+    ENCRYPTION_FIELD_NUMBER: _ClassVar[int]
     version: str
     layouts: _containers.RepeatedCompositeFieldContainer[LayoutStats]
     engines: _containers.RepeatedCompositeFieldContainer[EngineInfo]
     process: ProcessStats
     verifying: bool
-    def __init__(self, version: _Optional[str] = ..., layouts: _Optional[_Iterable[_Union[LayoutStats, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[EngineInfo, _Mapping]]] = ..., process: _Optional[_Union[ProcessStats, _Mapping]] = ..., verifying: bool = ...) -> None: ...
+    encryption: EncryptionStats
+    def __init__(self, version: _Optional[str] = ..., layouts: _Optional[_Iterable[_Union[LayoutStats, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[EngineInfo, _Mapping]]] = ..., process: _Optional[_Union[ProcessStats, _Mapping]] = ..., verifying: bool = ..., encryption: _Optional[_Union[EncryptionStats, _Mapping]] = ...) -> None: ...
+
+class EncryptionStats(_message.Message):
+    __slots__ = ("key", "encrypting", "may_have_plain", "tenants")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    ENCRYPTING_FIELD_NUMBER: _ClassVar[int]
+    MAY_HAVE_PLAIN_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    encrypting: bool
+    may_have_plain: bool
+    tenants: int
+    def __init__(self, key: _Optional[str] = ..., encrypting: bool = ..., may_have_plain: bool = ..., tenants: _Optional[int] = ...) -> None: ...
 
 class ListRecentTurnsRequest(_message.Message):
     __slots__ = ("model",)
@@ -838,8 +1027,18 @@ class RecentTurns(_message.Message):
     def __init__(self, layout: _Optional[str] = ..., model: _Optional[str] = ..., block_tokens: _Optional[int] = ..., block_bytes: _Optional[int] = ..., dram_bytes: _Optional[int] = ..., ssd_bytes: _Optional[int] = ..., policy: _Optional[str] = ..., ttl_s: _Optional[float] = ..., max_turns: _Optional[int] = ..., turns: _Optional[_Iterable[_Union[RecentTurn, _Mapping]]] = ...) -> None: ...
 
 class WatchEventsRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("tenant", "session_id", "names", "num_recent", "recent_only")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECENT_FIELD_NUMBER: _ClassVar[int]
+    RECENT_ONLY_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    session_id: str
+    names: _containers.RepeatedScalarFieldContainer[str]
+    num_recent: int
+    recent_only: bool
+    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., names: _Optional[_Iterable[str]] = ..., num_recent: _Optional[int] = ..., recent_only: bool = ...) -> None: ...
 
 class Event(_message.Message):
     __slots__ = ("unix_s", "name", "session", "fields")

@@ -480,6 +480,21 @@ class OperatorStub(object):
                 request_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.VerifyProgress.FromString,
                 _registered_method=True)
+        self.ReloadSettings = channel.unary_unary(
+                '/kvd.v1.Operator/ReloadSettings',
+                request_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ReloadSettingsRequest.SerializeToString,
+                response_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ReloadSettingsResponse.FromString,
+                _registered_method=True)
+        self.ExportSession = channel.unary_stream(
+                '/kvd.v1.Operator/ExportSession',
+                request_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ExportSessionRequest.SerializeToString,
+                response_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.SessionFilePart.FromString,
+                _registered_method=True)
+        self.ImportSession = channel.stream_unary(
+                '/kvd.v1.Operator/ImportSession',
+                request_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ImportSessionRequest.SerializeToString,
+                response_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ImportSessionResponse.FromString,
+                _registered_method=True)
 
 
 class OperatorServicer(object):
@@ -522,6 +537,24 @@ class OperatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReloadSettings(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExportSession(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ImportSession(self, request_iterator, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -554,6 +587,21 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.VerifyRequest.FromString,
                     response_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.VerifyProgress.SerializeToString,
+            ),
+            'ReloadSettings': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReloadSettings,
+                    request_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ReloadSettingsRequest.FromString,
+                    response_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ReloadSettingsResponse.SerializeToString,
+            ),
+            'ExportSession': grpc.unary_stream_rpc_method_handler(
+                    servicer.ExportSession,
+                    request_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ExportSessionRequest.FromString,
+                    response_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.SessionFilePart.SerializeToString,
+            ),
+            'ImportSession': grpc.stream_unary_rpc_method_handler(
+                    servicer.ImportSession,
+                    request_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ImportSessionRequest.FromString,
+                    response_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ImportSessionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -728,6 +776,87 @@ class Operator(object):
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def ReloadSettings(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvd.v1.Operator/ReloadSettings',
+            shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ReloadSettingsRequest.SerializeToString,
+            shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ReloadSettingsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExportSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvd.v1.Operator/ExportSession',
+            shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ExportSessionRequest.SerializeToString,
+            shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.SessionFilePart.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ImportSession(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/kvd.v1.Operator/ImportSession',
+            shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ImportSessionRequest.SerializeToString,
+            shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ImportSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class ReaderStub(object):
     """Missing associated documentation comment in .proto file."""
@@ -757,6 +886,11 @@ class ReaderStub(object):
                 '/kvd.v1.Reader/GetStats',
                 request_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.GetStatsRequest.SerializeToString,
                 response_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.GetStatsResponse.FromString,
+                _registered_method=True)
+        self.GetSettings = channel.unary_unary(
+                '/kvd.v1.Reader/GetSettings',
+                request_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.GetSettingsRequest.SerializeToString,
+                response_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.GetSettingsResponse.FromString,
                 _registered_method=True)
         self.ListRecentTurns = channel.unary_stream(
                 '/kvd.v1.Reader/ListRecentTurns',
@@ -797,6 +931,12 @@ class ReaderServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetSettings(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListRecentTurns(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -831,6 +971,11 @@ def add_ReaderServicer_to_server(servicer, server):
                     servicer.GetStats,
                     request_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.GetStatsRequest.FromString,
                     response_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.GetStatsResponse.SerializeToString,
+            ),
+            'GetSettings': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSettings,
+                    request_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.GetSettingsRequest.FromString,
+                    response_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.GetSettingsResponse.SerializeToString,
             ),
             'ListRecentTurns': grpc.unary_stream_rpc_method_handler(
                     servicer.ListRecentTurns,
@@ -951,6 +1096,33 @@ class Reader(object):
             '/kvd.v1.Reader/GetStats',
             shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.GetStatsRequest.SerializeToString,
             shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.GetStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSettings(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvd.v1.Reader/GetSettings',
+            shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.GetSettingsRequest.SerializeToString,
+            shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.GetSettingsResponse.FromString,
             options,
             channel_credentials,
             insecure,

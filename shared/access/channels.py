@@ -1,0 +1,129 @@
+"""The client's side: a gRPC channel that says who calls.
+
+A token goes over a Unix socket, to this machine, or over TLS, and nowhere else.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from shared.access.addresses import is_loopback, is_tcp, is_unix
+from shared.access.metadata import TokenInterceptor, aio_interceptors
+from shared.access.tokens import read_token
+from shared.errors import InvalidInputError
+
+Options = Sequence[tuple[str, Any]]
+
+
+class ConnectionOptionsError(InvalidInputError):
+    """The address, or a file that a command line names, cannot be used."""
+
+    reason = "connection_options"
+
+
+@dataclass(frozen=True)
+class ClientCredentials:
+    """How a client shows who it is, and checks who answers.
+
+    Attributes:
+        token: "" for none.
+        authorities: PEM, of the server's certificate; None: those of the system.
+        certificate: PEM with its chain, and `key`, PEM; None for none.
+    """
+
+    token: str = field(default="", repr=False)
+    authorities: bytes | None = None
+    certificate: bytes | None = None
+    key: bytes | None = field(default=None, repr=False)
+
+    @property
+    def names_tls(self) -> bool:
+        """Whether it only makes sense with TLS."""
+        return self.authorities is not None or self.certificate is not None
+
+
+def read_credentials(
+    token_file: Path | None = None,
+    tls_ca: Path | None = None,
+    tls_cert: Path | None = None,
+    tls_key: Path | None = None,
+) -> ClientCredentials:
+    """Read what command lines name.
+
+    Raises:
+        InvalidInputError: a file cannot be read, or one is missing.
+    """
+    if (tls_cert is None) != (tls_key is None):
+        raise ConnectionOptionsError(
+            "a certificate without its key", "give --tls-cert and --tls-key, or none of them"
+        )
+    return ClientCredentials(
+        read_token(token_file) if token_file is not None else "",
+        _read(tls_ca, "--tls-ca"),
+        _read(tls_cert, "--tls-cert"),
+        _read(tls_key, "--tls-key"),
+    )
+
+
+def channel_of(address: str, given: ClientCredentials | None, options: Options) -> grpc.Channel:
+    """A synchronous channel; it connects at the first call.
+
+    Raises:
+        InvalidInputError: the address is none.
+    """
+    credentials = given or ClientCredentials()
+    if _uses_tls(address, credentials):
+        channel = grpc.secure_channel(address, _tls(credentials), options=options)
+    else:
+        channel = grpc.insecure_channel(address, options=options)
+    if not credentials.token:
+        return channel
+    return grpc.intercept_channel(channel, TokenInterceptor(credentials.token))
+
+
+def aio_channel_of(
+    address: str, given: ClientCredentials | None, options: Options
+) -> grpc.aio.Channel:
+    """The same for asyncio.
+
+    Raises:
+        InvalidInputError: the address is none.
+    """
+    credentials = given or ClientCredentials()
+    before = aio_interceptors(credentials.token) if credentials.token else []
+    if _uses_tls(address, credentials):
+        tls = _tls(credentials)
+        return grpc.aio.secure_channel(address, tls, options=options, interceptors=before)
+    return grpc.aio.insecure_channel(address, options=options, interceptors=before)
+
+
+def _uses_tls(address: str, credentials: ClientCredentials) -> bool:
+    """TLS wherever others could listen in, and where it is asked for."""
+    if is_unix(address):
+        return False
+    if not is_tcp(address):
+        raise ConnectionOptionsError(
+            f"{address[:100]!r} is no address", "write unix:/path or host:port"
+        )
+    return credentials.names_tls or not is_loopback(address)
+
+
+def _tls(credentials: ClientCredentials) -> grpc.ChannelCredentials:
+    made: grpc.ChannelCredentials = grpc.ssl_channel_credentials(
+        credentials.authorities, credentials.key, credentials.certificate
+    )
+    return made
+
+
+def _read(path: Path | None, option: str) -> bytes | None:
+    if path is None:
+        return None
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConnectionOptionsError(
+            f"cannot read {path} ({error.strerror})", f"name another file with {option}"
+        ) from error

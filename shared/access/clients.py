@@ -1,0 +1,113 @@
+"""Which client a token or a certificate belongs to. Pure.
+
+Tokens are random (shared/access/tokens.py), so that their plain SHA-256 tells nothing about them;
+only that is ever kept. Every refusal reads the same: it does not say what was wrong.
+"""
+
+import hmac
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
+
+from shared.access.identity import Identity
+from shared.access.settings import ClientSettings
+from shared.errors import UnauthenticatedError
+
+MAX_TOKEN_BYTES = 256  # anything longer is none of ours, and is not hashed
+
+
+class Clients:
+    """The clients of one set of settings.
+
+    Args:
+        settings: by name.
+    """
+
+    def __init__(self, settings: Mapping[str, ClientSettings]) -> None:
+        self._by_digest = [
+            (bytes.fromhex(digest), _identity(name, "token", client))
+            for name, client in settings.items()
+            for digest in client.token_sha256
+        ]
+        self._by_name = {
+            certificate_name: _identity(name, "certificate", client)
+            for name, client in settings.items()
+            for certificate_name in client.certificate_names
+        }
+
+    def __bool__(self) -> bool:
+        return bool(self._by_digest or self._by_name)
+
+    def by_token(self, token: str) -> Identity:
+        """The client with this token, in a time that does not depend on which it is.
+
+        Raises:
+            UnauthenticatedError: nobody has it.
+        """
+        given = token.encode("utf-8", "surrogateescape")
+        digest = sha256(given[:MAX_TOKEN_BYTES]).digest()
+        found = [who for known, who in self._by_digest if hmac.compare_digest(known, digest)]
+        if not found or len(given) > MAX_TOKEN_BYTES:
+            raise unauthenticated()
+        return found[0]
+
+    def by_certificate(self, names: Iterable[str]) -> Identity:
+        """The client that a checked certificate of these names belongs to.
+
+        Raises:
+            UnauthenticatedError: nobody's.
+        """
+        for name in names:
+            if name in self._by_name:
+                return self._by_name[name]
+        raise unauthenticated()
+
+
+class ClientBook:
+    """The clients in force, which a reload replaces as a whole."""
+
+    def __init__(self, clients: Clients) -> None:
+        self.current = clients
+
+    def use(self, clients: Clients) -> None:
+        """Go by others from now on."""
+        self.current = clients
+
+
+def authenticate(
+    clients: Clients, authorization: str, names: Sequence[str], own: Identity | None
+) -> Identity:
+    """Find out who calls: by token before certificate before the Unix socket's own identity.
+
+    Args:
+        clients: in force.
+        authorization: the header or metadata of that name, "" if there is none.
+        names: of the client's certificate, checked; empty without one.
+        own: of whoever may open the Unix socket; None for TCP.
+
+    Raises:
+        UnauthenticatedError: by nothing of that; or a token was given that is nobody's.
+    """
+    if own is not None and not clients:
+        return own  # nobody has a token: what some libraries always send is none
+    if authorization:
+        scheme, _, token = authorization.partition(" ")
+        if scheme.lower() != "bearer":
+            raise unauthenticated()
+        return clients.by_token(token.strip())
+    if names:
+        return clients.by_certificate(names)
+    if own is None:
+        raise unauthenticated()
+    return own
+
+
+def unauthenticated() -> UnauthenticatedError:
+    """The one refusal."""
+    return UnauthenticatedError(
+        "nobody knows who calls",
+        "send a known token (authorization: Bearer TOKEN) or show a known certificate",
+    )
+
+
+def _identity(name: str, via: str, client: ClientSettings) -> Identity:
+    return Identity(name, via, client.tenants, frozenset(client.roles), client.max_streams)

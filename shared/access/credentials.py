@@ -1,0 +1,153 @@
+"""TLS of our servers, gRPC's and aiohttp's, from the same files.
+
+A renewed certificate, key or list of authorities counts from the next connection on, without a
+restart or a reload. Files that do not fit together (a renewal under way) are noted in the log, and
+what was in use stays in use.
+"""
+
+import os
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+
+from shared.access.settings import TlsSettings
+from shared.errors import ConfigError
+from shared.log import get_logger
+
+CREDENTIALS = "CREDENTIALS_DIRECTORY"  # systemd's variable, of LoadCredential=
+
+T = TypeVar("T")
+
+log = get_logger(__name__)
+
+
+class TlsFilesError(ConfigError):
+    """Certificate, key or authorities cannot be used."""
+
+    reason = "tls_files"
+
+
+class TlsFiles:
+    """The files of [tls], as they were when last looked at."""
+
+    def __init__(self, tls: TlsSettings) -> None:
+        assert tls.certificate is not None, "is_on"  # noqa: S101
+        assert tls.key is not None, "is_on"  # noqa: S101
+        self._certificate = file_of(tls.certificate)
+        self._key = file_of(tls.key)
+        self._client_ca = None if tls.client_ca is None else file_of(tls.client_ca)
+        self._stamps: tuple[tuple[int, int, int], ...] = ()
+
+    def context(self) -> ssl.SSLContext:
+        """What they make, and proof that they fit together.
+
+        Raises:
+            TlsFilesError: they do not.
+        """
+        self._stamps = self._look()
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        named = f"tls.certificate {self._certificate} with tls.key {self._key}"
+        try:
+            context.load_cert_chain(self._certificate, self._key, password=_no_password)
+            if self._client_ca is not None:
+                named = f"tls.client_ca {self._client_ca}"
+                context.load_verify_locations(self._client_ca)
+                context.verify_mode = ssl.CERT_REQUIRED
+        except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+            why = error.strerror if isinstance(error, OSError) else None
+            raise TlsFilesError(
+                f"{named} cannot be used ({why or error})",
+                "name PEM files that belong together and that this user may read",
+            ) from error
+        return context
+
+    def grpc_configuration(self) -> grpc.ServerCertificateConfiguration:
+        """The same for gRPC.
+
+        Raises:
+            TlsFilesError: they cannot be used.
+        """
+        self.context()
+        try:
+            authorities = None if self._client_ca is None else self._client_ca.read_bytes()
+            pair = (self._key.read_bytes(), self._certificate.read_bytes())
+        except OSError as error:  # gone since
+            raise TlsFilesError("the files of [tls] have gone", "put them back") from error
+        return grpc.ssl_server_certificate_configuration([pair], authorities)
+
+    def if_changed(self, read: Callable[[], T]) -> T | None:
+        """What `read` makes of other files than last time; None: go on with what there is."""
+        if self._look() == self._stamps:
+            return None
+        try:
+            renewed = read()
+        except TlsFilesError as error:
+            log.warning("tls_files_not_renewed", error=str(error))
+            return None
+        log.info("tls_files_renewed")
+        return renewed
+
+    def _look(self) -> tuple[tuple[int, int, int], ...]:
+        paths = (self._certificate, self._key, self._client_ca)
+        return tuple(_stamp(path) for path in paths if path is not None)
+
+
+def server_credentials(tls: TlsSettings) -> grpc.ServerCredentials:
+    """Credentials of a gRPC server's port.
+
+    Raises:
+        TlsFilesError: the files cannot be used.
+    """
+    files = TlsFiles(tls)
+
+    def renewed() -> Any:
+        """Called for each connection, on a thread of gRPC's; None: as before."""
+        return files.if_changed(files.grpc_configuration)
+
+    return grpc.dynamic_ssl_server_credentials(
+        files.grpc_configuration(),
+        renewed,
+        require_client_authentication=tls.client_ca is not None,
+    )
+
+
+def ssl_context(tls: TlsSettings) -> ssl.SSLContext:
+    """The context of an HTTP server's port.
+
+    Raises:
+        TlsFilesError: the files cannot be used.
+    """
+    files = TlsFiles(tls)
+    first = current = files.context()
+
+    def renew(connection: Any, _name: str | None, _context: ssl.SSLContext) -> None:
+        """Called for each connection, before a certificate is chosen."""
+        nonlocal current
+        current = files.if_changed(files.context) or current
+        if current is not first:
+            connection.context = current
+
+    first.sni_callback = renew
+    return first
+
+
+def file_of(path: Path) -> Path:
+    """A bare name is that of a credential that systemd has loaded."""
+    directory = os.environ.get(CREDENTIALS)
+    return path if len(path.parts) > 1 or directory is None else Path(directory) / path
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    try:
+        status = path.stat()
+    except OSError:
+        return (0, 0, 0)
+    return (status.st_ino, status.st_mtime_ns, status.st_size)
+
+
+def _no_password() -> str:
+    """Asking on a terminal for the key's password would hang the start."""
+    raise ValueError("the key has a password")

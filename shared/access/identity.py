@@ -1,0 +1,95 @@
+"""An identity: who a caller is, and what that allows. Pure.
+
+It comes from a Unix socket (whoever may open it), a token or a certificate, never from what a
+request says of itself: a request names a tenant, and the identity says whether it may.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from shared.errors import DeniedError
+from shared.session_key import DEFAULT_TENANT
+
+ANY = "*"  # among an identity's tenants: all there are
+_INCLUDED = {"reader": "operator"}  # role -> the one that includes it
+
+
+class TenantDeniedError(DeniedError):
+    """The caller named a tenant that is not its own."""
+
+    reason = "tenant_denied"
+
+
+class RoleDeniedError(DeniedError):
+    """The caller is known, and may not do this."""
+
+    reason = "role_denied"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """One caller, as far as it matters.
+
+    Attributes:
+        name: of the client or of the socket, for logs, metrics and limits.
+        via: "unix", "token" or "certificate".
+        tenants: those it may name, the first is meant when it names none; ANY among them: all.
+        roles: "engine", "client", "reader", "operator".
+        max_streams: held at once; None: what the limits say.
+    """
+
+    name: str
+    via: str
+    tenants: tuple[str, ...]
+    roles: frozenset[str]
+    max_streams: int | None = None
+
+    @property
+    def allowed_tenants(self) -> frozenset[str] | None:
+        """The tenants it may name; None: all."""
+        return None if ANY in self.tenants else frozenset(self.tenants)
+
+    def tenant(self, requested: str) -> str:
+        """The tenant that a request is about.
+
+        Raises:
+            TenantDeniedError: it is none of the caller's; whether it exists is not told.
+        """
+        if requested and (ANY in self.tenants or requested in self.tenants):
+            return requested
+        own = next((tenant for tenant in self.tenants if tenant != ANY), DEFAULT_TENANT)
+        if not requested and self.tenants:
+            return own
+        raise TenantDeniedError(
+            f"{self.name} may not use tenant {requested[:40]!r}",
+            f"name one of its own, such as {own}" if self.tenants else "give it tenants",
+        )
+
+    def check_role(self, role: str) -> None:
+        """Refuse what the role is needed for.
+
+        Raises:
+            RoleDeniedError: the caller does not have it.
+        """
+        if role not in self.roles and _INCLUDED.get(role) not in self.roles:
+            raise RoleDeniedError(
+                f"{self.name} does not have the role {role}",
+                f"ask for it, or come by a socket or as a client that is {role}",
+            )
+
+    def check_all_tenants(self, what: str) -> None:
+        """Refuse what concerns every tenant to who may see only some.
+
+        Raises:
+            TenantDeniedError: the caller may not name all.
+        """
+        if ANY not in self.tenants:
+            raise TenantDeniedError(
+                f"{self.name} may not use {what}, which concerns all tenants",
+                'name a session, or come as a client with tenants = ["*"]',
+            )
+
+
+def socket_identity(name: str, tenants: Iterable[str], roles: Collection[str]) -> Identity:
+    """Whoever may open a Unix socket."""
+    return Identity(name, "unix", tuple(tenants), frozenset(roles))

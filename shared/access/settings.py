@@ -1,0 +1,86 @@
+"""Sections of the settings that say who may come in: [tls] and [clients.NAME]. Pure."""
+
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
+
+from shared.access.identity import ANY
+from shared.session_key import InvalidNameError, session_key
+from shared.setting_types import HIDDEN, PathOrNone, Section, TextList
+
+_DIGEST = re.compile(r"[0-9a-f]{64}\Z")
+
+
+def _digests(digests: tuple[str, ...]) -> tuple[str, ...]:
+    if not all(_DIGEST.match(digest) for digest in digests):
+        raise ValueError("give the SHA-256 of a token, 64 hex digits (see: kvd token)")
+    return digests
+
+
+def _tenants(names: tuple[str, ...]) -> tuple[str, ...]:
+    if not names:
+        raise ValueError('name the tenants it may use, the first is its own; "*" for all')
+    for name in names:
+        try:
+            session_key("default" if name == ANY else name, "", "any")
+        except InvalidNameError as error:
+            raise ValueError(str(error)) from error
+    return names
+
+
+ClientName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+TokenDigests = Annotated[TextList, AfterValidator(_digests), HIDDEN]
+Tenants = Annotated[TextList, AfterValidator(_tenants)]
+
+
+class TlsSettings(Section):
+    """TLS of every TCP port; a renewed file is read at the next connection.
+
+    Attributes:
+        certificate: the server's, with its chain, PEM.
+        key: of the certificate, PEM.
+        client_ca: clients must show a certificate that one of these has signed, PEM; None: they
+            show none, and come with a token.
+    """
+
+    certificate: PathOrNone = None
+    key: PathOrNone = None
+    client_ca: PathOrNone = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> "TlsSettings":
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("tls.certificate and tls.key go together: give both, or none")
+        if self.client_ca is not None and self.certificate is None:
+            raise ValueError("tls.client_ca needs tls.certificate and tls.key")
+        return self
+
+    @property
+    def is_on(self) -> bool:
+        """Whether TCP ports speak TLS."""
+        return self.certificate is not None
+
+
+class ClientSettings(Section):
+    """One client; the processes say which roles there are.
+
+    Attributes:
+        token_sha256: of each token it may come with; two while one is being replaced.
+        certificate_names: common names or alternative names of its certificates.
+        tenants: those it may name, the first if it names none; "*": all.
+        roles: what it may do.
+        max_streams: held at once; None: as in [limits].
+    """
+
+    token_sha256: TokenDigests = ()
+    certificate_names: TextList = ()
+    tenants: Tenants
+    roles: tuple[str, ...] = ()
+    max_streams: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _reachable(self) -> "ClientSettings":
+        if not self.token_sha256 and not self.certificate_names:
+            raise ValueError("give it a token_sha256 (see: kvd token) or certificate_names")
+        return self
