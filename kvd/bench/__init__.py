@@ -18,6 +18,8 @@ What the figures mean:
              to files of the same size on the same file system, with the same cadence of
              fdatasync, with memory of the arena's kind; no kvd, no checksums, no index.
              write_huge, read_huge: against that floor with private huge pages.
+    encryption  the same of a kvd with a key (docs/encryption.md); floor: of a kvd without, on the
+             same disk at the same time.
     control  p50 and p99 of single calls. Level "rpc": client, socket, kvd and back. Level "core":
              the pure engine in this process, its I/O done in memory. Growth: how many times longer
              the median call takes with the largest number of sessions than with the middle one.

@@ -19,7 +19,8 @@ class Comparison:
     Attributes:
         operation: "store" or "load" (arena), and the copies in them by themselves, "store_copy" and
             "load_copy"; "write" or "read" (SSD) against I/O with memory of the arena's kind, and
-            "write_huge", "read_huge" against I/O with private huge pages.
+            "write_huge", "read_huge" against I/O with private huge pages. Under `encryption` the
+            floor is a kvd that does not encrypt.
         slice_bytes: of one layer of one block: what is copied at once in the arena.
         io_bytes: of one system call of the floor; 0 where there is none.
         pass_bytes: moved in one half of a pair.
@@ -152,6 +153,7 @@ class Report:
     machine: Machine
     arena: tuple[Comparison, ...] | None = None
     ssd: tuple[Comparison, ...] | None = None
+    encryption: tuple[Comparison, ...] | None = None
     latencies: tuple[Latency, ...] | None = None
     growths: tuple[Growth, ...] | None = None
     queue: QueueCosts | None = None

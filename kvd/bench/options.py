@@ -8,8 +8,8 @@ from typing import Literal
 from shared.kv_layout import Component, KVLayout, Layer
 
 MIB = 1 << 20
-Part = Literal["arena", "ssd", "control", "queue", "restart"]
-PARTS: tuple[Part, ...] = ("arena", "ssd", "control", "queue", "restart")
+Part = Literal["arena", "ssd", "encryption", "control", "queue", "restart"]
+PARTS: tuple[Part, ...] = ("arena", "ssd", "encryption", "control", "queue", "restart")
 
 MODEL = "be" * 16  # the fingerprint of no model
 BLOCKS_PER_SESSION = 8  # of the sessions that fill an index

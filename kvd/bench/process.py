@@ -24,6 +24,7 @@ class KvdSizes:
     io_threads: int
     prefault: bool = True
     admission: str = "write_through"
+    key_file: Path | None = None
 
     def toml(self) -> str:
         """Settings: nothing expires, nothing outlives the process but what is on SSD."""
@@ -38,6 +39,8 @@ segment_bytes = {self.segment_bytes}
 io_threads = {self.io_threads}
 reserve_bytes = 0
 admission = "{self.admission}"
+[encryption]
+key_file = "{self.key_file or ""}"
 [sessions]
 default_ttl = "never"
 max_sessions = 1000000

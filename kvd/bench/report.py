@@ -33,6 +33,8 @@ def tables(report: Report) -> Iterator[Table]:
         yield _comparisons("arena: through leases, against memcpy", report.arena)
     if report.ssd is not None:
         yield _comparisons("ssd: through kvd, against direct I/O", report.ssd)
+    if report.encryption is not None:
+        yield _comparisons("encryption: kvd with a key, against kvd without", report.encryption)
     if report.latencies is not None:
         yield _latency_table(report)
     if report.growths is not None:

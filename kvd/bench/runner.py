@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import uvloop
 
-from kvd.bench import arena, control, filled_index, lookups, queues, ssd
+from kvd.bench import arena, control, encryption, filled_index, lookups, queues, ssd
 from kvd.bench.figures import Report
 from kvd.bench.machine import machine_facts
 from kvd.bench.options import BenchOptions, fitted
@@ -43,6 +43,8 @@ def needed_disk_bytes(options: BenchOptions) -> int:
     needed = 64 << 20
     if "ssd" in options.parts:
         needed += ssd.needed_bytes(options)
+    if "encryption" in options.parts:
+        needed += encryption.needed_bytes(options)
     if "control" in options.parts or "restart" in options.parts:
         needed += filled_index.needed_bytes(max(options.scale.session_counts))
     return needed
@@ -55,6 +57,8 @@ def needed_memory_bytes(options: BenchOptions) -> int:
         needed = max(needed, 4 * options.scale.arena_bytes)
     if "ssd" in options.parts:
         needed = max(needed, 4 * options.scale.ssd_max_bytes)
+    if "encryption" in options.parts:
+        needed = max(needed, 5 * options.scale.ssd_max_bytes)
     if "control" in options.parts:  # engines and kvds of all sizes at once
         needed = max(needed, 8192 * sum(options.scale.session_counts))
     return needed
@@ -86,6 +90,8 @@ async def _measure(options: BenchOptions, work: Workspace) -> Report:
         report = replace(report, arena=await arena.measure_arena(options, work))
     if "ssd" in options.parts:
         report = replace(report, ssd=await ssd.measure_ssd(options, work))
+    if "encryption" in options.parts:
+        report = replace(report, encryption=await encryption.measure_encryption(options, work))
     if "restart" in options.parts:  # before control, which adds sessions to the indexes
         report = replace(report, restart=await measure_restart(options, work, indexes))
     if "control" in options.parts:

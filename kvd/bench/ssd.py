@@ -55,14 +55,9 @@ async def _measure_layout(
 ) -> list[Comparison]:
     name = f"ssd-{layout.slice_bytes(0)}"
     floor_dir = work.state / f"{name}-floor"
-    num_blocks = await asyncio.to_thread(_blocks_per_pass, options, layout, floor_dir)
+    num_blocks = await asyncio.to_thread(blocks_per_pass, options, layout, floor_dir)
     shape = ExtentShape(layout)
-    sizes = KvdSizes(
-        dram_bytes=(num_blocks + SPARE_BLOCKS) * layout.block_bytes,
-        ssd_bytes=SESSIONS_KEPT * num_blocks * shape.full_bytes + 2 * SEGMENT_BYTES,
-        segment_bytes=SEGMENT_BYTES,
-        io_threads=options.io_threads,
-    )
+    sizes = sizes_of(options, layout, num_blocks)
     memory = Buffer(num_blocks, layout.block_bytes, "shared")
     huge = Buffer(num_blocks, layout.block_bytes, "huge")
     floor = _floor_of(floor_dir, layout, num_blocks, options.io_threads)
@@ -73,7 +68,7 @@ async def _measure_layout(
             running_kvd(work, name, sizes) as kvd,
             attached_client(kvd, layout) as client,
         ):
-            disk = _KvdDisk(kvd, client, copier, memory, layout, num_blocks)
+            disk = KvdDisk(kvd, client, copier, memory, layout, num_blocks)
             turns = _Turns(disk, floor, memory, huge, num_blocks * shape.full_bytes)
             await turns.take(options.scale.ssd_pairs)
     finally:
@@ -95,7 +90,7 @@ class _Turns:
     """The interleaved measurements of one layout: kvd, the floor, and the floor in huge pages."""
 
     def __init__(
-        self, disk: "_KvdDisk", floor: DirectFloor, memory: Buffer, huge: Buffer, num_bytes: int
+        self, disk: "KvdDisk", floor: DirectFloor, memory: Buffer, huge: Buffer, num_bytes: int
     ) -> None:
         self.pairs: dict[str, list[Pair]] = {}
         self._disk = disk
@@ -138,7 +133,7 @@ class _Turns:
         return await asyncio.to_thread(_timed, move, memory, self._num_bytes)
 
 
-class _KvdDisk:
+class KvdDisk:
     """Sessions of one pass each, through kvd."""
 
     def __init__(
@@ -205,7 +200,17 @@ class _KvdDisk:
         return Sample(num_read * self._extent_bytes, seconds)
 
 
-def _blocks_per_pass(options: BenchOptions, layout: KVLayout, directory: Path) -> int:
+def sizes_of(options: BenchOptions, layout: KVLayout, num_blocks: int) -> KvdSizes:
+    """A kvd whose arena holds one session of a pass, and its SSD all of them."""
+    return KvdSizes(
+        dram_bytes=(num_blocks + SPARE_BLOCKS) * layout.block_bytes,
+        ssd_bytes=SESSIONS_KEPT * num_blocks * ExtentShape(layout).full_bytes + 2 * SEGMENT_BYTES,
+        segment_bytes=SEGMENT_BYTES,
+        io_threads=options.io_threads,
+    )
+
+
+def blocks_per_pass(options: BenchOptions, layout: KVLayout, directory: Path) -> int:
     """As many as the disk moves in the time of a pass, by the floor's second writing."""
     shape = ExtentShape(layout)
     probe_blocks = max(MIN_BLOCKS, PROBE_BYTES // layout.block_bytes)

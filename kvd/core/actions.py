@@ -1,7 +1,7 @@
 """What the cache engine asks of the world: frozen values, handed out by `CacheEngine.drain`.
 
 Pure. The performer carries them out and reports back through `read_done`, `verify_done`,
-`hash_done`, `write_done`, `drop_done`, `compact_done` and `rows_committed`.
+`hash_done`, `write_done`, `drop_done`, `compact_done`, `wipe_done` and `rows_committed`.
 
 Invariants the performer keeps:
 1. index actions (PutBlock, PutSession, DropSession, DropBlock, CommitRows) reach the index in the
@@ -109,6 +109,7 @@ class WriteBlock:
     num_tokens: int
     token_ids: bytes
     checksums: bytes
+    tenant: str  # whose block it is, and whose key seals it
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +146,14 @@ class CompactRows:
     op_id: int
     sources: tuple[SourceSlot, ...]
     blocks: tuple[DenseBlock, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WipeSlots:
+    """Zero slots that nobody uses, and their journal records; then `wipe_done`."""
+
+    op_id: int
+    slot_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +259,7 @@ Action = (
     | VerifyExtent
     | WriteBlock
     | CompactRows
+    | WipeSlots
     | PutSlot
     | ClearSlot
     | TrackLoad

@@ -45,6 +45,10 @@ class Chaining:
         """Key of a block of these tokens at an offset, behind a span with this chain."""
         return block_key(self._salt, self.parent(chain, offset), tokens)
 
+    def digest(self, tokens: bytes) -> bytes:
+        """What a span that is not plain says of its tokens."""
+        return tokens_digest(self._salt, tokens)
+
     def end_of_block(self, offset: int) -> int:
         """Where a full block that begins at an offset ends: never across the first discard."""
         end, clean_tokens = offset + self._step, self.lineage.clean_tokens
@@ -61,7 +65,7 @@ class Chaining:
         """Whether a span holds these very tokens, computed as the lineage says if it is named."""
         if is_plain(span):
             return self.follows(span, chain, offset, tokens)
-        if tokens_digest(tokens) != span.tokens_digest:
+        if self.digest(tokens) != span.tokens_digest:
             return False
         if not self.is_named or self.follows(span, chain, offset, tokens):
             return True

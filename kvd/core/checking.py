@@ -30,6 +30,7 @@ def check(state: CacheState) -> None:
     _check_operations(state)
     _check_looking_ahead(state)
     state.turns.check()
+    state.history.check()
 
 
 def _check_slots(state: CacheState) -> None:
@@ -50,6 +51,9 @@ def _check_slots(state: CacheState) -> None:
     for target in _copied_to(state):
         assert target.slot_id not in owners, f"slot {target.slot_id} has two owners"
         owners[target.slot_id] = SlotState.WRITING  # a next kvd finds it free
+    for slot_id in (slot_id for slot_ids in state.wipes.values() for slot_id in slot_ids):
+        assert slot_id not in owners, f"slot {slot_id} has two owners"
+        owners[slot_id] = SlotState.WRITING
     for slot_id in range(len(state.slots)):
         expected = owners.get(slot_id, SlotState.FREE)
         assert state.slots.state(slot_id) is expected, f"slot {slot_id} should be {expected}"

@@ -36,6 +36,7 @@ from kvd.core.compaction_plan import is_pending, is_wasteful, plan_compaction
 from kvd.core.placement import Placement
 from kvd.core.records import Tier
 from kvd.core.session import Session
+from kvd.core.session_history import MoveKind
 from kvd.core.state import CacheState
 from kvd.core.ttl import TtlClock
 from kvd.core.verifying import Verifier
@@ -326,6 +327,8 @@ class Compactor:
             "num_spans": session.num_spans,
         }
         outbox.emit(SESSION_COMPACTED, run.key, fields)
+        num_blocks = len(run.made)
+        self._state.note(run.key, MoveKind.COMPACTED, num_blocks=num_blocks, num_tokens=num_tokens)
 
     # ---------------------------------------------------------------------------------- giving up
 

@@ -19,7 +19,7 @@ from kvd.core.packing import is_plain
 from kvd.core.records import Span
 from kvd.core.session import Session
 from kvd.core.state import CacheState
-from shared.block_key import TOKEN_BYTES, dense_key, tokens_digest
+from shared.block_key import TOKEN_BYTES, dense_key
 
 MANY_SPANS = 4  # of a block, on average: a load names each of them
 
@@ -124,7 +124,7 @@ class _Planning:
         chain, num_rows = group[-1].chain, sum(span.num_tokens for span in group)
         tokens = b"".join(map(self._tokens, group))
         key = dense_key(self._salt, chain, num_rows)
-        span = Span(key, 0, num_rows, tokens_digest(tokens), chain)
+        span = Span(key, 0, num_rows, self._chaining.digest(tokens), chain)
         return Dense(span, tuple(group), tokens)
 
     def _tokens(self, span: Span) -> bytes:

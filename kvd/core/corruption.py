@@ -3,6 +3,7 @@
 from kvd.core.actions import BLOCK_CORRUPT
 from kvd.core.block import Block
 from kvd.core.records import Tier
+from kvd.core.session_history import MoveKind
 from kvd.core.state import CacheState
 
 CORRUPT = "corrupt"
@@ -14,3 +15,4 @@ def report_corrupt(state: CacheState, block: Block, tier: Tier) -> None:
     state.outbox.count(f"blocks_corrupt_{tier.value}")
     fields = {"block": block.key.hex(), "tier": tier.value, "num_sessions": len(block.users)}
     state.outbox.emit(BLOCK_CORRUPT, block.last_user, fields)
+    state.note_block(block, MoveKind.CORRUPT, tier.value)

@@ -28,8 +28,8 @@ from kvd.core.leases import StoreLease
 from kvd.core.matching import Match, Piece, match_session, num_tokens_of, slice_tokens
 from kvd.core.records import Span
 from kvd.core.session import Session
+from kvd.core.session_history import MoveKind
 from kvd.core.state import CacheState
-from shared.block_key import tokens_digest
 from shared.lineage import WHOLE, Lineage
 from shared.session_key import SessionKey
 
@@ -125,6 +125,7 @@ def _replace(state: CacheState, session: Session, spans: list[Span]) -> None:
     state.outbox.count("discarded_tokens", num_dropped)
     fields = {"num_dropped": num_dropped, "num_tokens": num_tokens, "num_spans": len(spans)}
     state.outbox.emit(SESSION_DISCARDED, session.key, fields)
+    state.note(session.key, MoveKind.DISCARDED, num_tokens=num_dropped)
 
 
 def _known(
@@ -216,7 +217,7 @@ class _Remains:
             block_key=piece.span.block_key,
             start=piece.span.start + start - piece.token_offset,
             num_tokens=end - start,
-            tokens_digest=tokens_digest(tokens),
+            tokens_digest=self._after.digest(tokens),
             chain=self._chain_of(piece, tokens),
         )
 

@@ -19,15 +19,27 @@ Calls that name an owner are made only between its attach and `owner_gone`.
 
 from collections.abc import Callable, Iterator, Sequence
 
-from kvd.core import adopting, checking, discarding, inspection, restoring, retention
+from kvd.core import (
+    adopting,
+    checking,
+    discarding,
+    exporting,
+    inspection,
+    restoring,
+    retention,
+    session_filter,
+)
 from kvd.core.actions import Action, IoOutcome
 from kvd.core.compacting import Compactor
+from kvd.core.erasing import Eraser
 from kvd.core.eviction.lru import LruPolicy
 from kvd.core.eviction.registry import PolicyMaker
+from kvd.core.exporting import Export
 from kvd.core.hashing import Hasher
 from kvd.core.leases import RestoredLease, StoreLease
-from kvd.core.loading import Loader
+from kvd.core.loading import BUSY, Loader
 from kvd.core.matching import num_tokens_of
+from kvd.core.measures import Measures
 from kvd.core.outbox import COUNTERS
 from kvd.core.peers import Peers
 from kvd.core.placement import Placement
@@ -37,22 +49,27 @@ from kvd.core.reading import Reader
 from kvd.core.records import (
     AdoptedSlot,
     EngineStats,
+    ExportedRows,
     FlushAnswer,
     IndexRows,
     LeaseInfo,
     LeaseState,
     LoadAnswer,
+    Lookup,
     OrphanSlot,
     Pin,
+    QueueStats,
     ScrubStep,
     SessionDetail,
     SessionInfo,
-    SessionPage,
     StoreAnswer,
     StoredBlock,
     TenantUsage,
 )
+from kvd.core.relimiting import Relimiter
 from kvd.core.scrubbing import Scrubber
+from kvd.core.session_filter import SessionFilter, SessionOrder
+from kvd.core.session_history import Move
 from kvd.core.state import CacheState, Limits
 from kvd.core.storing import Storer
 from kvd.core.turn_log import RecordedTurn
@@ -61,6 +78,7 @@ from kvd.core.writing import Writer
 from shared.kv_layout import KVLayout
 from shared.lineage import Lineage
 from shared.session_key import SessionKey
+from shared.units import NS_PER_S
 
 __all__ = ["COUNTERS", "CacheEngine", "Limits"]
 
@@ -92,8 +110,10 @@ class CacheEngine:
         self._prefetcher = Prefetcher(self._state, placement, self._writer, self._reader)
         self._storer = Storer(self._state, placement, self._writer, self._hasher)
         self._compactor = Compactor(self._state, placement, self._writer, self._verifier)
+        self._relimiter = Relimiter(self._state, placement, self._writer)
         self._peers = Peers(self._state, self._loader, self._storer)
         self._scrubber = Scrubber(self._state, self._loader, self._writer)
+        self._eraser = Eraser(self._state, self._loader, self._storer)
 
     @property
     def layout(self) -> KVLayout:
@@ -157,6 +177,15 @@ class CacheEngine:
         self._state.advance(now_ns)
         self._writer.set_capacity(num_extents)
 
+    def set_limits(self, limits: Limits, now_ns: int) -> None:
+        """Hold other limits from now on; `num_slots` and `num_extents` are not looked at.
+
+        What they ask of sessions that are stored already comes in time, by `expire`.
+        """
+        self._state.advance(now_ns)
+        self._relimiter.change(limits)
+        self._prefetcher.look_again()
+
     def write_dirty(self, now_ns: int) -> None:
         """Write every dirty block now or as soon as it can be, whatever the policy; O(blocks).
 
@@ -177,6 +206,7 @@ class CacheEngine:
     def expire(self, now_ns: int) -> None:
         """Do what is due, a bounded amount: expiries, write-backs, what is to be tried again."""
         self._state.advance(now_ns)
+        self._relimiter.go_on()
         retention.expire(self._state)
         self._writer.write_back()
         self._verifier.issue()
@@ -186,6 +216,7 @@ class CacheEngine:
     def next_deadline_ns(self) -> int | None:
         """When to call `expire`; may be in the past (at once). None: not before another call."""
         deadlines = (
+            self._relimiter.next_deadline_ns(),
             self._state.ttl.next_deadline_ns(),
             self._writer.next_deadline_ns(),
             self._verifier.retry_at_ns(),
@@ -223,12 +254,19 @@ class CacheEngine:
         Raises:
             InvalidRequestError: token ids or position that cannot be.
             TooManyLeasesError: at the bound.
+            ErasingError: the tenant is being erased.
         """
+        self._eraser.refuse(key.tenant)
         state = self._state
         state.advance(now_ns)
         is_running = state.placement.queue.is_running(key)
         state.turns.asked(key, num_tokens_of(token_ids), now_ns, is_running=is_running)
-        return self._loader.prepare(key, token_ids, from_token, owner, lineage, dram_only=dram_only)
+        answer = self._loader.prepare(
+            key, token_ids, from_token, owner, lineage, dram_only=dram_only
+        )
+        state.measures.asked(key, state.now_ns)
+        self._count_miss(answer)
+        return answer
 
     def lease_state(self, lease_id: int) -> LeaseState:
         """Say whether a load lease may be settled."""
@@ -243,7 +281,9 @@ class CacheEngine:
         Raises:
             LeaseLostError: if the owner is gone.
         """
-        return self._loader.settle(lease_id)
+        answer = self._loader.settle(lease_id)
+        self._count_miss(answer)
+        return answer
 
     def complete_load(self, lease_id: int, owner: int, now_ns: int) -> None:
         """End a load lease, settled or not.
@@ -254,7 +294,11 @@ class CacheEngine:
         """
         self._state.advance(now_ns)
         self._counting_losses(lease_id, owner)
+        lease = self._state.leases.get(lease_id)
         key = self._loader.complete(lease_id, owner)
+        if lease is not None:
+            took_s = (self._state.now_ns - lease.since_ns) / NS_PER_S
+            self._state.measures.load_s.observe(took_s)
         self._compactor.consider(key)
 
     # --------------------------------------------------------------------------------------- store
@@ -278,7 +322,9 @@ class CacheEngine:
         Raises:
             InvalidRequestError: token ids or position that cannot be.
             TooManyLeasesError: at the bound.
+            ErasingError: the tenant is being erased.
         """
+        self._eraser.refuse(key.tenant)
         self._state.advance(now_ns)
         self._state.turns.stored(key, num_tokens_of(token_ids), now_ns)
         return self._storer.prepare(key, token_ids, from_token, owner, lineage)
@@ -297,6 +343,8 @@ class CacheEngine:
         lease = self._state.leases.get(lease_id)
         num_tokens = self._storer.complete(lease_id, owner, success=success)
         if isinstance(lease, StoreLease):
+            took_s = (self._state.now_ns - lease.since_ns) / NS_PER_S
+            self._state.measures.store_s.observe(took_s)
             self._compactor.consider(lease.key)
         return num_tokens
 
@@ -322,7 +370,9 @@ class CacheEngine:
 
         Raises:
             InvalidRequestError: ranges that are empty or outside the tokens.
+            ErasingError: the tenant is being erased.
         """
+        self._eraser.refuse(key.tenant)
         self._state.advance(now_ns)
         num_kept = discarding.discard(self._state, key, token_ids, ranges, lineage)
         session = self._state.sessions.get(key)
@@ -357,7 +407,7 @@ class CacheEngine:
     def flush(self, key: SessionKey | None, dry_run: bool, now_ns: int) -> FlushAnswer:
         """Drop one session, or all (None), except leased ones, from every tier.
 
-        All of very many take long: `flush_some` does it bit by bit.
+        All of very many take long: `flush_selected` does it bit by bit.
 
         Raises:
             UnknownSessionError: if the one named is not stored.
@@ -365,13 +415,52 @@ class CacheEngine:
         self._state.advance(now_ns)
         return retention.flush(self._state, key, dry_run=dry_run)
 
-    def flush_some(self, max_sessions: int, now_ns: int) -> FlushAnswer:
-        """Drop up to this many sessions that are not leased; no more are left when it drops none.
+    def flush_selected(
+        self, keys: Sequence[SessionKey], wanted: SessionFilter, dry_run: bool, now_ns: int
+    ) -> FlushAnswer:
+        """Drop those of the sessions that are (still) meant, except leased ones."""
+        self._state.advance(now_ns)
+        return retention.flush_selected(self._state, keys, wanted, dry_run=dry_run)
 
-        `skipped_leased` names those it came across.
+    def forget_history(self, tenant: str | None) -> None:
+        """Forget what happened to a tenant's sessions (None: to all)."""
+        self._state.history.forget(tenant)
+
+    # ------------------------------------------------------------------------------------- erasing
+
+    def erase_begin(self, is_erased: Callable[[str], bool], now_ns: int) -> None:
+        """Shut tenants out until `erase_end`: what they load and store comes to nothing.
+
+        The caller owes `erase_step` until it drops nothing more, and waits for `is_erased`.
         """
         self._state.advance(now_ns)
-        return retention.flush_some(self._state, max_sessions)
+        self._eraser.begin(is_erased)
+
+    def erase_step(self, max_sessions: int, now_ns: int) -> FlushAnswer:
+        """Drop up to this many sessions of the tenants, from every tier, pinned or not."""
+        self._state.advance(now_ns)
+        return self._eraser.step(max_sessions)
+
+    def is_erased(self) -> bool:
+        """Whether nothing of the tenants is stored, or being moved, any more."""
+        return self._eraser.is_gone()
+
+    def wipe(self, now_ns: int) -> None:
+        """Have all slots zeroed that are free now; wait until `is_wiping` says no."""
+        self._state.advance(now_ns)
+        self._eraser.wipe()
+
+    def is_wiping(self) -> bool:
+        """Whether slots are still to be zeroed."""
+        return self._eraser.is_wiping()
+
+    def is_wiped(self) -> bool:
+        """Whether every slot could be zeroed that was to be."""
+        return not self._eraser.has_failed()
+
+    def erase_end(self) -> None:
+        """Let the tenants in again."""
+        self._eraser.end()
 
     # --------------------------------------------------------------------------------------- peers
 
@@ -420,6 +509,57 @@ class CacheEngine:
         return tuple(
             sorted((lease.info() for lease in self._state.leases), key=lambda info: info.lease_id)
         )
+
+    # ------------------------------------------------------------------------------- session files
+
+    def begin_export(self, key: SessionKey, now_ns: int) -> Export:
+        """Begin to export a session: what it is now.
+
+        Raises:
+            UnknownSessionError: it is not stored.
+            ErasingError: the tenant is being erased.
+        """
+        self._eraser.refuse(key.tenant)
+        self._state.advance(now_ns)
+        return exporting.begin(self._state, retention.find_session(self._state, key))
+
+    def prepare_export(self, export: Export, max_spans: int, owner: int, now_ns: int) -> LoadAnswer:
+        """Lease the next spans, as far as slots can be had; the caller owes what a load owes.
+
+        When it is settled `exported` says what the rows are, before `complete_load`. The spans of
+        the answer are at their places in the session.
+
+        Raises:
+            SessionChangedError: it is another session by now.
+            TooManyLeasesError: at the bound.
+            ErasingError: the tenant is being erased.
+        """
+        self._eraser.refuse(export.key.tenant)
+        self._state.advance(now_ns)
+        return self._loader.prepare_export(export, max_spans, owner)
+
+    def exported(self, export: Export, lease_id: int) -> list[ExportedRows]:
+        """Prove the rows of a settled lease, and go on behind them; none: a read did not come.
+
+        Raises:
+            LeaseLostError: the rows turned out corrupt.
+            UnknownLineageError: nobody knows what they were computed after.
+        """
+        return self._loader.exported(export, lease_id)
+
+    def prepare_import(
+        self,
+        key: SessionKey,
+        token_ids: bytes,
+        from_token: int,
+        owner: int,
+        lineage: Lineage,
+        now_ns: int,
+    ) -> StoreAnswer:
+        """Lease slots as `prepare_store` does, for what no turn has computed."""
+        self._eraser.refuse(key.tenant)
+        self._state.advance(now_ns)
+        return self._storer.prepare(key, token_ids, from_token, owner, lineage)
 
     def confirm_leases(
         self, owner: int, lease_ids: Sequence[int]
@@ -492,6 +632,11 @@ class CacheEngine:
         self._state.advance(now_ns)
         self._compactor.copied(op_id, outcome, checksums)
 
+    def wipe_done(self, op_id: int, outcome: IoOutcome, now_ns: int) -> None:
+        """Take the outcome of a WipeSlots."""
+        self._state.advance(now_ns)
+        self._eraser.wipe_done(op_id, outcome)
+
     def rows_committed(self, op_id: int, now_ns: int) -> None:
         """Take the commit of a CommitRows."""
         self._state.advance(now_ns)
@@ -530,15 +675,45 @@ class CacheEngine:
         session = self._state.sessions.get(key)
         return inspection.describe_info(self._state, session) if session else None
 
-    def sessions(self, tenant: str, after: str, limit: int) -> SessionPage:
-        """List a page of sessions, least recently used first; tenant "" lists all.
+    def session_keys(self) -> list[SessionKey]:
+        """Name every session there is: O(sessions), of which `ranked` looks at a few at a time."""
+        return list(self._state.sessions)
 
-        The first page of a listing costs O(sessions), the others O(limit).
+    def ranked(
+        self,
+        keys: Sequence[SessionKey],
+        wanted: SessionFilter,
+        order: SessionOrder,
+        now_ns: int,
+    ) -> list[tuple[int, SessionKey]]:
+        """Give those of the sessions that are meant, each with its rank in the order."""
+        self._state.advance(now_ns)
+        return session_filter.ranked(self._state, keys, wanted, order)
 
-        Raises:
-            InvalidRequestError: `after` is not a page token.
-        """
-        return inspection.list_sessions(self._state, tenant, after, limit)
+    def session_infos(
+        self, keys: Sequence[SessionKey], wanted: SessionFilter, now_ns: int
+    ) -> list[SessionInfo]:
+        """Sum up those of the sessions that are (still) stored and meant, in this order."""
+        self._state.advance(now_ns)
+        found = (self._state.sessions.get(key) for key in keys)
+        return [
+            inspection.describe_info(self._state, session)
+            for session in found
+            if session is not None and session_filter.selects(self._state, wanted, session)
+        ]
+
+    def history(self, key: SessionKey) -> tuple[Move, ...]:
+        """What happened lately to a session, be it stored or not; oldest first."""
+        return self._state.history.of(key)
+
+    @property
+    def measures(self) -> Measures:
+        """How long things take and rest; to be looked at only."""
+        return self._state.measures
+
+    def queue_stats(self) -> QueueStats:
+        """What the queues of all engines say, and the windows; O(1)."""
+        return inspection.queue_stats(self._state)
 
     def describe(self, key: SessionKey) -> SessionDetail:
         """Everything about one session; raises UnknownSessionError."""
@@ -551,6 +726,10 @@ class CacheEngine:
     def stats(self) -> EngineStats:
         """Fill and counters; O(1)."""
         return inspection.stats(self._state)
+
+    def _count_miss(self, answer: LoadAnswer) -> None:
+        if answer.lookup is Lookup.MISS and answer.miss_reason != BUSY:  # which is asked again
+            self._state.measures.misses.add(answer.miss_reason)
 
     def _counting_losses(self, lease_id: int, owner: int) -> None:
         lease = self._state.leases.get(lease_id)

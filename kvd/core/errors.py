@@ -1,6 +1,12 @@
 """Errors of kvd that reach a caller; the tree's upper half is in shared/errors.py. Pure."""
 
-from shared.errors import ConflictError, ExhaustedError, InvalidInputError, NotFoundError
+from shared.errors import (
+    ConflictError,
+    ExhaustedError,
+    InvalidInputError,
+    NotFoundError,
+    StateError,
+)
 
 
 class UnknownSessionError(NotFoundError):
@@ -26,6 +32,24 @@ class InvalidRequestError(InvalidInputError):
     """Token ids, positions, ranges or a page token that cannot be."""
 
     reason = "invalid_request"
+
+
+class SessionChangedError(ConflictError):
+    """A session became another one while it was exported."""
+
+    reason = "session_changed"
+
+
+class UnknownLineageError(StateError):
+    """What a session's KV was computed after is not known, so nobody else could use it."""
+
+    reason = "unknown_lineage"
+
+
+class ErasingError(ConflictError):
+    """The tenant is being erased just now."""
+
+    reason = "erasing"
 
 
 class ScrubError(ConflictError):

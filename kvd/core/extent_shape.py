@@ -6,6 +6,9 @@ A full block's slices are the slot's, padding included, so that they move withou
 partial block only the used rows are kept: each slice has, component after component, the rows that
 hold tokens. It is *packed* into part of an extent beside other partial blocks.
 
+A header has room for what it takes to seal the extent, whether it is sealed or not: one volume may
+hold both, and neither depends on the other's size.
+
 Pure. `kvd/FORMATS.md` has the header's bytes.
 """
 
@@ -14,6 +17,7 @@ from shared.units import SECTOR_BYTES, align_up
 
 HEADER_FIXED_BYTES = 64
 CHECKSUM_BYTES = 8  # per layer
+TAG_BYTES = 16  # per layer, and of the header; of sealed extents
 TOKEN_ID_BYTES = 4
 
 
@@ -24,8 +28,9 @@ class ExtentShape:
         self.layout = layout
         self.header_bytes = align_up(
             HEADER_FIXED_BYTES
-            + CHECKSUM_BYTES * len(layout.layers)
-            + TOKEN_ID_BYTES * layout.block_tokens,
+            + (CHECKSUM_BYTES + TAG_BYTES) * len(layout.layers)
+            + TOKEN_ID_BYTES * layout.block_tokens
+            + TAG_BYTES,
             SECTOR_BYTES,
         )
         self.full_bytes = self.header_bytes + layout.block_bytes

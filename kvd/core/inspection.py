@@ -1,18 +1,18 @@
 """Looking at the cache: sessions, blocks, fill. Pure; changes nothing, folded sessions stay folded.
 
-Everything is O(what it returns), except the first page of a listing, which looks at every session.
+Everything is O(what it returns). Which sessions there are, and in which order, is
+session_filter.py's.
 """
 
 from kvd.core.block import Block
-from kvd.core.listing import list_in_order, parse_page_token
 from kvd.core.records import (
     BlockInfo,
     BlockRecord,
     EngineStats,
     Pin,
+    QueueStats,
     SessionDetail,
     SessionInfo,
-    SessionPage,
     Span,
     Tier,
     TierStats,
@@ -115,32 +115,18 @@ def describe(state: CacheState, session: Session) -> SessionDetail:
     return SessionDetail(describe_info(state, session), describe_blocks(state, session))
 
 
-def list_sessions(state: CacheState, tenant: str, after: str, limit: int) -> SessionPage:
-    """One page of a listing, least recently used first.
-
-    A session that is used between two pages keeps its place; one that comes is not listed.
-    """
-    token = parse_page_token(after) if after else None
-    listing = state.listings.find(token) if token else None
-    if token is None or listing is None:
-        every = state.sessions.values()
-        sessions = [s for s in every if s.key.tenant == tenant] if tenant else every
-        listing = list_in_order(sessions, token.last if token else None)
-        listing_id, position = state.listings.open(listing), 0
-    else:
-        listing_id, position = token.listing_id, token.position
-    page: list[Session] = []
-    while position < len(listing.keys) and len(page) < max(1, limit):
-        session = state.sessions.get(listing.keys[position])
-        position += 1
-        if session is not None and tenant in ("", session.key.tenant):
-            page.append(session)
-    is_last = position == len(listing.keys)
-    if is_last:
-        state.listings.close(listing_id)
-    next_page = "" if is_last else str(listing.token(listing_id, position))
-    total = state.tenants.num_sessions(tenant) if tenant else len(state.sessions)
-    return SessionPage(tuple(describe_info(state, session) for session in page), next_page, total)
+def queue_stats(state: CacheState) -> QueueStats:
+    """What the queues say, and the paper's windows; O(1)."""
+    placement, block_bytes = state.placement, state.layout.block_bytes
+    dram_bytes = max(0, len(state.slots) - state.num_kept_free) * block_bytes
+    both_bytes = (len(state.slots) + len(state.extents)) * block_bytes
+    return QueueStats(
+        waiting_jobs=len(placement.queue),
+        running_sessions=placement.num_running,
+        prefetch_window=placement.window(dram_bytes),
+        eviction_window=placement.window(both_bytes),
+        mean_session_bytes=placement.mean_bytes,
+    )
 
 
 def stats(state: CacheState) -> EngineStats:

@@ -29,6 +29,7 @@ class LoadLease:
         failure: why the answer was cut: "", "corrupt", "read_error", "deadline".
         is_tracked: a progress word says how far it is.
         is_settled: its outcome is counted.
+        is_export: it is no use of the session, and its outcome is not counted as a load's.
     """
 
     lease_id: int
@@ -42,6 +43,7 @@ class LoadLease:
     failure: str = ""
     is_tracked: bool = False
     is_settled: bool = False
+    is_export: bool = False
 
     def info(self) -> LeaseInfo:
         """The lease as operators see it."""
@@ -73,7 +75,8 @@ class StoreLease:
             this lease) or the new one.
         num_discards: that the session had seen when it was prepared.
         lineage: of the tokens, if it was named.
-        is_outdated: a discard has come since, which has left the session alone.
+        is_outdated: a discard has come since, which has left the session alone; or its tenant is
+            erased.
     """
 
     lease_id: int
@@ -157,6 +160,10 @@ class LeaseTable:
     def start_at(self, first_id: int) -> None:
         """Number leases from here on, at least; an earlier kvd may have granted those below."""
         self._next_id = max(self._next_id, first_id)
+
+    def set_bound(self, max_leases: int) -> None:
+        """Grant no more than so many from now on; those that are held stay."""
+        self._max_leases = max_leases
 
     def next_id(self) -> int:
         """Reserve an id for a new lease.

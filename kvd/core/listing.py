@@ -1,35 +1,50 @@
-"""Listings: the order of all sessions as it was when a listing's first page was asked for.
+"""Listings: sessions of all layouts, in the order they had when the first page was asked for.
 
-Pure. The first page sorts once, O(n log n); the others only take the keys that follow. A listing is
+Pure. The first page looks at every session; the others only take those that follow. A listing is
 kept until its last page is served, or until newer ones take its place; then a page token still says
 after which session to go on, and the sessions are sorted anew.
 
-    page token = listing / position / last access / tenant / model / session id
+    page token = listing / position / order / rank / layout / tenant / model / session id
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
-from operator import attrgetter
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvd.core.errors import InvalidRequestError
-from kvd.core.session import Session
+from kvd.core.session_filter import EVERYTHING, SessionFilter, SessionOrder
 from shared.session_key import SessionKey
 
-MAX_LISTINGS = 4  # at once; each takes 16 bytes a session
-_NUM_NUMBERS = 3
-_LAST_ACCESS, _KEY = attrgetter("last_access_ns"), attrgetter("key")
+MAX_LISTINGS = 8  # at once; each takes 24 bytes a session
+_MOST_DIGITS = 20
+_REVERSED = "-"
 
 
-class Rank(NamedTuple):
-    """A session's place among all: least recently used first."""
+class Place(NamedTuple):
+    """A session's place among all: the lower rank first, equal ones by their keys."""
 
-    last_access_ns: int
+    rank: int
     key: SessionKey
+    layout: str  # fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class ListingRequest:
+    """What is listed; the same for all pages of a listing."""
+
+    wanted: SessionFilter = EVERYTHING
+    model: str = ""  # only models whose fingerprint starts so
+    order: SessionOrder = SessionOrder.IDLE
+    is_reversed: bool = False
+
+    @property
+    def order_name(self) -> str:
+        """The order in page tokens."""
+        return self.order.value + (_REVERSED if self.is_reversed else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,44 +53,98 @@ class PageToken:
 
     listing_id: int
     position: int  # of the next session in that listing
-    last: Rank
+    order_name: str
+    last: Place
 
     def __str__(self) -> str:
-        numbers = (self.listing_id, self.position, self.last.last_access_ns)
-        return "/".join((*map(str, numbers), *self.last.key))
+        rank, key, layout = self.last
+        return "/".join(
+            map(str, (self.listing_id, self.position, self.order_name, rank, layout, *key))
+        )
 
 
-def parse_page_token(text: str) -> PageToken:
-    """Read a page token.
+def parse_page_token(text: str, order_name: str) -> PageToken:
+    """Read a page token of a listing in this order.
 
     Raises:
         InvalidRequestError: it is none.
     """
     parts = text.split("/")
-    numbers = parts[:_NUM_NUMBERS]
-    is_good = len(parts) == _NUM_NUMBERS + len(SessionKey._fields) and all(
-        part.isascii() and part.isdigit() and len(part) < 20 for part in numbers
+    if len(parts) == 5 + len(SessionKey._fields):
+        listing_id, position, order, rank, layout, *key = parts
+        is_good = _is_number(listing_id) and _is_number(position)
+        if is_good and _is_number(rank.removeprefix("-")) and order == order_name:
+            place = Place(int(rank), SessionKey(*key), layout)
+            return PageToken(int(listing_id), int(position), order, place)
+    raise InvalidRequestError(
+        f"page token {text[:40]!r} is not one of this listing's", "start from the first page"
     )
-    if not is_good:
-        raise InvalidRequestError(
-            f"page token {text[:40]!r} is not one of ours", "start from the first page"
-        )
-    listing_id, position, last_access_ns = map(int, numbers)
-    rank = Rank(last_access_ns, SessionKey(*parts[_NUM_NUMBERS:]))
-    return PageToken(listing_id, position, rank)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < _MOST_DIGITS
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """Sessions in order, with their last access as of then."""
+    """Sessions in order, with their ranks as of then."""
 
+    request: ListingRequest
+    ranks: NDArray[np.int64]
     keys: list[SessionKey]
-    last_access_ns: NDArray[np.int64]
+    layouts: list[str]
+
+    def __len__(self) -> int:
+        return len(self.keys)
 
     def token(self, listing_id: int, position: int) -> PageToken:
         """Name the place before a position."""
-        rank = Rank(int(self.last_access_ns[position - 1]), self.keys[position - 1])
-        return PageToken(listing_id, position, rank)
+        before = position - 1
+        last = Place(int(self.ranks[before]), self.keys[before], self.layouts[before])
+        return PageToken(listing_id, position, self.request.order_name, last)
+
+
+@dataclass(slots=True, eq=False)
+class ListingBuilder:
+    """Collects what a listing lists, layout by layout, bit by bit.
+
+    Attributes:
+        after: leave out what comes no later than this.
+    """
+
+    request: ListingRequest
+    after: Place | None = None
+    _ranks: list[int] = field(default_factory=list)
+    _keys: list[SessionKey] = field(default_factory=list)
+    _layouts: list[str] = field(default_factory=list)
+
+    def add(self, layout: str, ranked: Iterable[tuple[int, SessionKey]]) -> None:
+        """Take some sessions of a layout in, with their ranks."""
+        for rank, key in ranked:
+            place = Place(-rank if self.request.is_reversed else rank, key, layout)
+            if self.after is None or place > self.after:
+                self._ranks.append(place.rank)
+                self._keys.append(key)
+                self._layouts.append(layout)
+
+    def finish(self) -> Listing:
+        """Sort them: O(n log n), of which the most is numpy's."""
+        ranks = np.array(self._ranks, np.int64)
+        order = np.argsort(ranks, kind="stable")
+        ranks = ranks[order]
+        indexes = order.tolist()
+        starts = np.flatnonzero(np.diff(ranks, prepend=ranks[:1] - 1))
+        lengths = np.diff(starts, append=len(indexes))
+        ties = lengths > 1
+        for start, length in zip(starts[ties].tolist(), lengths[ties].tolist(), strict=True):
+            indexes[start : start + length] = sorted(indexes[start : start + length], key=self._key)
+        keys, layouts = self._keys, self._layouts
+        return Listing(
+            self.request, ranks, [keys[i] for i in indexes], [layouts[i] for i in indexes]
+        )
+
+    def _key(self, index: int) -> tuple[SessionKey, str]:
+        return self._keys[index], self._layouts[index]
 
 
 class Listings:
@@ -97,27 +166,11 @@ class Listings:
         """Forget a listing."""
         self._listings.pop(listing_id, None)
 
-    def find(self, token: PageToken) -> Listing | None:
-        """Find the listing that a token belongs to; None if it is gone (or an earlier kvd's)."""
+    def find(self, token: PageToken, request: ListingRequest) -> Listing | None:
+        """Find the listing that a token belongs to; None if it is gone, or lists something else."""
         listing = self._listings.get(token.listing_id)
-        if listing is None or not 0 < token.position <= len(listing.keys):
+        if listing is None or listing.request != request:
+            return None
+        if not 0 < token.position <= len(listing):
             return None
         return listing if listing.token(token.listing_id, token.position) == token else None
-
-
-def list_in_order(sessions: Iterable[Session], after: Rank | None) -> Listing:
-    """List the sessions that rank after a given one."""
-    listed = list(sessions)
-    if after is not None:
-        listed = [s for s in listed if Rank(s.last_access_ns, s.key) > after]
-    last_access = np.fromiter(map(_LAST_ACCESS, listed), np.int64, len(listed))
-    order = np.argsort(last_access, kind="stable")
-    all_keys = list(map(_KEY, listed))
-    keys = [all_keys[index] for index in order.tolist()]
-    last_access = last_access[order]
-    starts = np.flatnonzero(np.diff(last_access, prepend=-1))
-    lengths = np.diff(starts, append=len(keys))
-    ties = lengths > 1
-    for start, length in zip(starts[ties].tolist(), lengths[ties].tolist(), strict=True):
-        keys[start : start + length] = sorted(keys[start : start + length])
-    return Listing(keys, last_access)

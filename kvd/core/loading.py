@@ -8,6 +8,7 @@ progress word until it ends.
 
 from itertools import takewhile
 
+from kvd.core import exporting
 from kvd.core.actions import (
     READ_FAILED,
     IoOutcome,
@@ -17,10 +18,20 @@ from kvd.core.actions import (
 )
 from kvd.core.block import Block, BlockIo
 from kvd.core.corruption import CORRUPT, report_corrupt
+from kvd.core.exporting import Export
 from kvd.core.leases import LoadLease
 from kvd.core.matching import Piece, check_from_token, match_tokens, num_tokens_of
 from kvd.core.reading import Reader
-from kvd.core.records import LeaseState, LoadAnswer, LoadSpan, Lookup, StoredBlock, Tier
+from kvd.core.records import (
+    ExportedRows,
+    LeaseState,
+    LoadAnswer,
+    LoadSpan,
+    Lookup,
+    StoredBlock,
+    Tier,
+)
+from kvd.core.session_history import MoveKind
 from kvd.core.state import Arrival, CacheState
 from kvd.core.verifying import Verifier
 from kvd.core.writing import Writer
@@ -71,12 +82,37 @@ class Loader:
             return LoadAnswer(Lookup.MISS, miss_reason=reason)
         lease_id = state.leases.next_id()
         lease = LoadLease(lease_id, owner, key, from_token, [], more=False, since_ns=state.now_ns)
+        return self._grant(lease, pieces, len(stored))
+
+    def prepare_export(self, export: Export, max_spans: int, owner: int) -> LoadAnswer:
+        """See CacheEngine.prepare_export."""
+        state = self._state
+        pieces = exporting.next_pieces(state, export, max_spans)
+        lease = LoadLease(
+            state.leases.next_id(),
+            owner,
+            export.key,
+            export.num_tokens,
+            [],
+            more=False,
+            since_ns=state.now_ns,
+            is_export=True,
+        )
+        return self._grant(lease, pieces, len(pieces))
+
+    def exported(self, export: Export, lease_id: int) -> list[ExportedRows]:
+        """See CacheEngine.exported."""
+        return exporting.take(self._state, export, self._state.leases.load_of(lease_id))
+
+    def _grant(self, lease: LoadLease, pieces: list[Piece], num_stored: int) -> LoadAnswer:
+        """Lease pieces, as far as slots can be had for them."""
+        state = self._state
         self._lease_pieces(lease, pieces)
         if not lease.entries:
             state.outbox.count("loads_busy")
             state.outbox.want_wake()
             return LoadAnswer(Lookup.MISS, miss_reason=BUSY)
-        lease.more = len(lease.entries) < len(stored)
+        lease.more = len(lease.entries) < num_stored
         state.leases.add(lease)
         if not lease.num_waiting:
             return self._hit(lease)
@@ -101,12 +137,16 @@ class Loader:
         failure = lease.failure
         lease.is_settled = True
         self.release(lease)
-        self._state.outbox.count("load_misses")
+        if not lease.is_export:
+            self._state.outbox.count("load_misses")
         return LoadAnswer(Lookup.MISS, miss_reason=failure)
 
     def complete(self, lease_id: int, owner: int) -> SessionKey:
         """See CacheEngine.complete_load; returns whose lease it was."""
         lease = self._state.leases.load_of(lease_id, owner)
+        if lease.is_export:
+            self.release(lease)
+            return lease.key
         has_arrived = lease.entries and not lease.num_waiting and not lease.failure
         if not lease.is_settled:  # followed by its progress word, or given up
             self._count(lease) if has_arrived else self._state.outbox.count("load_misses")
@@ -141,6 +181,8 @@ class Loader:
         arrival = self._reader.ended(op_id, outcome)
         block = self._ended(arrival)
         if outcome is IoOutcome.OK and stored is not None:
+            kind = MoveKind.READ_AHEAD if block.is_ahead else MoveKind.READ
+            state.note_block(block, kind)
             assert block.slot_id is not None, "a block keeps its slot while it is read"
             state.slots.commit(block.slot_id)
             state.blocks.know(block, stored.token_ids, stored.checksums)
@@ -245,7 +287,7 @@ class Loader:
                 if not self._has_slot(pieces[index:]):
                     break
                 reads.append(self._reader.start(block))
-            elif self._verifier.is_needed(block):
+            elif self._verifier.is_needed(block, always=lease.is_export):
                 self._verifier.start(block, urgent=True)
             if block.io.is_arriving:
                 self._wait_for(lease, block)
@@ -305,6 +347,8 @@ class Loader:
         return self._granted(lease, Lookup.HIT)
 
     def _count(self, lease: LoadLease) -> None:
+        if lease.is_export:
+            return
         self._state.outbox.count("load_hits")
         num_tokens = dict.fromkeys(Tier, 0)
         for _, span in lease.entries:
@@ -312,6 +356,9 @@ class Loader:
         for tier, num_of_tier in num_tokens.items():
             self._state.outbox.count(f"load_tokens_{tier.value}", num_of_tier)
             self._state.turns.loaded(lease.key, tier, num_of_tier)
+            if num_of_tier:
+                why = tier.value
+                self._state.note(lease.key, MoveKind.LOADED, num_tokens=num_of_tier, why=why)
 
 
 def _is_in_dram(piece: Piece) -> bool:

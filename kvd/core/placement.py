@@ -21,6 +21,7 @@ from itertools import islice, takewhile
 from kvd.core.block import Block, BlockIo
 from kvd.core.records import Admission, Pin, Tier
 from kvd.core.session import Session
+from kvd.core.session_history import MoveKind
 from kvd.core.state import CacheState
 from shared.session_key import SessionKey
 
@@ -234,6 +235,8 @@ class Placement:
     def _apply(self, plan: _Plan, rule: _Rule) -> None:
         state = self._state
         counter = f"evictions_{rule.tier.value if rule.tier else 'quota'}"
+        if rule.tier is not None:
+            self._measure(plan, rule.tier)
         for session, num_folded in plan.folded:
             state.outbox.count(counter, num_folded)
             num_sessions = len(state.sessions)
@@ -250,13 +253,22 @@ class Placement:
                 state.outbox.count(counter)
                 self._take(block, rule.tier)
 
+    def _measure(self, plan: _Plan, tier: Tier) -> None:
+        """Note how long they rested that are about to leave the tier."""
+        state = self._state
+        for key in plan.emptied:
+            last_access_ns = state.sessions[key].last_access_ns
+            state.measures.evicted(key, tier, last_access_ns, state.now_ns)
+
     def _take(self, block: Block, tier: Tier | None) -> None:
         state = self._state
         if _is_last_copy(block, tier):
             state.outbox.count("sessions_dropped", state.cut_users(block, EVICTED))
         elif tier is Tier.DRAM:
+            state.note_block(block, MoveKind.EVICTED_DRAM)
             state.leave_dram(block)
         else:
+            state.note_block(block, MoveKind.EVICTED_SSD)
             state.leave_ssd(block)
             if state.limits.admission is not Admission.ON_EVICT:
                 state.refused[block.key] = block  # dirty again

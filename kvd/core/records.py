@@ -203,6 +203,16 @@ class LoadAnswer:
 
 
 @dataclass(frozen=True, slots=True)
+class ExportedRows:
+    """Rows [start, start + num_tokens) of a slot, and the tokens they are of."""
+
+    slot_id: int
+    start: int
+    num_tokens: int
+    token_ids: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class StoreBlock:
     """The caller writes tokens [token_offset, …) to rows [0, num_tokens) of the slot."""
 
@@ -291,12 +301,20 @@ class SessionDetail:
 
 
 @dataclass(frozen=True, slots=True)
-class SessionPage:
-    """Answer of `sessions`: least recently used first."""
+class QueueStats:
+    """Answer of `queue_stats`: what the queues of all engines say, and how far is looked into them.
 
-    sessions: tuple[SessionInfo, ...]
-    next_page: str  # "" on the last page; otherwise the next call's `after`
-    total: int  # sessions of the tenant asked for
+    Attributes:
+        prefetch_window: L_pw in jobs: sessions of mean size that fit in DRAM; 0: none was stored.
+        eviction_window: those that fit in both tiers together.
+        mean_session_bytes: S_kv.
+    """
+
+    waiting_jobs: int
+    running_sessions: int
+    prefetch_window: int
+    eviction_window: int
+    mean_session_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

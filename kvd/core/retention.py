@@ -11,6 +11,8 @@ from kvd.core.actions import SESSION_ENDED, SESSION_EXPIRED, SESSION_FLUSHED
 from kvd.core.errors import InvalidRequestError, UnknownSessionError
 from kvd.core.records import TTL_NEVER_NS, FlushAnswer, Pin, Tier
 from kvd.core.session import Session
+from kvd.core.session_filter import SessionFilter, selects
+from kvd.core.session_history import MoveKind
 from kvd.core.state import CacheState
 from shared.session_key import SessionKey
 from shared.units import NS_PER_S
@@ -66,6 +68,8 @@ def pin(state: CacheState, key: SessionKey, pin: Pin) -> None:
     else:
         _rank(state, session)
     state.outbox.session_changed(key)
+    kind = MoveKind.UNPINNED if pin is Pin.NONE else MoveKind.PINNED
+    state.note(key, kind, why="" if pin is Pin.NONE else pin.name.lower())
 
 
 def _rank(state: CacheState, session: Session) -> None:
@@ -91,6 +95,7 @@ def set_ttl(state: CacheState, key: SessionKey, ttl_ns: int | None) -> None:
     session.ttl_ns = ttl_ns
     state.schedule_expiry(session)
     state.outbox.session_changed(key)
+    state.note(key, MoveKind.TTL_SET)
 
 
 def end_session(state: CacheState, key: SessionKey) -> bool:
@@ -103,6 +108,7 @@ def end_session(state: CacheState, key: SessionKey) -> bool:
     state.tenants.ended(key)
     state.outbox.session_changed(key)
     state.outbox.emit(SESSION_ENDED, key)
+    state.note(key, MoveKind.ENDED)
     return True
 
 
@@ -116,18 +122,21 @@ def flush(state: CacheState, key: SessionKey | None, *, dry_run: bool) -> FlushA
     return _flush(state, flushed, leased, dry_run=dry_run)
 
 
-def flush_some(state: CacheState, max_sessions: int) -> FlushAnswer:
-    """Drop some sessions that are not leased."""
+def flush_selected(
+    state: CacheState, keys: Iterable[SessionKey], wanted: SessionFilter, *, dry_run: bool
+) -> FlushAnswer:
+    """Drop those of the sessions that are still there, meant, and not leased."""
     flushed: dict[SessionKey, None] = {}
     leased = []
-    for key in state.sessions:
-        if len(flushed) == max_sessions:
-            break
+    for key in keys:
+        session = state.sessions.get(key)
+        if session is None or not selects(state, wanted, session):
+            continue
         if state.leases.num_of_session(key):
             leased.append(key)
         else:
             flushed[key] = None
-    return _flush(state, flushed, tuple(leased), dry_run=False)
+    return _flush(state, flushed, tuple(leased), dry_run=dry_run)
 
 
 def _flush(
@@ -137,15 +146,15 @@ def _flush(
     *,
     dry_run: bool,
 ) -> FlushAnswer:
-    freed_bytes = _freed_bytes(state, flushed)
+    num_bytes = freed_bytes(state, flushed)
     if not dry_run:
         for key in flushed:
             state.outbox.count("sessions_flushed")
             state.drop_session(state.sessions[key], SESSION_FLUSHED, "flush")
-    return FlushAnswer(len(flushed), freed_bytes, leased)
+    return FlushAnswer(len(flushed), num_bytes, leased)
 
 
-def _freed_bytes(state: CacheState, flushed: dict[SessionKey, None]) -> int:
+def freed_bytes(state: CacheState, flushed: dict[SessionKey, None]) -> int:
     """Bytes, over all tiers, of the blocks that only these sessions use."""
     sessions = [state.sessions[key] for key in flushed]
     num_copies = sum(session.num_folded for session in sessions)

@@ -9,7 +9,14 @@ Invariant: spans are contiguous from the session's first kept token; only a pref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvd.core.packing import PLACE_BYTES, pack_spans, plain_span, unpack_full, unpack_places
+from kvd.core.packing import (
+    PLACE_BYTES,
+    num_tokens_of_places,
+    pack_spans,
+    plain_span,
+    unpack_full,
+    unpack_places,
+)
 from kvd.core.records import TTL_NEVER_NS, BlockRecord, Pin, SessionRecord, Span
 from shared.lineage import Lineage
 from shared.session_key import SessionKey
@@ -45,8 +52,10 @@ class Session:
     @property
     def num_tokens(self) -> int:
         """Stored tokens; costs O(spans)."""
-        folded = self.tail_spans() if self.folded_spans else self.tail_blocks()
-        return sum(span.num_tokens for span in self.spans) + sum(x.num_tokens for x in folded)
+        num_tokens = sum(span.num_tokens for span in self.spans)
+        if self.folded_spans:
+            return num_tokens + sum(span.num_tokens for span in self.tail_spans())
+        return num_tokens + num_tokens_of_places(self.folded)
 
     @property
     def num_spans(self) -> int:

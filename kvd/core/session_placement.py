@@ -107,6 +107,11 @@ class SessionPlacement:
         share = max(MEAN_SHARE, 1 / self._num_sized)
         self._mean_bytes += share * (num_bytes - self._mean_bytes)
 
+    @property
+    def mean_bytes(self) -> int:
+        """S_kv; 0: nothing was stored yet."""
+        return int(self._mean_bytes)
+
     def window(self, capacity_bytes: int) -> int:
         """Sessions of mean size that fit: L_pw of DRAM's bytes, L_ew of those of both tiers."""
         return int(capacity_bytes / self._mean_bytes) if self._mean_bytes else 0

@@ -7,7 +7,7 @@ Pure. Invariants: 1. a slot's generation grows with each allocation, so that a l
                         │   ▲──rewrite────────┘
                         └──────────────────────────free──────► FREE
 
-(A slot that an SSD read fills is WRITING too: its writer is the performer.)
+(A slot that an SSD read fills, or that is wiped, is WRITING too: its writer is the performer.)
 """
 
 from enum import Enum
@@ -71,6 +71,14 @@ class SlotTable:
         self._states[slot_id] = SlotState.WRITING
         self._generations[slot_id] += 1
         return slot_id, self._generations[slot_id]
+
+    def take_free(self, max_slots: int) -> list[int]:
+        """Take slots out of use, those that have been free longest; `free` gives each back."""
+        taken, self._free = self._free[:max_slots], self._free[max_slots:]
+        for slot_id in taken:
+            self._states[slot_id] = SlotState.WRITING
+            self._generations[slot_id] += 1
+        return taken
 
     def commit(self, slot_id: int) -> None:
         """Note that the slot's bytes are complete."""

@@ -14,7 +14,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvd.core.actions import SESSION_CUT, SESSION_DROPPED, ClearSlot, DropBlock, PutSlot
+from kvd.core.actions import (
+    SESSION_CUT,
+    SESSION_DROPPED,
+    SESSION_EXPIRED,
+    SESSION_FLUSHED,
+    ClearSlot,
+    DropBlock,
+    PutSlot,
+)
 from kvd.core.block import Block, BlockIndex, BlockIo
 from kvd.core.eviction.policy import EvictionPolicy
 from kvd.core.eviction.registry import PolicyMaker
@@ -22,10 +30,11 @@ from kvd.core.extent_shape import ExtentShape
 from kvd.core.extents import ExtentTable
 from kvd.core.folding import FoldedTails
 from kvd.core.leases import LeaseTable, LoadLease
-from kvd.core.listing import Listings
+from kvd.core.measures import Measures
 from kvd.core.outbox import Outbox
 from kvd.core.records import Admission, CommittedSlot, Pin, SlotRecord, Span, Tier, WritingSlot
 from kvd.core.session import Session
+from kvd.core.session_history import MoveKind, SessionHistory
 from kvd.core.session_placement import SessionPlacement
 from kvd.core.slots import SlotState, SlotTable
 from kvd.core.tenants import TenantLimits, TenantTable, no_limits
@@ -40,6 +49,11 @@ if TYPE_CHECKING:
     from kvd.core.compaction import Compaction
 
 FOLD_BATCH = 64  # sessions per call, so that one call stays short
+_DROPS = {
+    SESSION_DROPPED: MoveKind.DROPPED,
+    SESSION_EXPIRED: MoveKind.EXPIRED,
+    SESSION_FLUSHED: MoveKind.FLUSHED,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +71,7 @@ class Limits:
     max_write_bytes: int = 256 << 20  # of writes issued and not done
     verify_on_load: bool = False
     layered_read_bytes: int = 32 << 20  # a load that reads more than this goes layer by layer
-    tenant_limits: Callable[[str], TenantLimits] = no_limits  # asked once per tenant
+    tenant_limits: Callable[[str], TenantLimits] = no_limits  # asked once per tenant and change
     folds_sessions: bool = True  # False: idle ones stay as they are, at a price in memory
     watermark: float = 0.0  # share of the slots that is kept free, for stores and loads only
     prefetch_bytes: int = 0  # of reads ahead of loads, issued and not done; 0: none
@@ -118,6 +132,7 @@ class CacheState:
         self.ttl = TtlClock()
         self.turns = TurnLog(limits.max_turns)
         self.outbox = Outbox()
+        self.measures = Measures()
         self.reads: dict[int, Arrival] = {}
         self.verifies: dict[int, Arrival] = {}
         self.arrival_of: dict[bytes, Arrival] = {}  # both, by block key
@@ -125,6 +140,7 @@ class CacheState:
         self.writes: dict[int, WriteOp] = {}
         self.compaction: Compaction | None = None  # under way
         self.drops: dict[int, tuple[int, int] | None] = {}  # run to free when the row is gone
+        self.wipes: dict[int, list[int]] = {}  # slots that are zeroed
         self.unverified: dict[bytes, Block] = {}  # adopted blocks whose verification is not begun
         self.unwritten = WriteQueue(self.shape, self.extents)
         self.refused: dict[bytes, Block] = {}  # dirty blocks that found no extent, oldest first
@@ -134,7 +150,7 @@ class CacheState:
         self.scrubbed: dict[tuple[Tier, int], int] = {}  # slot or extent -> operation of a scrub
         self.tails = FoldedTails(self.blocks)
         self.tenants = TenantTable(limits.tenant_limits, layout.block_bytes)
-        self.listings = Listings()
+        self.history = SessionHistory()
         self.num_pins = dict.fromkeys((Pin.SOFT, Pin.HARD), 0)  # sessions
         self.ssd_degraded = ""  # why writes are held back; "": they are not
         self.now_ns = 0
@@ -164,7 +180,7 @@ class CacheState:
 
     def is_cleaning(self) -> bool:
         """Whether dirty blocks become clean, or may be written, in time."""
-        under_way = self.hashes or self.verifies or self.writes or self.compaction
+        under_way = self.hashes or self.verifies or self.writes or self.compaction or self.wipes
         return bool(under_way or (len(self.unwritten) and self.drops))
 
     def num_sectors(self, block: Block) -> int:
@@ -235,9 +251,10 @@ class CacheState:
         if num_spans == 0:
             self.drop_session(session, SESSION_DROPPED, why)
             return
+        num_lost = session.num_spans - num_spans
         self._drop_folded(session, session.num_folded)
         self.set_spans(session, session.spans[:num_spans])
-        self._was_cut(session, why)
+        self._was_cut(session, num_lost, why)
 
     def cut_folded(self, session: Session, num_blocks: int, why: str) -> None:
         """Give up the session's last folded blocks; a session without any span is dropped."""
@@ -246,11 +263,11 @@ class CacheState:
             return
         self._drop_folded(session, num_blocks)
         self.outbox.session_changed(session.key)
-        self._was_cut(session, why)
+        self._was_cut(session, num_blocks, why)
 
     def drop_session(self, session: Session, event: str, why: str) -> None:
         """Forget a session and every block only it uses."""
-        num_tokens = session.num_tokens
+        num_tokens, num_blocks = session.num_tokens, session.num_spans
         self._drop_folded(session, session.num_folded)
         del self.sessions[session.key]
         self.policy.removed(session.key)
@@ -259,9 +276,29 @@ class CacheState:
         self.count_pin(session, -1)
         self.set_spans(session, ())
         self.outbox.emit(event, session.key, {"why": why, "num_tokens": num_tokens})
+        self.note(session.key, _DROPS[event], num_blocks=num_blocks, num_tokens=num_tokens, why=why)
 
-    def _was_cut(self, session: Session, why: str) -> None:
+    def note(
+        self,
+        key: SessionKey | None,
+        kind: MoveKind,
+        *,
+        num_blocks: int = 0,
+        num_tokens: int = 0,
+        why: str = "",
+    ) -> None:
+        """Remember a move of a session's KV; without a session there is nothing to remember."""
+        self.history.note(
+            key, kind, self.now_ns, num_blocks=num_blocks, num_tokens=num_tokens, why=why
+        )
+
+    def note_block(self, block: Block, kind: MoveKind, why: str = "") -> None:
+        """Remember what became of a block, with the session that used it last."""
+        self.note(block.last_user, kind, num_blocks=1, num_tokens=block.num_tokens, why=why)
+
+    def _was_cut(self, session: Session, num_blocks: int, why: str) -> None:
         session.lost = why
+        self.note(session.key, MoveKind.CUT, num_blocks=num_blocks, why=why)
         self.outbox.emit(SESSION_CUT, session.key, {"why": why, "num_tokens": session.num_tokens})
 
     def cut_users(self, block: Block, why: str) -> int:

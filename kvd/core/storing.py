@@ -19,6 +19,7 @@ from kvd.core.packing import plain_span
 from kvd.core.placement import Placement
 from kvd.core.records import Span, StoreAnswer, StoreBlock, WritingSlot
 from kvd.core.session import Session
+from kvd.core.session_history import MoveKind
 from kvd.core.state import CacheState
 from kvd.core.writing import Writer
 from shared.lineage import Lineage
@@ -129,6 +130,13 @@ class Storer:
         self._state.outbox.space_freed()  # here only: a refused call frees nothing, and must not
         # wake the others that wait, or they would wake each other for ever
 
+    def outdate(self, lease: StoreLease) -> None:
+        """Let a store publish nothing, and hold nothing but the slots that its engine fills."""
+        held = [part for part in lease.parts if isinstance(part[1], Block)]
+        lease.parts = [part for part in lease.parts if isinstance(part[1], NewBlock)]
+        lease.is_outdated = True
+        self._release(held)
+
     def give_to(self, lease: StoreLease | RestoredLease, owner: int) -> None:
         """Have an engine that came back hold its lease again."""
         self._state.leases.give_to(lease, owner, is_orphan=False)
@@ -227,22 +235,23 @@ class Storer:
                 continue
             block = state.find_block(span.block_key)
             if block is None:
-                block = self._committed(lease.key.tenant, span, part)
+                block = self._committed(lease.key, span, part)
             else:  # another session has committed the same meanwhile
                 self._give_back(lease, part)
             block.holders += 1
             lease.parts[index] = (span, block)
 
-    def _committed(self, tenant: str, span: Span, part: NewBlock) -> Block:
+    def _committed(self, key: SessionKey, span: Span, part: NewBlock) -> Block:
         """Make a block of a filled slot. The journal forgets the slot until it is hashed."""
         state = self._state
-        block = Block(span.block_key, span.num_tokens, tenant)
+        block = Block(span.block_key, span.num_tokens, key.tenant)
         state.slots.commit(part.slot_id)
         state.clear_slot(part.slot_id)
         state.blocks.add(block)
         state.blocks.enter_dram(block, part.slot_id, part.generation)
         state.blocks.know(block, part.token_ids, b"")
         state.outbox.count("store_tokens", span.num_tokens)
+        state.note(key, MoveKind.STORED, num_blocks=1, num_tokens=span.num_tokens)
         return block
 
     def _let_go(self, lease: StoreLease, index: int) -> None:

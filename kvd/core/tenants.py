@@ -61,6 +61,25 @@ class TenantTable:
         """What is configured for it."""
         return self._of(tenant).limits
 
+    def change_limits(self, limits_of: Callable[[str], TenantLimits]) -> frozenset[str]:
+        """Take other limits, for all tenants.
+
+        Returns:
+            Tenants that have a quota from now on, and had none: each of their sessions is to be
+            entered, coldest first.
+        """
+        self._limits_of = limits_of
+        begun = []
+        for name, tenant in self._tenants.items():
+            had_quota = tenant.order is not None
+            tenant.limits = limits_of(name)
+            if tenant.limits.quota_bytes is None:
+                tenant.order = None
+            elif not had_quota:
+                tenant.order = LruOrder()
+                begun.append(name)
+        return frozenset(begun)
+
     def charge(self, tenant: str, num_blocks: int) -> None:
         """Count blocks, or slots that are to hold one; a negative number gives them back."""
         entry = self._of(tenant)

@@ -22,14 +22,16 @@ class Verifier:
         self._background: set[int] = set()  # operations
         self._retry_at_ns = 0
 
-    def is_needed(self, block: Block) -> bool:
+    def is_needed(self, block: Block, *, always: bool = False) -> bool:
         """Whether a block at rest in DRAM is to be verified before a load may have it.
 
-        With `verify_on_load` a block is verified unless it is being hashed or written just now.
+        With `verify_on_load`, or `always`, a block is verified unless it is being hashed or written
+        just now.
         """
         if block.io is not BlockIo.IDLE:
             return False
-        return block.is_unverified or (self._state.limits.verify_on_load and bool(block.checksums))
+        is_wanted = always or self._state.limits.verify_on_load
+        return block.is_unverified or (is_wanted and bool(block.checksums))
 
     def start(self, block: Block, *, urgent: bool) -> None:
         """Verify a block at rest; then `verify_done`. Costs O(leases) if it has readers."""

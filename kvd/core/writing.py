@@ -20,6 +20,7 @@ from kvd.core.block import Block, BlockIo
 from kvd.core.placement import Placement
 from kvd.core.records import Admission, BlockRecord
 from kvd.core.session import Session
+from kvd.core.session_history import MoveKind
 from kvd.core.state import CacheState, WriteOp
 from kvd.core.ttl import TtlClock
 from shared.units import NS_PER_S, SECTOR_BYTES
@@ -105,6 +106,16 @@ class Writer:
             self._demote(num_short)
         self._kept_at = state.outbox.num_freed
 
+    def watermark_changed(self) -> None:
+        """Look for what is short of it again."""
+        self._kept_at = -1
+
+    def admission_changed(self) -> None:
+        """Treat every dirty block as if it were new: O(blocks)."""
+        for block in list(self._state.blocks):
+            self.admit(block)
+        self._go_on()
+
     def rewrite(self, block: Block) -> None:
         """Write a block whose copy on SSD was bad, whatever the policy says."""
         self._queue((block,))
@@ -167,6 +178,7 @@ class Writer:
             self._recover()
         if outcome is IoOutcome.OK and is_kept:
             state.blocks.enter_ssd(block, op.extent)
+            state.note_block(block, MoveKind.WRITTEN)
             state.outbox.count("ssd_written_bytes", op.num_sectors * SECTOR_BYTES)
             state.outbox.add(PutBlock(BlockRecord(block.key, op.extent, block.num_tokens)))
         else:
@@ -201,6 +213,7 @@ class Writer:
             block.num_tokens,
             block.token_ids,
             block.checksums,
+            block.tenant,
         )
         state.outbox.add(action)
 

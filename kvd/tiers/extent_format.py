@@ -5,14 +5,27 @@ less time than its layout takes to walk.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvd.checksums import BlockHasher
 from kvd.core.extent_shape import ExtentShape
+from kvd.core.records import StoredBlock
 from kvd.slot_rows import SlotRows
 from kvd.tiers.extent_header import HeaderFormat
 from kvd.tiers.layer_groups import layer_groups
 from shared.kv_layout import KVLayout
 from shared.units import SECTOR_BYTES, align_up
+
+
+class ToWrite(NamedTuple):
+    """A block on its way to its extent."""
+
+    extent: int
+    key: bytes
+    num_tokens: int
+    stored: StoredBlock
+    memory: memoryview  # of its slot
+    tenant: str
 
 
 @dataclass(frozen=True)
@@ -54,6 +67,25 @@ class ExtentFormat:
     def slice_bytes(self, layer_index: int, num_tokens: int) -> int:
         """Bytes of one layer slice in its extent, padding included."""
         return align_up(self.used_bytes(layer_index, num_tokens), SECTOR_BYTES)
+
+    def used_rows(
+        self, memory: memoryview, layer_index: int, num_tokens: int
+    ) -> bytes | memoryview:
+        """Used bytes of one layer slice of a slot, side by side; a copy unless they are already."""
+        runs = self.rows.runs(layer_index, num_tokens)
+        if len(runs) == 1:
+            ((start, end),) = runs
+            return memory[start:end]
+        return b"".join(memory[start:end] for start, end in runs)
+
+    def scatter(
+        self, layer_index: int, num_tokens: int, used: bytes | memoryview, memory: memoryview
+    ) -> None:
+        """Put used bytes that lie side by side where they belong in a slot."""
+        done = 0
+        for start, end in self.rows.runs(layer_index, num_tokens):
+            memory[start:end] = used[done : done + end - start]
+            done += end - start
 
     def plan(self, num_tokens: int, least_bytes: float) -> tuple[GroupPlan, ...]:
         """Groups of at least this many bytes; the first one follows the header."""

@@ -2,6 +2,9 @@
 
 The first group brings the header; the others may be read in any order, at the same time, once that
 has succeeded. Bytes of a group whose outcome is not OK may have been overwritten in the slot.
+
+Where tenants have keys an extent may be sealed or plain, which shows once it is read; so it goes
+through the staging buffer, whatever it is.
 """
 
 from collections.abc import Callable
@@ -10,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from kvd.checksums import checksum, checksum_at
 from kvd.core.actions import IoOutcome
 from kvd.tiers.extent_format import ExtentFormat, GroupPlan
+from kvd.tiers.sealed_extents import SPARE_BYTES, OpenedExtent, SealedFormat, is_sealed
 from kvd.tiers.staging import Staging
 from shared.log import get_logger
 
@@ -37,13 +41,19 @@ class ExtentRead:
         memory: memoryview | None,
         groups: tuple[GroupPlan, ...],
         source: Source,
+        sealed: SealedFormat | None,
     ) -> None:
-        """`memory` is the slot to fill; None: the extent is only verified."""
+        """`memory` is the slot to fill; None: the extent is only verified.
+
+        `sealed` opens extents that are; None: none is.
+        """
         self._format = extent_format
         self._key = key
         self._num_tokens = num_tokens
         self._memory = memory
         self._source = source
+        self._sealed = sealed
+        self._opened: OpenedExtent | None = None  # if this one is sealed
         self.groups = groups
         self.stored: StoredBlock | None = None
 
@@ -61,10 +71,11 @@ class ExtentRead:
     def _run(self, index: int, staging: Staging) -> bool:
         group = self.groups[index]
         header_bytes = 0 if index else self._format.header.num_bytes
-        if self._memory is None or not self._format.is_full(self._num_tokens):
-            buffer = staging.take(header_bytes + group.num_bytes)
+        if self._sealed or self._memory is None or not self._format.is_full(self._num_tokens):
+            end = header_bytes + group.num_bytes
+            buffer = staging.take(end + SPARE_BYTES)
             return (
-                self._source(group.offset - header_bytes, [buffer])
+                self._source(group.offset - header_bytes, [buffer[:end]])
                 and self._has_header(buffer[:header_bytes])
                 and self._take_staged(group, buffer[header_bytes:])
             )
@@ -79,12 +90,22 @@ class ExtentRead:
 
     def _has_header(self, header: memoryview) -> bool:
         """Take over the header, which only the first group has."""
-        if len(header):
+        if not len(header):
+            return self.stored is not None
+        if self._sealed and is_sealed(header):
+            self._opened = self._sealed.opened(header, self._key, self._num_tokens)
+            self.stored = self._opened.stored if self._opened else None
+        else:
             self.stored = self._format.header.unpack(header, self._key, self._num_tokens)
         return self.stored is not None
 
     def _take_staged(self, group: GroupPlan, body: memoryview) -> bool:
-        """Verify slices in the staging buffer, then copy their rows to the slot."""
+        """Verify slices in the staging buffer, then copy their rows to the slot.
+
+        `body` has SPARE_BYTES more than the slices.
+        """
+        if self._opened:
+            return self._opened.take(group, body, self._memory)
         offset, checksums = 0, self._checksums()
         for layer in group.layers:
             used_bytes = self._format.used_bytes(layer, self._num_tokens)
@@ -92,16 +113,9 @@ class ExtentRead:
             if checksum(used) != checksum_at(checksums, layer):
                 return False
             if self._memory is not None:
-                self._scatter(layer, used)
+                self._format.scatter(layer, self._num_tokens, used, self._memory)
             offset += self._format.slice_bytes(layer, self._num_tokens)
         return True
-
-    def _scatter(self, layer: int, used: memoryview) -> None:
-        assert self._memory is not None, "there is a slot to fill"  # noqa: S101
-        done = 0
-        for start, end in self._format.rows.runs(layer, self._num_tokens):
-            self._memory[start:end] = used[done : done + end - start]
-            done += end - start
 
     def _checksums(self) -> bytes:
         assert self.stored is not None, "the first group brings the header"  # noqa: S101

@@ -31,6 +31,9 @@ class WritePoint(Enum):
     INDEX_ROWS = "index_rows"  # written, not committed
     INDEX_COMMITTED = "index_committed"
     CLOCK_SAVED = "clock_saved"
+    SLOT_WIPED = "slot_wiped"  # a slot is zero, its journal record is not
+    KEYS_DROPPED = "keys_dropped"  # keys of erased tenants are deleted; the WAL still has them
+    WAL_TRUNCATED = "wal_truncated"  # now it has not
 
 
 class Faults(Protocol):

@@ -1,7 +1,8 @@
 """The database file of the index: its tables, and what becomes of one that we cannot use.
 
-SQLite in WAL mode. A file that is damaged, or of an older schema, is renamed, never deleted; an
-older one together with its volumes, whose extents nothing else describes. A newer one is refused.
+SQLite in WAL mode. A file that is damaged, or of a schema that is too old, is renamed, never
+deleted; an older one together with its volumes, whose extents nothing else describes. A newer one
+is refused.
 """
 
 import contextlib
@@ -13,7 +14,8 @@ from kvd.tiers.faults import Faults, WritePoint
 from shared.errors import ConfigError
 from shared.log import get_logger
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+OLDEST_VERSION = 2  # that is read: it lacks tables, and they are added
 _WAL_FORMAT = 2  # the highest value of bytes 18 and 19 of a database file
 BUSY_S = 5.0  # SQLite's wait for somebody's lock (a backup, an operator's sqlite3)
 
@@ -30,6 +32,10 @@ CREATE TABLE IF NOT EXISTS layouts (
 ) STRICT;
 CREATE TABLE IF NOT EXISTS salts (
     tenant TEXT PRIMARY KEY, salt BLOB NOT NULL
+) WITHOUT ROWID, STRICT;
+CREATE TABLE IF NOT EXISTS tenant_keys (
+    tenant TEXT PRIMARY KEY,
+    wrapped BLOB NOT NULL                   -- see kvd/encryption/keyring.py
 ) WITHOUT ROWID, STRICT;
 CREATE TABLE IF NOT EXISTS blocks (
     layout INTEGER NOT NULL, key BLOB NOT NULL,
@@ -133,7 +139,7 @@ def _connect(path: Path, faults: Faults) -> sqlite3.Connection:
                 f"{path} has schema {version}, this release knows {SCHEMA_VERSION}",
                 "start the release that wrote it, or name another state_dir",
             )
-        if 0 < version < SCHEMA_VERSION:
+        if 0 < version < OLDEST_VERSION:
             raise _OlderSchemaError(version)  # noqa: TRY301
         faults.reach(WritePoint.INDEX_CREATED)
         if version != SCHEMA_VERSION:  # a start must not need space on a full disk

@@ -205,6 +205,12 @@ class Journal:
         self._words[self._offset(slot_id) // 8] = FREE
         self._faults.reach(WritePoint.JOURNAL_CLEARED)
 
+    def wipe(self, slot_id: int) -> None:
+        """Zero the record of a slot that holds nothing: token ids of its last block are in it."""
+        self._faults.reach(WritePoint.SLOT_WIPED)
+        offset = self._offset(slot_id)
+        self._memory[offset : offset + self._record_bytes] = bytes(self._record_bytes)
+
     def read_all(self) -> tuple[list[AdoptedSlot], list[JournaledWrite]]:
         """What is committed, and what is being written; everything else is free."""
         adopted: list[AdoptedSlot] = []

@@ -1,4 +1,4 @@
-"""The index of everything stored: layouts, sessions, blocks, tenant salts, the clock.
+"""The index of everything stored: layouts, sessions, blocks, tenants' salts and keys, the clock.
 
 Invariants:
 1. A block's row is written only after its data is durable, and removed (and committed) before its
@@ -11,7 +11,7 @@ A commit that fails (disk full) is tried again until it succeeds; loads and stor
 import contextlib
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -57,6 +57,7 @@ class Row(NamedTuple):
         committed: called after the commit, from the writer thread; or when the row is left out.
         optional: may be left out when too much is waiting; its loss is a miss after the next start.
         point: reached after the commit.
+        purges: what it removed is to be in no file of the database any more.
     """
 
     sql: str
@@ -64,6 +65,7 @@ class Row(NamedTuple):
     committed: Callable[[], None] | None = None
     optional: bool = False
     point: WritePoint | None = None
+    purges: bool = False
 
 
 class Manifest:
@@ -116,6 +118,11 @@ class Manifest:
         sql = "SELECT tenant, salt FROM salts WHERE typeof(salt) = 'blob' AND length(salt) = ?"
         return dict(self._query(sql, SALT_BYTES))
 
+    def tenant_keys(self) -> dict[str, bytes]:
+        """Tenant → its wrapped secret; see kvd/encryption/keyring.py."""
+        sql = "SELECT tenant, wrapped FROM tenant_keys WHERE typeof(wrapped) = 'blob'"
+        return dict(self._query(sql))
+
     def meta(self, name: str) -> str:
         """A value put by put_meta, or ""."""
         rows = list(self._query("SELECT value FROM meta WHERE name = ?", name))
@@ -163,6 +170,25 @@ class Manifest:
     def put_salt(self, tenant: str, salt: bytes) -> None:
         """Keep a tenant's salt."""
         self._put(Row("INSERT OR REPLACE INTO salts VALUES (?, ?)", (tenant, salt)))
+
+    def zero_removed(self) -> None:
+        """From now on, zero what rows that are removed have left in the database."""
+        self._put(Row("PRAGMA secure_delete = ON", ()))
+
+    def put_tenant_key(self, tenant: str, wrapped: bytes) -> None:
+        """Keep a tenant's wrapped secret, in place of an earlier one and of a salt in plain."""
+        self._put(Row("INSERT OR REPLACE INTO tenant_keys VALUES (?, ?)", (tenant, wrapped)))
+        self._put(Row("DELETE FROM salts WHERE tenant = ?", (tenant,)))
+
+    def drop_tenant_keys(self, tenants: Iterable[str], committed: Callable[[], None]) -> None:
+        """Remove tenants' secrets; `committed` once no file of the database has them any more."""
+        for tenant in tenants:
+            self._put(Row("DELETE FROM tenant_keys WHERE tenant = ?", (tenant,)))
+        self.purge(committed)
+
+    def purge(self, committed: Callable[[], None]) -> None:
+        """Call `committed` once what was removed before is in no file of the database any more."""
+        self._put(Row("SELECT 1", (), committed, point=WritePoint.KEYS_DROPPED, purges=True))
 
     def put_meta(self, name: str, value: str) -> None:
         """Keep a value."""
@@ -252,6 +278,19 @@ class Manifest:
         self._faults.reach(WritePoint.INDEX_COMMITTED)
         for point in {row.point for row in batch if row.point is not None}:
             self._faults.reach(point)
+        if any(row.purges for row in batch):
+            self._purge(db)
+
+    def _purge(self, db: sqlite3.Connection) -> None:
+        """Have nothing left of removed rows: their pages are zeroed (secure_delete), the WAL cut.
+
+        Raises:
+            sqlite3.OperationalError: somebody reads the database, and what was in it before.
+        """
+        (is_busy, _, _) = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        if is_busy:
+            raise sqlite3.OperationalError("a reader keeps the write-ahead log from being cut")
+        self._faults.reach(WritePoint.WAL_TRUNCATED)
 
 
 def _decoded(text: bytes) -> str:

@@ -2,8 +2,9 @@
 
 A full block moves in one I/O between its extent and its slot, header first. A partial block is
 packed: only its used rows are on SSD, and they go through a staging buffer. Every read verifies the
-header and each layer slice (D11). Which extents are in use is the cache engine's business; the
-bytes of a header are in kvd/FORMATS.md.
+header and each layer slice (D11). With tenants' keys extents are sealed (sealed_extents.py); those
+that were written before are read as they are. Which extents are in use is the cache engine's
+business; the bytes of a header are in kvd/FORMATS.md.
 
 Outcomes, never exceptions: OK; CORRUPT (the bytes are not what was written, or are not there);
 TRANSIENT (the device failed, the bytes may still be good); FULL (no space).
@@ -19,12 +20,13 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from kvd.core.actions import IoOutcome, WriteBlock
-from kvd.core.records import StoredBlock
+from kvd.encryption.keyring import Keyring
 from kvd.tiers.direct_io import read_fully, write_fully
-from kvd.tiers.extent_format import ExtentFormat, GroupPlan
+from kvd.tiers.extent_format import ExtentFormat, GroupPlan, ToWrite
 from kvd.tiers.extent_read import ExtentRead
 from kvd.tiers.faults import Faults, WritePoint
 from kvd.tiers.layer_groups import LAYERED_IO_BYTES
+from kvd.tiers.sealed_extents import SealedFormat
 from kvd.tiers.segment_files import SegmentFiles
 from kvd.tiers.space_budget import SpaceBudget
 from kvd.tiers.staging import STAGED_IO_BYTES, Staging
@@ -37,16 +39,6 @@ T = TypeVar("T")
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 log = get_logger(__name__)
-
-
-class ToWrite(NamedTuple):
-    """A block on its way to its extent."""
-
-    extent: int
-    key: bytes
-    num_tokens: int
-    stored: StoredBlock
-    memory: memoryview  # of its slot
 
 
 class Written(NamedTuple):
@@ -63,6 +55,7 @@ class SegmentVolume:
     Args:
         directory, extents_per_segment, budget, direct, faults: see SegmentFiles.
         layout: of the blocks.
+        keys: the tenants'; None: extents are plain.
     """
 
     def __init__(
@@ -73,8 +66,10 @@ class SegmentVolume:
         budget: SpaceBudget,
         direct: str,
         faults: Faults,
+        keys: Keyring | None = None,
     ) -> None:
         self._format = ExtentFormat(layout)
+        self._sealed = SealedFormat(self._format, keys) if keys is not None else None
         self.shape = self._format.shape
         self._segment_sectors = extents_per_segment * self.shape.sectors_per_extent
         self._budget = budget
@@ -129,14 +124,14 @@ class SegmentVolume:
 
         Layered reads have a group for about each mebibyte; others as few as may be.
         """
-        is_staged = memory is None or not self._format.is_full(num_tokens)
-        least_bytes = float(STAGED_IO_BYTES) if is_staged else math.inf
+        is_slots = memory is not None and self._format.is_full(num_tokens) and not self._sealed
+        least_bytes = math.inf if is_slots else float(STAGED_IO_BYTES)
         groups = self._format.plan(num_tokens, LAYERED_IO_BYTES if layered else least_bytes)
 
         def read(offset: int, buffers: list[memoryview]) -> bool:
             return self._read_at(extent, offset, buffers)
 
-        return ExtentRead(self._format, key, num_tokens, memory, groups, read)
+        return ExtentRead(self._format, key, num_tokens, memory, groups, read, self._sealed)
 
     def _read_at(self, extent: int, offset: int, buffers: list[memoryview]) -> bool:
         """Fill buffers from an extent's byte `offset` on; False if its file ends before."""
@@ -172,7 +167,10 @@ class SegmentVolume:
                 self._faults.before_write(block.extent)
             end = self._whole_extents_end(start) + (len(run) - 1) * self.shape.full_bytes
             fd = self._files.for_writing(segment, end)
-            if self._format.is_full(first.num_tokens):
+            if self._sealed and self._sealed.is_sealing:
+                for offset, piece in self._sealed.pieces(run, staging):
+                    self._write_part(fd, piece, start + offset)
+            elif self._format.is_full(first.num_tokens):
                 self._write_full(fd, run, start, staging)
             else:
                 for offset, packed in self._packed(first, staging):

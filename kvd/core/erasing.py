@@ -1,0 +1,124 @@
+"""Erasing tenants: nothing of theirs stays in any tier, not even in memory that is free (D11).
+
+    begin ─► step … until nothing is left ─► wipe … until all is wiped ─► end
+
+From `begin` to `end` the tenants are shut out: their engines' calls are refused, to be tried again.
+Their loads end there, and must not be trusted; what they are storing publishes nothing. `step`
+drops sessions, some at a time; blocks that are being moved go when that ends. Then `wipe` has every
+free slot zeroed, whoever had it: also what was evicted long ago is gone. Slots that engines are
+filling just then are left alone, because they are written to. Keys are the business of
+kvd/erasing.py, which calls this.
+
+Pure. Invariants: 1. a tenant is erased only if it has no sessions, no blocks and no write under
+way; 2. a slot that is being wiped is nobody's: not free, in no block, lease or journal record.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvd.core.actions import SESSION_FLUSHED, IoOutcome, WipeSlots
+from kvd.core.errors import ErasingError
+from kvd.core.leases import LoadLease, StoreLease
+from kvd.core.loading import Loader
+from kvd.core.records import FlushAnswer
+from kvd.core.retention import freed_bytes
+from kvd.core.state import CacheState
+from kvd.core.storing import Storer
+from shared.units import MIB
+
+if TYPE_CHECKING:
+    from shared.session_key import SessionKey
+
+WIPE_BYTES = 256 * MIB  # at a time: some ten milliseconds; meanwhile the slots are out of use
+WHY = "erased"
+
+
+def _nobody(_tenant: str) -> bool:
+    return False
+
+
+class Eraser:
+    """Erases tenants of one cache state."""
+
+    def __init__(self, state: CacheState, loader: Loader, storer: Storer) -> None:
+        self._state = state
+        self._loader = loader
+        self._storer = storer
+        self._is_erased: Callable[[str], bool] = _nobody
+        self._to_drop: list[SessionKey] = []
+        self._num_to_wipe = 0
+        self._has_failed = False
+
+    def refuse(self, tenant: str) -> None:
+        """Raise ErasingError if the tenant is being erased."""
+        if self._is_erased(tenant):
+            raise ErasingError(f"tenant {tenant!r} is being erased", "try again in a moment")
+
+    def begin(self, is_erased: Callable[[str], bool]) -> None:
+        """See CacheEngine.erase_begin."""
+        self._is_erased = is_erased
+        self._to_drop = [key for key in self._state.sessions if is_erased(key.tenant)]
+        for lease in tuple(self._state.leases):
+            if isinstance(lease, LoadLease) and is_erased(lease.key.tenant):
+                self._loader.release(lease)
+            elif isinstance(lease, StoreLease) and is_erased(lease.key.tenant):
+                self._storer.outdate(lease)
+
+    def step(self, max_sessions: int) -> FlushAnswer:
+        """See CacheEngine.erase_step."""
+        state = self._state
+        taken, self._to_drop = self._to_drop[:max_sessions], self._to_drop[max_sessions:]
+        keys = [key for key in taken if key in state.sessions]
+        num_bytes = freed_bytes(state, dict.fromkeys(keys))
+        for key in keys:
+            state.outbox.count("sessions_flushed")
+            state.drop_session(state.sessions[key], SESSION_FLUSHED, WHY)
+        return FlushAnswer(len(keys), num_bytes, ())
+
+    def is_gone(self) -> bool:
+        """See CacheEngine.is_erased."""
+        state, is_erased = self._state, self._is_erased
+        if any(is_erased(op.block.tenant) for op in state.writes.values()):
+            return False
+        stores = [lease for lease in state.leases if isinstance(lease, StoreLease)]
+        num_filling = sum(len(x.slots()) for x in stores if is_erased(x.key.tenant))
+        used = [usage for usage in state.tenants if is_erased(usage.tenant)]
+        num_used = sum(usage.used_bytes for usage in used) // state.layout.block_bytes
+        return num_used == num_filling and not any(usage.num_sessions for usage in used)
+
+    def wipe(self) -> None:
+        """See CacheEngine.wipe."""
+        self._num_to_wipe = self._state.slots.num_free
+        self._has_failed = False
+        self._wipe_some()
+
+    def is_wiping(self) -> bool:
+        """Whether free slots are still to be wiped."""
+        return bool(self._state.wipes)
+
+    def has_failed(self) -> bool:
+        """Whether a slot could not be wiped."""
+        return self._has_failed
+
+    def wipe_done(self, op_id: int, outcome: IoOutcome) -> None:
+        """See CacheEngine.wipe_done."""
+        self._has_failed |= outcome is not IoOutcome.OK
+        for slot_id in self._state.wipes.pop(op_id):
+            self._state.slots.free(slot_id)
+        self._wipe_some()
+        self._state.outbox.space_freed()
+
+    def end(self) -> None:
+        """See CacheEngine.erase_end."""
+        self._is_erased = _nobody
+
+    def _wipe_some(self) -> None:
+        """Take those out of use that have been free longest: what is wiped comes behind them."""
+        state = self._state
+        most = max(1, WIPE_BYTES // state.layout.block_bytes)
+        slot_ids = state.slots.take_free(min(most, self._num_to_wipe))
+        self._num_to_wipe -= len(slot_ids)
+        if slot_ids:
+            op_id = state.next_op_id()
+            state.wipes[op_id] = slot_ids
+            state.outbox.add(WipeSlots(op_id, tuple(slot_ids)))

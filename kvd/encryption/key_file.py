@@ -1,0 +1,104 @@
+"""The master key: 32 random bytes in a file of one line, 64 hex digits.
+
+It wraps the tenants' keys (keyring.py) and is needed at every start. A name without "/" is that of
+a systemd credential, which lies in $CREDENTIALS_DIRECTORY and nowhere on disk in plain.
+"""
+
+import os
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvd.encryption.errors import KeyFileError
+from kvd.encryption.sealing import KEY_BYTES, key_id
+
+CREDENTIALS_ENV = "CREDENTIALS_DIRECTORY"
+MAX_FILE_BYTES = 1024  # beyond it is no key file
+PRIVATE_MODE = 0o600
+_TOO_OPEN = 0o037  # the group may read it at most, others may nothing
+
+
+@dataclass(frozen=True)
+class MasterKey:
+    """The key above the tenants' keys."""
+
+    key: bytes = field(repr=False)
+
+    @property
+    def fingerprint(self) -> str:
+        """Names it, for messages and the index; says nothing about it."""
+        return key_id(self.key).hex()
+
+
+def new_master_key() -> MasterKey:
+    """Draw one."""
+    return MasterKey(secrets.token_bytes(KEY_BYTES))
+
+
+def read_master_key(key_file: str) -> MasterKey:
+    """Read a key.
+
+    Args:
+        key_file: a path, or the name of a systemd credential.
+
+    Raises:
+        KeyFileError: it is not there, others may read it, or it has no key in it.
+    """
+    path = _path_of(key_file)
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            text = file.read(MAX_FILE_BYTES)
+    except OSError as error:
+        raise KeyFileError(
+            f"cannot read the key file {path} ({error.strerror})",
+            f"make one with: kvd key new {path}; or let kvd's user read it",
+        ) from error
+    if "/" in key_file and mode & _TOO_OPEN:
+        raise KeyFileError(
+            f"others may read the key file {path} (mode {mode & 0o777:o})", f"chmod 600 {path}"
+        )
+    try:
+        key = bytes.fromhex(text.decode("ascii"))
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise KeyFileError(
+            f"the key file {path} does not have {2 * KEY_BYTES} hex digits",
+            "name a file that kvd key new has made",
+        )
+    return MasterKey(key)
+
+
+def write_master_key(path: Path, key: MasterKey) -> None:
+    """Write a key to a new file that only its owner may read; it is on disk when this returns.
+
+    Raises:
+        KeyFileError: the file exists, or cannot be made.
+    """
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, PRIVATE_MODE)
+        with os.fdopen(fd, "wb") as file:
+            file.write(key.key.hex().encode() + b"\n")
+            file.flush()
+            os.fsync(fd)
+    except FileExistsError as error:
+        raise KeyFileError(
+            f"{path} exists", "name a new file: a key that is overwritten is lost"
+        ) from error
+    except OSError as error:
+        raise KeyFileError(
+            f"cannot make {path} ({error.strerror})", "name a file in a directory of your own"
+        ) from error
+
+
+def _path_of(key_file: str) -> Path:
+    if "/" in key_file:
+        return Path(key_file)
+    directory = os.environ.get(CREDENTIALS_ENV)
+    if not directory:
+        raise KeyFileError(
+            f"there is no credential {key_file!r} (${CREDENTIALS_ENV} is not set)",
+            f"name a path, or start kvd by systemd with LoadCredential={key_file}:PATH",
+        )
+    return Path(directory) / key_file

@@ -1,0 +1,181 @@
+"""Every tenant's salt and, with a key file, data key: read at the start, made at the first block.
+
+Without a key file salts are in the index as they are, and nothing is sealed. With one each tenant
+has a salt and a key, wrapped (kvd/encryption/keyring.py); salts from before move there at once.
+
+What the index says of encryption as a whole (`meta`, "encryption"): which key wraps, and whether
+there may be plain blocks on SSD, in use or in what is free. Both are one value, so that a kill
+leaves neither without the other.
+
+Invariant: the row of a tenant's secret is on its way to the index before anything that needs it.
+"""
+
+import json
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvd.config import EncryptionSettings
+from kvd.encryption.errors import KeyNeededError, WrongKeyError
+from kvd.encryption.key_file import read_master_key
+from kvd.encryption.keyring import Keyring
+from kvd.errors import LimitReachedError
+from kvd.tier_facts import EncryptionFacts
+from kvd.tiers.manifest import Manifest
+from shared.block_key import SALT_BYTES
+from shared.log import get_logger
+
+META_NAME = "encryption"
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class EncryptionNote:
+    """What the index says of encryption.
+
+    Attributes:
+        key: fingerprint of the master key; "": there is none.
+        has_plain: there may be plain blocks on SSD.
+    """
+
+    key: str = ""
+    has_plain: bool = True
+
+    @classmethod
+    def read(cls, text: str) -> "EncryptionNote":
+        """Decode; what cannot be is as if nothing was noted."""
+        try:
+            found = json.loads(text)
+            return cls(str(found["key"]), bool(found["has_plain"]))
+        except (ValueError, KeyError, TypeError):
+            return cls()
+
+    def text(self) -> str:
+        """Encode."""
+        return json.dumps({"key": self.key, "has_plain": self.has_plain})
+
+
+class TenantSecrets:
+    """See the module docstring. On the event loop.
+
+    Attributes:
+        keys: those by which extents are sealed and opened; None: without a key file.
+        note: what the index says of encryption.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._salts: dict[str, bytes] = {}  # in plain
+        self.keys: Keyring | None = None
+        self.note = EncryptionNote()
+
+    def open(self, settings: EncryptionSettings, volumes: Path) -> None:
+        """Take over what the index has; before anything else.
+
+        Args:
+            settings: where the key is.
+            volumes: directory of the segments, which may be from a time without a key.
+
+        Raises:
+            KeyFileError: the key cannot be read.
+            KeyNeededError: there are secrets and no key to open them.
+            WrongKeyError: the key is another one.
+        """
+        wrapped = self._manifest.tenant_keys()
+        note = EncryptionNote.read(self._manifest.meta(META_NAME))
+        if settings.key_file:
+            keys = Keyring(read_master_key(settings.key_file), is_sealing=settings.enabled)
+            self._open_keys(keys, wrapped, note, settings.key_file)
+            was_plain = note.has_plain if note.key else _has_segments(volumes)
+            self._take_note(EncryptionNote(keys.fingerprint, was_plain or not settings.enabled))
+            return
+        if wrapped:
+            raise KeyNeededError(
+                f"{len(wrapped)} tenants have encrypted blocks, and there is no key",
+                "set encryption.key_file, with encryption.enabled = false to encrypt nothing "
+                "more; or, if the key is lost, name another state_dir",
+            )
+        self._salts = self._manifest.salts()
+        if note.key:
+            self._take_note(EncryptionNote())  # what is written from now on is plain
+
+    def salt_of(self, tenant: str, max_tenants: int) -> bytes:
+        """Return a tenant's secret salt, made and kept at its first block.
+
+        Raises:
+            LimitReachedError: so many tenants have one already.
+        """
+        if self.keys is None:
+            if tenant not in self._salts:
+                self._check_room(len(self._salts), max_tenants)
+                self._salts[tenant] = secrets.token_bytes(SALT_BYTES)
+                self._manifest.put_salt(tenant, self._salts[tenant])
+            return self._salts[tenant]
+        if tenant not in self.keys:
+            self._check_room(len(self.keys.tenants), max_tenants)
+            self._manifest.put_tenant_key(tenant, self.keys.make(tenant))
+        return self.keys.salt_of(tenant)
+
+    def facts(self) -> EncryptionFacts:
+        """How things are, for operators."""
+        keys = self.keys
+        if keys is None:
+            return EncryptionFacts("", is_sealing=False, may_have_plain=True, num_tenants=0)
+        return EncryptionFacts(
+            keys.fingerprint, keys.is_sealing, self.note.has_plain, len(keys.tenants)
+        )
+
+    def drop(self, tenants: Iterable[str], committed: Callable[[], None]) -> None:
+        """Forget tenants' secrets; `committed`, from another thread, once they are nowhere."""
+        assert self.keys is not None, "there are keys to drop"  # noqa: S101
+        dropped = tuple(tenants)
+        for tenant in dropped:
+            self.keys.forget(tenant)
+        self._manifest.drop_tenant_keys(dropped, committed)
+
+    def has_no_plain(self) -> None:
+        """Note that there is no plain block on SSD any more, nor will there be."""
+        if self.keys is not None and self.keys.is_sealing:
+            self._take_note(EncryptionNote(self.keys.fingerprint, has_plain=False))
+
+    def _open_keys(
+        self, keys: Keyring, wrapped: dict[str, bytes], note: EncryptionNote, key_file: str
+    ) -> None:
+        damaged = [tenant for tenant, secret in wrapped.items() if not keys.adopt(tenant, secret)]
+        is_wrong = note.key != keys.fingerprint if note.key else not keys.tenants
+        if wrapped and is_wrong:
+            raise WrongKeyError(
+                f"the key in {key_file} ({keys.fingerprint[:8]}) is not the one that this state "
+                f"directory is encrypted with ({note.key[:8] or 'not known'})",
+                "name the file of that key in encryption.key_file, or change keys with: "
+                "kvd key rotate",
+            )
+        for tenant in damaged:
+            log.error("tenant_key_damaged", tenant=tenant)
+        self.keys = keys
+        self._manifest.zero_removed()
+        salts = self._manifest.salts()
+        for tenant, salt in salts.items():
+            known = wrapped[tenant] if tenant in keys else keys.make(tenant, salt)
+            self._manifest.put_tenant_key(tenant, known)
+        self._manifest.purge(_ignore)  # also of what a kill has kept from being purged
+
+    def _take_note(self, note: EncryptionNote) -> None:
+        self.note = note
+        self._manifest.put_meta(META_NAME, note.text())
+
+    def _check_room(self, num_tenants: int, max_tenants: int) -> None:
+        if num_tenants >= max_tenants:
+            raise LimitReachedError(
+                f"{num_tenants} tenants have a salt", "raise limits.max_tenants"
+            )
+
+
+def _has_segments(volumes: Path) -> bool:
+    return any(volumes.glob("*/*.segment"))
+
+
+def _ignore() -> None:
+    """Wait for nothing."""

@@ -1,0 +1,157 @@
+"""Extents that are sealed: how a block's slices are sealed on their way out, and opened again.
+
+Everything goes through the staging buffer: a slot's slice is sealed straight into it, and opened
+straight out of it into the slot, if the block is full; of a partial block the used rows are put
+together first. Only used bytes are sealed; the rest of a slice on SSD is zeros.
+
+A cipher wants a part and its tag side by side, but there they are the slice and whatever follows.
+So slices are sealed in ascending order, each overwriting the tag that the one before it has left
+behind; and opened in descending order, each tag overwriting the beginning of a slice that is done.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from kvd.encryption.keyring import Keyring
+from kvd.encryption.sealing import TAG_BYTES
+from kvd.tiers.extent_format import ExtentFormat, GroupPlan, ToWrite
+from kvd.tiers.sealed_header import (
+    SEALED_MAGIC,
+    NewSeal,
+    OpenedHeader,
+    SealedHeaderFormat,
+    new_seal,
+)
+from kvd.tiers.staging import STAGED_IO_BYTES, Staging
+
+if TYPE_CHECKING:
+    from kvd.core.records import StoredBlock
+
+SPARE_BYTES = TAG_BYTES  # that `OpenedExtent.take` needs behind the last slice
+
+
+class SealedFormat:
+    """One layout's sealed extents.
+
+    Args:
+        extent_format: of the layout.
+        keys: the tenants'.
+    """
+
+    def __init__(self, extent_format: ExtentFormat, keys: Keyring) -> None:
+        self._format = extent_format
+        self._keys = keys
+        self._header = SealedHeaderFormat(extent_format.shape)
+
+    @property
+    def is_sealing(self) -> bool:
+        """Whether what is written is to be sealed."""
+        return self._keys.is_sealing
+
+    # ----------------------------------------------------------------------------------- writing
+
+    def pieces(self, run: Sequence[ToWrite], staging: Staging) -> Iterator[tuple[int, memoryview]]:
+        """(offset from the first extent's start, bytes) of what is to be written, in any order.
+
+        Several blocks make one piece. One block has a piece for each group of layers, the header's
+        last: only then are all tags known.
+        """
+        if len(run) == 1:
+            yield from self._pieces_of_one(run[0], staging)
+            return
+        full_bytes = self._format.shape.full_bytes
+        buffer = staging.take(full_bytes * len(run) + TAG_BYTES)
+        for index, block in enumerate(run):
+            extent = buffer[index * full_bytes : (index + 1) * full_bytes + TAG_BYTES]
+            new = new_seal(self._keys.key_of(block.tenant))
+            (group,) = self._format.plan(block.num_tokens, math.inf)
+            tags = self._seal_group(new, block, group, extent[self._header.num_bytes :])
+            self._header.pack_into(extent, new, block.key, tags, block.stored)
+        yield 0, buffer[:-TAG_BYTES]
+
+    def _pieces_of_one(self, block: ToWrite, staging: Staging) -> Iterator[tuple[int, memoryview]]:
+        new = new_seal(self._keys.key_of(block.tenant))
+        tags = b""
+        first, *others = self._format.plan(block.num_tokens, STAGED_IO_BYTES)
+        for group in reversed(others):
+            buffer = staging.take(group.num_bytes + TAG_BYTES)
+            tags = self._seal_group(new, block, group, buffer) + tags
+            yield group.offset, buffer[:-TAG_BYTES]
+        header_bytes = self._header.num_bytes
+        buffer = staging.take(header_bytes + first.num_bytes + TAG_BYTES)
+        tags = self._seal_group(new, block, first, buffer[header_bytes:]) + tags
+        self._header.pack_into(buffer, new, block.key, tags, block.stored)
+        yield 0, buffer[:-TAG_BYTES]
+
+    def _seal_group(
+        self, new: NewSeal, block: ToWrite, group: GroupPlan, buffer: memoryview
+    ) -> bytes:
+        """Fill the buffer with a group's slices, and a tag behind; returns all tags."""
+        tags = []
+        offset = 0
+        for layer in group.layers:
+            used = self._format.used_rows(block.memory, layer, block.num_tokens)
+            used_end = offset + len(used)
+            new.seal.seal_into(layer + 1, used, buffer[offset : used_end + TAG_BYTES])
+            tags.append(bytes(buffer[used_end : used_end + TAG_BYTES]))
+            offset += self._format.slice_bytes(layer, block.num_tokens)
+            buffer[used_end:offset] = bytes(offset - used_end)
+        return b"".join(tags)
+
+    # ----------------------------------------------------------------------------------- reading
+
+    def opened(self, header: memoryview, key: bytes, num_tokens: int) -> "OpenedExtent | None":
+        """Read the header of a sealed extent; None unless it is this block's."""
+        opened = self._header.unpack(header, key, num_tokens, self._keys)
+        return None if opened is None else OpenedExtent(self._format, num_tokens, opened)
+
+
+class OpenedExtent:
+    """A sealed extent whose header could be read.
+
+    Attributes:
+        stored: what the header says.
+    """
+
+    def __init__(self, extent_format: ExtentFormat, num_tokens: int, header: OpenedHeader) -> None:
+        self._format = extent_format
+        self._num_tokens = num_tokens
+        self._header = header
+        self.stored: StoredBlock = header.stored
+
+    def take(self, group: GroupPlan, body: memoryview, memory: memoryview | None) -> bool:
+        """Open a group's slices into the slot, if there is one; False if one is not what it was.
+
+        Args:
+            group: of layers.
+            body: its slices as they were read, and SPARE_BYTES behind.
+            memory: of the slot.
+        """
+        end = group.num_bytes
+        for layer in reversed(group.layers):
+            offset = end - self._format.slice_bytes(layer, self._num_tokens)
+            used_end = offset + self._format.used_bytes(layer, self._num_tokens)
+            body[used_end : used_end + TAG_BYTES] = self._tag(layer)
+            if not self._open(layer, body[offset : used_end + TAG_BYTES], memory):
+                return False
+            end = offset
+        return True
+
+    def _tag(self, layer: int) -> bytes:
+        return self._header.tags[TAG_BYTES * layer : TAG_BYTES * (layer + 1)]
+
+    def _open(self, layer: int, sealed: memoryview, memory: memoryview | None) -> bool:
+        seal, part = self._header.seal, layer + 1
+        if memory is not None and self._format.is_full(self._num_tokens):
+            ((start, end),) = self._format.rows.runs(layer, self._num_tokens)
+            return seal.open_into(part, sealed, memory[start:end])
+        used = seal.open(part, sealed)
+        if used is not None and memory is not None:
+            self._format.scatter(layer, self._num_tokens, used, memory)
+        return used is not None
+
+
+def is_sealed(header: memoryview) -> bool:
+    """Whether an extent that begins so is sealed."""
+    return header[: len(SEALED_MAGIC)] == SEALED_MAGIC
