@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from kvd.core.actions import IoOutcome, WriteBlock
 from kvd.core.records import StoredBlock
 from kvd.tiers.batch_worker import BatchWorker
+from kvd.tiers.extent_format import ToWrite
 from kvd.tiers.io_pool import IoPool, Priority
 from kvd.tiers.staging import Staging
-from kvd.tiers.volume import SegmentVolume, ToWrite, Written
+from kvd.tiers.volume import SegmentVolume, Written
 from shared.log import get_logger
 from shared.units import SECTOR_BYTES
 
@@ -102,6 +103,7 @@ class BlockWriter:
             action.num_tokens,
             StoredBlock(action.token_ids, action.checksums),
             self._memory_of(action.slot_id),
+            action.tenant,
         )
 
     def _sync(self, batch: list[tuple[int, Written]]) -> None:

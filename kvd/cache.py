@@ -17,6 +17,7 @@ from kvd.clock import Clock
 from kvd.core.actions import Emit, LeaseReady, SpaceFreed
 from kvd.core.engine import CacheEngine
 from kvd.core.records import AdoptedSlot, EngineStats, IndexRows, OrphanSlot
+from kvd.io_measures import IoMeasures
 from kvd.performer import Completion, Performer
 from kvd.tier_facts import ArenaFacts, VolumeFacts
 from kvd.tiers.arena import Arena
@@ -164,7 +165,12 @@ class Cache:
     @property
     def is_idle(self) -> bool:
         """Whether no engine holds a lease and no read or write is under way."""
-        return not self._performer.num_pending and not self._engine.stats().num_leases
+        return self.is_still and not self._engine.stats().num_leases
+
+    @property
+    def is_still(self) -> bool:
+        """Whether no read or write is under way."""
+        return not self._performer.num_pending
 
     def stats(self) -> EngineStats:
         """The engine's statistics; what a restart would not find counts as dirty."""
@@ -187,6 +193,11 @@ class Cache:
             physical_bytes=arena.physical_bytes(),
         )
 
+    @property
+    def io_measures(self) -> IoMeasures:
+        """How long its reads and writes take."""
+        return self._performer.measures
+
     def volume_facts(self) -> VolumeFacts:
         """The volume as it is."""
         volume = self.volume
@@ -205,6 +216,11 @@ class Cache:
         """Tell the engine how much the file system really has left for it."""
         num_extents = min(self.max_extents, self.volume.physical_extents())
         self.act(lambda core, now_ns: core.set_ssd_capacity(num_extents, now_ns))
+
+    def remove_segments(self) -> None:
+        """Remove the volume's files: no extent is in use, and nothing is under way."""
+        self.volume.shrink(0)
+        self.measure_space()
 
     def write_dirty(self) -> None:
         """Have everything written that is not on SSD yet: the end is near."""

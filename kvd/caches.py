@@ -7,7 +7,6 @@ budget and that of the tier.
 """
 
 import asyncio
-import secrets
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -25,6 +24,7 @@ from kvd.core.tenants import TenantLimits
 from kvd.engines import Engines
 from kvd.errors import AmbiguousSessionError, LimitReachedError, NotDurableError
 from kvd.performer import Owners, Performer
+from kvd.tenant_secrets import TenantSecrets
 from kvd.tiers.arena import Arena, num_slots_for
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore, KeptArena, resolve_keep
 from kvd.tiers.faults import Faults
@@ -32,7 +32,6 @@ from kvd.tiers.io_pool import IoPool
 from kvd.tiers.manifest import LayoutRow, Manifest
 from kvd.tiers.space_budget import SpaceBudget
 from kvd.tiers.volume import SegmentVolume
-from shared.block_key import SALT_BYTES
 from shared.errors import ReportedError
 from shared.kv_layout import KVLayout
 from shared.layout_message import layout_message, layout_of
@@ -53,6 +52,7 @@ class Caches:
 
     Attributes:
         keep: what lets arenas outlive this process: "fdstore", "file" or "none".
+        secrets: the tenants' salts and keys.
     """
 
     def __init__(
@@ -73,12 +73,13 @@ class Caches:
         self._on_event = on_event
         self._on_broken = on_broken
         self._caches: dict[str, Cache] = {}
-        self._salts: dict[str, bytes] = {}
+        self._is_erased: Callable[[str], bool] | None = None  # whom shut_out has named
+        self.secrets = TenantSecrets(manifest)
         self._opening = asyncio.Lock()
         self._volumes = settings.state_dir / VOLUMES
         self._io = IoPool(settings.ssd.io_threads, settings.ssd.in_flight_bytes)
         self._io.start()
-        self.keep = resolve_keep(settings.dram.keep, settings.access.allowed_uids)
+        self.keep = resolve_keep(settings.dram.keep, settings.engine_uids())
         self._arenas = ArenaStore(
             ArenaOptions(
                 self.keep, settings.dram.directory, settings.dram.hugepages, settings.dram.numa_node
@@ -95,12 +96,23 @@ class Caches:
     def __iter__(self) -> Iterator[Cache]:
         return iter(self._caches.values())
 
+    def io_load(self) -> tuple[int, int]:
+        """Of all layouts: jobs that wait for a thread, and bytes of the I/O that runs."""
+        return len(self._io), self._io.bytes_in_flight
+
+    def use(self, settings: Settings) -> None:
+        """Hold other limits from now on, in every cache; tiers stay as large as they are."""
+        self._settings = settings
+        for cache in self:
+            limits = self._limits(0, 0)
+            cache.act(partial(_set_limits, limits))
+
     def restore(self) -> None:
         """Build the cache of every layout in the index, with the arenas that were left.
 
         Reads the index and the arenas' journals, never the data.
         """
-        self._salts = self._manifest.salts()
+        self.secrets.open(self._settings.encryption, self._volumes)
         kept = self._arenas.find()
         with memory.building_up():
             self._restore_layouts(kept)
@@ -116,8 +128,10 @@ class Caches:
             except (ReportedError, ValueError, OSError) as error:  # ValueError: no such message
                 log.warning("layout_not_restored", layout=row.fingerprint, error=str(error))
 
-    async def open(self, layout: KVLayout) -> tuple[Cache, Arena]:
+    async def open(self, layout: KVLayout, *, prefault: bool = True) -> tuple[Cache, Arena]:
         """Return the cache of a layout, made if there is none, and its arena.
+
+        An arena that is not prefaulted takes only the memory that is used of it.
 
         Raises:
             LimitReachedError: limits.max_layouts are stored, and none of them is empty.
@@ -134,7 +148,7 @@ class Caches:
                 arena = self._arenas.create(layout, num_slots)
                 cache.mount(arena)
         cache.last_opened_s = asyncio.get_running_loop().time()
-        if self._settings.dram.prefault:
+        if prefault and self._settings.dram.prefault:
             cache.prefault()
         return cache, arena
 
@@ -173,6 +187,15 @@ class Caches:
                 "name one of them with --model",
             )
         return found[0]
+
+    def shut_out(self, is_erased: Callable[[str], bool] | None) -> None:
+        """Refuse the calls of tenants that are being erased, of every layout; None: of nobody."""
+        self._is_erased = is_erased
+        for cache in self:
+            if is_erased is None:
+                cache.act(lambda core, _: core.erase_end())
+            else:
+                cache.act(partial(_shut_out, is_erased))
 
     async def committed(self) -> None:
         """Return once what was changed so far would survive a kill.
@@ -246,6 +269,7 @@ class Caches:
             self._space,
             settings.ssd.direct,
             self._faults,
+            self.secrets.keys,
         )
         volume.open()
         engine = CacheEngine(
@@ -260,6 +284,8 @@ class Caches:
             engine, num_extents, volume, performer, self._clock, self._on_event, self._on_broken
         )
         cache.start()
+        if self._is_erased is not None:
+            cache.act(partial(_shut_out, self._is_erased))
         self._caches[layout.fingerprint] = cache
         return cache
 
@@ -343,15 +369,15 @@ class Caches:
         )
 
     def _salt_of(self, tenant: str) -> bytes:
-        """Return a tenant's secret salt, made and kept at its first block."""
-        if tenant not in self._salts:
-            if len(self._salts) >= self._settings.limits.max_tenants:
-                raise LimitReachedError(
-                    f"{len(self._salts)} tenants have a salt", "raise limits.max_tenants"
-                )
-            self._salts[tenant] = secrets.token_bytes(SALT_BYTES)
-            self._manifest.put_salt(tenant, self._salts[tenant])
-        return self._salts[tenant]
+        return self.secrets.salt_of(tenant, self._settings.limits.max_tenants)
+
+
+def _shut_out(is_erased: Callable[[str], bool], engine: CacheEngine, now_ns: int) -> None:
+    engine.erase_begin(is_erased, now_ns)
+
+
+def _set_limits(limits: Limits, engine: CacheEngine, now_ns: int) -> None:
+    engine.set_limits(limits, now_ns)
 
 
 def _is_stored(key: SessionKey, engine: CacheEngine, _now_ns: int) -> bool:

@@ -1,17 +1,6 @@
-"""The kvd command: run the daemon, look at what it holds, change it. Here: serve, config, version.
+"""The kvd command: run the daemon, look at what it holds, change it. Here: serve, version.
 
-Exit codes:
-    0   done
-    1   verify found what it could not put right: corrupt copies without --repair, or, with it,
-        blocks that have no good copy, or copies that could not be read
-    2   bad usage or value
-    3   unknown session or model, or a process that holds no lease
-    4   in use
-    5   not as things stand now
-    6   a bound is reached: another verify runs
-    69  kvd is not running
-    70  kvd stopped because of a bug
-    78  the start was refused
+kvd/exit_codes.py lists the exit codes, kvd/cli_examples.py the examples of all commands.
 """
 
 import asyncio
@@ -19,17 +8,30 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kvd import cli_sessions, cli_tiers, config
 from kvd.cli_bench import bench
-from kvd.cli_options import AsJson, Config, RuntimeDir, print_json
+from kvd.cli_completion import complete, completion
+from kvd.cli_config import config_app
+from kvd.cli_connection import connection_options
+from kvd.cli_doctor import doctor
+from kvd.cli_events import events
+from kvd.cli_examples import add_examples
+from kvd.cli_install import install_units
+from kvd.cli_keys import key_app
+from kvd.cli_options import Config, RuntimeDir
 from kvd.cli_plan import plan
+from kvd.cli_session_files import export_session, import_session
+from kvd.cli_token import token
+from kvd.cli_top import top
 from kvd.errors import BrokenError
+from kvd.exit_codes import exit_codes_help
 from shared.errors import ReportedError
 from shared.log import configure_logging
+from shared.reload import LiveSettings
 from shared.version import __version__
 
 EXIT_BROKEN = 70  # EX_SOFTWARE
@@ -38,11 +40,12 @@ PRIVATE_UMASK = 0o077  # files of the daemon are its own; sockets get their mode
 app = typer.Typer(
     name="kvd",
     help="KV-cache daemon: keeps the keys and values of conversations in DRAM and on SSD.",
+    epilog=exit_codes_help(),
+    rich_markup_mode=None,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-config_app = typer.Typer(help="Show or check the settings.", no_args_is_help=True)
 
 
 @app.command()
@@ -55,7 +58,9 @@ def serve(
         str | None, typer.Option(help="What keeps DRAM over restarts: auto, fdstore, file, none.")
     ] = None,
     ssd: Annotated[str | None, typer.Option(help='SSD tier, e.g. "100GB", "auto", "0".')] = None,
-    tcp: Annotated[str | None, typer.Option(help="Also serve Reader on this local port.")] = None,
+    tcp: Annotated[
+        str | None, typer.Option(help="Serve clients of [clients.NAME] at host:port.")
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     log_format: Annotated[str | None, typer.Option(help="auto, json or text.")] = None,
 ) -> None:
@@ -73,20 +78,25 @@ def serve(
     # Only the daemon needs these; ls and its like start in half the time without.
     import uvloop
 
-    settings = config.load(config_file, flags).settings
-    as_json = {"auto": None, "json": True, "text": False}[settings.log.format]
-    configure_logging(settings.log.level, json=as_json)
+    live = config.load_live(config_file, flags)
+    _configure_logging(live.settings)
+    live.on_change(_configure_logging)
     os.umask(PRIVATE_UMASK)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve_until_signal(settings))
+        runner.run(_serve_until_signal(live))
 
 
-async def _serve_until_signal(settings: config.Settings) -> None:
+def _configure_logging(settings: config.Settings) -> None:
+    as_json = {"auto": None, "json": True, "text": False}[settings.log.format]
+    configure_logging(settings.log.level, json=as_json)
+
+
+async def _serve_until_signal(live: LiveSettings[config.Settings]) -> None:
     from kvd.daemon import Daemon
 
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    daemon = Daemon(settings)
+    daemon = Daemon(live)
 
     def interrupt() -> None:
         """Leave nothing behind in memory: whoever presses Ctrl-C looks after kvd by hand."""
@@ -95,6 +105,7 @@ async def _serve_until_signal(settings: config.Settings) -> None:
 
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     loop.add_signal_handler(signal.SIGINT, interrupt)
+    loop.add_signal_handler(signal.SIGHUP, daemon.reloader.reload_if_possible)
     await daemon.run(stop)
 
 
@@ -107,37 +118,38 @@ for _name, _command in (
     ("unpin", cli_sessions.unpin),
     ("ttl", cli_sessions.ttl),
     ("stats", cli_tiers.stats),
+    ("events", events),
+    ("top", top),
     ("leases", cli_tiers.leases),
     ("verify", cli_tiers.verify),
+    ("export", export_session),
+    ("import", import_session),
     ("plan", plan),
     ("bench", bench),
+    ("doctor", doctor),
+    ("install-units", install_units),
+    ("token", token),
 ):
     app.command(_name)(_command)
+app.command("completion")(completion)
+app.command("complete", hidden=True)(complete)
 app.add_typer(config_app, name="config")
-
-
-@config_app.command("show")
-def config_show(config_file: Config = None, as_json: AsJson = False) -> None:
-    """Print every setting and where it came from."""
-    rows = list(config.load(config_file, {}).rows())
-    if as_json:
-        print_json({key: {"value": value, "source": source} for key, value, source in rows})
-        return
-    for key, value, source in rows:
-        typer.echo(f"{key:<28} {value:<32} {source}")
-
-
-@config_app.command("check")
-def config_check(config_file: Config = None) -> None:
-    """Exit 0 if the settings can be used, else list every problem."""
-    config.load(config_file, {})
-    typer.echo("the settings are fine")
+app.add_typer(key_app, name="key")
+app.callback()(connection_options)
 
 
 @app.command()
 def version() -> None:
     """Print the version."""
     typer.echo(__version__)
+
+
+add_examples(app)
+
+
+def root_command() -> Any:
+    """The tree of all commands, as completion and man pages walk it."""
+    return typer.main.get_command(app)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -11,21 +11,21 @@ from kvd.cli_views import console
 from kvd.errors import UnclearSelectionError, UnusableDirectoryError
 from shared.log import configure_logging
 
+PART_NAMES = "arena, ssd, encryption, control, queue or restart"
+
 
 def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Half a minute; says less.")] = False,
     only: Annotated[
         list[str] | None,
-        typer.Option(
-            "--only", metavar="PART", help="arena, ssd, control, queue or restart; repeatable."
-        ),
+        typer.Option("--only", metavar="PART", help=f"{PART_NAMES}; repeatable."),
     ] = None,
     directory: Annotated[
         Path | None, typer.Option(help="Where to write: the disk to measure. Default: here.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure arena, SSD, control plane, queue and restart against the machine's own floor."""
+    """Measure arena, SSD, encryption, control plane, queue and restart, against a floor each."""
     # Only this command needs these.
     from kvd.bench import FULL, PARTS, QUICK, BenchOptions, as_document, run, tables
 

@@ -1,15 +1,109 @@
-"""How the commands of `kvd` reach a daemon."""
+"""How the commands of `kvd` reach a daemon: its sockets on this machine, or a port elsewhere."""
 
+import grp
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from kvd.operator_client import OperatorClient, connect
-from shared.runtime_dir import default_runtime_dir
+import typer
+
+from kvd.errors import SocketDeniedError
+from kvd.operator_client import OperatorClient, connect_to
+from shared.access.channels import ClientCredentials, read_credentials
+from shared.runtime_dir import OPERATOR_SOCKET, READER_SOCKET, default_runtime_dir
+
+_USABLE = os.R_OK | os.W_OK
+
+
+@dataclass(frozen=True)
+class Connection:
+    """What stands before the command's name.
+
+    Attributes:
+        address: "" for the sockets in the runtime directory.
+    """
+
+    address: str = ""
+    credentials: ClientCredentials | None = None
+
+
+_CONNECTION: ContextVar[Connection] = ContextVar("connection")  # set once, by what stands first
+
+
+def connection_options(
+    address: Annotated[
+        str,
+        typer.Option(
+            envvar="KVD_ADDRESS",
+            help="Of a kvd elsewhere, host:port (its access.tcp), in place of --runtime-dir.",
+        ),
+    ] = "",
+    token_file: Annotated[
+        Path | None,
+        typer.Option(envvar="KVD_TOKEN_FILE", help="File with the token to come with."),
+    ] = None,
+    tls_ca: Annotated[
+        Path | None,
+        typer.Option(envvar="KVD_TLS_CA_FILE", help="PEM: who signed kvd's certificate."),
+    ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(envvar="KVD_TLS_CERT_FILE", help="PEM: own certificate.")
+    ] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option(envvar="KVD_TLS_KEY_FILE", help="PEM: key of the certificate.")
+    ] = None,
+) -> None:
+    """Keeps the keys and values of conversations in DRAM and on SSD."""
+    is_named = any((token_file, tls_ca, tls_cert, tls_key))
+    credentials = read_credentials(token_file, tls_ca, tls_cert, tls_key) if is_named else None
+    _CONNECTION.set(Connection(address, credentials))
 
 
 @contextmanager
 def open_client(runtime_dir: Path | None) -> Iterator[OperatorClient]:
-    """Open a channel to the kvd that the command line names; it connects at the first call."""
-    with connect(runtime_dir or default_runtime_dir()) as client:
+    """Open a channel to the kvd that the command line names; it connects at the first call.
+
+    Raises:
+        SocketDeniedError: this user may open none of its sockets.
+    """
+    given = _CONNECTION.get(Connection())
+    address = given.address or f"unix:{socket_of(runtime_dir or default_runtime_dir())}"
+    with connect_to(address, given.credentials) as client:
         yield client
+
+
+def socket_of(runtime_dir: Path) -> Path:
+    """The socket that allows most of those that this user may open; the operators', if none is.
+
+    Raises:
+        SocketDeniedError: there are sockets, and this user may open none.
+    """
+    found = [runtime_dir / name for name in (OPERATOR_SOCKET, READER_SOCKET)]
+    usable = [path for path in found if os.access(path, _USABLE)]
+    if usable:
+        return usable[0]
+    if os.access(runtime_dir, os.F_OK) and not os.access(runtime_dir, os.X_OK):
+        raise SocketDeniedError(
+            f"this user may not enter {runtime_dir}",
+            "become a member of its group, or use sudo",
+        )
+    there = [path for path in found if os.access(path, os.F_OK)]
+    if there:
+        groups = " or ".join(dict.fromkeys(map(_group_of, there)))
+        raise SocketDeniedError(
+            f"this user may not open {there[-1]}",
+            f"become a member of group {groups} (and log in again), or use sudo",
+        )
+    return found[0]
+
+
+def _group_of(path: Path) -> str:
+    gid = path.stat().st_gid
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)

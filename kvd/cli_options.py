@@ -1,4 +1,4 @@
-"""What the commands of `kvd` share: options, how a session is named, JSON, questions."""
+"""What the commands of `kvd` share: options, how sessions are named, JSON, questions."""
 
 import json
 import sys
@@ -12,7 +12,12 @@ from shared.pb.kvd.v1 import kvd_pb2
 
 RuntimeDir = Annotated[
     Path | None,
-    typer.Option("--runtime-dir", envvar="KVD_RUNTIME_DIR", help="Directory of kvd's sockets."),
+    typer.Option(
+        "--runtime-dir",
+        envvar="KVD_RUNTIME_DIR",
+        help="Directory of kvd's sockets.",
+        readable=False,  # to be entered, not listed
+    ),
 ]
 Config = Annotated[
     Path | None,
@@ -36,13 +41,28 @@ def print_json(document: dict[str, Any]) -> None:
     typer.echo(json.dumps(document, indent=2))
 
 
+def print_json_line(document: dict[str, Any]) -> None:
+    """Print one of many documents, on a line of its own, at once."""
+    sys.stdout.write(json.dumps(document) + "\n")
+    sys.stdout.flush()
+
+
+def require_terminal() -> None:
+    """See to it that there is somebody to ask.
+
+    Raises:
+        NotConfirmedError: there is not.
+    """
+    if not sys.stdin.isatty():
+        raise NotConfirmedError("this needs a confirmation", "say --yes")
+
+
 def confirm(question: str) -> None:
     """Ask on a terminal.
 
     Raises:
         NotConfirmedError: the answer is no, or there is nobody to ask.
     """
-    if not sys.stdin.isatty():
-        raise NotConfirmedError("this needs a confirmation", "say --yes")
+    require_terminal()
     if not typer.confirm(question):
         raise NotConfirmedError("nothing was done", "answer y, or say --yes")

@@ -4,8 +4,21 @@ from typing import Annotated
 
 import typer
 
-from kvd import cli_views
+from kvd import cli_session_views, cli_views
 from kvd.cli_connection import open_client
+from kvd.cli_filters import (
+    ORDERS,
+    Ended,
+    Idle,
+    InTier,
+    LargerThan,
+    OfTenant,
+    Pinned,
+    Reverse,
+    Sort,
+    SortName,
+    filter_of,
+)
 from kvd.cli_options import (
     AsJson,
     Model,
@@ -17,25 +30,48 @@ from kvd.cli_options import (
     confirm,
     key_of,
     print_json,
+    require_terminal,
 )
 from kvd.errors import InUseError, UnclearSelectionError
+from kvd.operator_client import OperatorClient
+from shared.pb.kvd.v1 import kvd_pb2
 from shared.units import format_bytes, parse_duration_s
 
 
 def list_sessions(
-    runtime_dir: RuntimeDir = None,
-    tenant: Annotated[str, typer.Option(help="Only this tenant.")] = "",
+    prefix: Annotated[
+        str, typer.Argument(metavar="PREFIX", help="Only sessions whose id starts so.")
+    ] = "",
+    tenant: OfTenant = "",
     model: OfModel = "",
+    tier: InTier = None,
+    idle: Idle = "",
+    larger_than: LargerThan = "",
+    pinned: Pinned = False,
+    ended: Ended = False,
+    sort: Sort = SortName.IDLE,
+    reverse: Reverse = False,
     limit: Annotated[int, typer.Option(min=0, help="At most so many; 0 is all.")] = 0,
+    runtime_dir: RuntimeDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """List stored sessions, least recently used first."""
+    """List stored sessions.
+
+    All conditions given hold. A narrow terminal shows fewer columns; --json always has all.
+    """
+    wanted = filter_of(tenant, model, tier, idle, larger_than, pinned=pinned, ended=ended)
+    wanted.id_prefix = prefix
     with open_client(runtime_dir) as client:
-        sessions, total = client.sessions(tenant, model, limit)
+        sessions, total = client.sessions(wanted, limit, ORDERS[sort], reverse=reverse)
     if as_json:
         print_json({"sessions": [cli_views.plain(info) for info in sessions], "total": total})
-    else:
-        cli_views.console().print(cli_views.sessions_table(sessions, total))
+        return
+    console = cli_views.console()
+    console.print(cli_views.sessions_table(sessions, console.width))
+    if len(sessions) < total:
+        console.print(f"{len(sessions)} of {total} sessions")
+    elif not sessions:
+        console.print("no session is stored" + (" that fits" if wanted.ByteSize() else ""))
 
 
 def show(
@@ -45,22 +81,40 @@ def show(
     runtime_dir: RuntimeDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show one session and its blocks."""
+    """Show one session: its facts, leases, blocks, and what happened to it lately."""
     with open_client(runtime_dir) as client:
         found = client.describe(key_of(session, tenant, model))
     if as_json:
         print_json(cli_views.plain(found))
         return
     console = cli_views.console()
-    console.print(cli_views.session_table(found.info))
-    console.print(cli_views.blocks_table(found.blocks))
+    for table in cli_session_views.session_tables(found, console.width):
+        console.print(table)
 
 
 def flush(
-    session: Annotated[str | None, typer.Argument(metavar="[SESSION]", help="Session id.")] = None,
-    tenant: Tenant = "",
-    model: Model = "",
+    session: Annotated[
+        str | None,
+        typer.Argument(metavar="SESSION", help="Session id, as kvd ls shows."),
+    ] = None,
+    tenant: Annotated[
+        str, typer.Option(help='Tenant of the session ("default"), or all of this tenant\'s.')
+    ] = "",
+    model: Annotated[
+        str, typer.Option(help="Model fingerprint; without a session all of those that start so.")
+    ] = "",
+    tier: InTier = None,
+    idle: Idle = "",
+    larger_than: LargerThan = "",
+    pinned: Pinned = False,
+    ended: Ended = False,
     everything: Annotated[bool, typer.Option("--all", help="Every session.")] = False,
+    secure: Annotated[
+        bool,
+        typer.Option(
+            "--secure", help="Crypto-erase: also delete the key. For --all or one --tenant."
+        ),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say what it would free.")
     ] = False,
@@ -68,23 +122,82 @@ def flush(
     runtime_dir: RuntimeDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Drop the KV of one session, or of all, from every tier. Transcripts are not touched."""
-    if everything == (session is not None):
-        raise UnclearSelectionError("what to flush is not clear", "name one session, or say --all")
-    if everything and not (dry_run or yes):
-        confirm("Drop the KV of every session?")
-    key = None if session is None else key_of(session, tenant, model)
+    """Drop the KV of one session, of those that fit, or of all, from every tier.
+
+    Transcripts are not touched: the next turn of a flushed session is recomputed. A session that an
+    engine works with just now is left out, and named. More than one are asked for on a terminal.
+    """
+    wanted = filter_of(tenant, model, tier, idle, larger_than, pinned=pinned, ended=ended)
+    request = flush_request(session, wanted, everything=everything, secure=secure)
     with open_client(runtime_dir) as client:
-        answer = client.flush(key, dry_run=dry_run)
+        if session is None and not (dry_run or yes):
+            _ask(client, request)
+        request.dry_run = dry_run
+        answer = client.flush(request)
     if as_json:
         print_json(cli_views.plain(answer))
     else:
-        verb = "would free" if dry_run else "freed"
-        typer.echo(f"{verb} {format_bytes(answer.bytes)} of {answer.sessions} sessions")
-        for skipped in answer.skipped_leased:
-            typer.echo(f"in use, not flushed: {skipped.session_id}")
+        _say_flushed(answer, dry_run=dry_run)
+        if secure and not answer.erased_tenants:  # perhaps a slip of the pen
+            typer.echo("no such tenant has a key: there is nothing of it to erase")
     if session is not None and answer.skipped_leased:
         raise InUseError(f"session {session!r} is in use", "try again when its turn has ended")
+
+
+def flush_request(
+    session: str | None, wanted: kvd_pb2.SessionFilter, *, everything: bool, secure: bool
+) -> kvd_pb2.FlushRequest:
+    """Say what a command line wants flushed.
+
+    Raises:
+        UnclearSelectionError: it says that not at all, or in two ways.
+    """
+    named = kvd_pb2.SessionFilter(tenant=wanted.tenant, model=wanted.model)
+    if session is not None:
+        if everything or wanted != named:
+            raise UnclearSelectionError(
+                "what to flush is not clear", "name one session, or conditions, or say --all"
+            )
+        if secure:
+            raise UnclearSelectionError(
+                "a single session has no key of its own", "say --secure with --tenant or --all"
+            )
+        key = key_of(session, wanted.tenant, wanted.model)
+        return kvd_pb2.FlushRequest(session=key)
+    if everything == bool(wanted.ByteSize()):
+        raise UnclearSelectionError(
+            "what to flush is not clear", "name one session, or conditions, or say --all"
+        )
+    if secure and wanted != kvd_pb2.SessionFilter(tenant=wanted.tenant):
+        raise UnclearSelectionError(
+            "a key is a whole tenant's", "say --secure with --tenant alone, or with --all"
+        )
+    if everything:
+        return kvd_pb2.FlushRequest(all=True, secure=secure)
+    return kvd_pb2.FlushRequest(filter=wanted, secure=secure)
+
+
+def _ask(client: OperatorClient, request: kvd_pb2.FlushRequest) -> None:
+    """Ask whether what it would free is to go; of nothing there is nothing to ask."""
+    require_terminal()
+    dry = kvd_pb2.FlushRequest()
+    dry.CopyFrom(request)
+    dry.dry_run = True
+    found = client.flush(dry)
+    keys = ", ".join(found.erased_tenants) or "nobody"
+    how = f", and delete for good the keys of {keys}" if request.secure else ""
+    size = format_bytes(found.bytes)
+    if found.sessions or request.secure:
+        confirm(f"Drop the KV of {found.sessions} sessions ({size}){how}?")
+
+
+def _say_flushed(answer: kvd_pb2.FlushResponse, *, dry_run: bool) -> None:
+    verb = "would free" if dry_run else "freed"
+    typer.echo(f"{verb} {format_bytes(answer.bytes)} of {answer.sessions} sessions")
+    if answer.erased_tenants:
+        typer.echo(f"keys deleted: {', '.join(answer.erased_tenants)}")
+    for skipped in answer.skipped_leased:
+        typer.echo(f"in use, not flushed: {skipped.session_id} (tenant {skipped.tenant})")
 
 
 def pin(

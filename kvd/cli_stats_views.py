@@ -1,56 +1,95 @@
-"""Tables of `kvd stats`: tiers, arenas, tenants, engines, counters, the process."""
+"""Tables of `kvd stats`: tiers, queues, loads, arenas, tenants, engines, counters, the process."""
+
+from collections.abc import Iterator, Sequence
 
 from rich.table import Table
+from rich.text import Text
 
-from kvd.cli_views import facts_row, plain
+from kvd.cli_rates import Rates
+from kvd.cli_tables import Column, fitted
+from kvd.cli_views import plain
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.units import format_bytes, format_duration
 
 MOST_TENANTS = 20  # lines; --json has them all
 
 
-def stats_tables(stats: kvd_pb2.GetStatsResponse) -> list[Table]:
-    """Everything, in the order an operator reads it."""
-    tables = [_process_table(stats), _tiers_table(stats), _layouts_table(stats)]
+def stats_tables(
+    stats: kvd_pb2.GetStatsResponse, width: int, before: kvd_pb2.GetStatsResponse | None = None
+) -> Iterator[Table | Text]:
+    """Everything, in the order an operator reads it.
+
+    Args:
+        stats: what kvd says now.
+        width: of the terminal.
+        before: what it said at the look before: then loads and counters are of the time since.
+    """
+    rates = Rates(stats, before)
+    yield process_line(stats, rates)
+    yield _tiers_table(stats, width)
+    yield _loads_table(stats, rates, width)
+    yield _queues_table(stats, width)
+    yield engines_table(stats, width)
+    yield _layouts_table(stats, width)
     if any(layout.tenants for layout in stats.layouts):
-        tables.append(_tenants_table(stats))
-    return [*tables, _reading_table(stats), _engines_table(stats), _counters_table(stats)]
+        yield from _tenants_table(stats, width)
+    yield _reading_table(stats, width)
+    yield _counters_table(stats, rates, width)
 
 
-def _process_table(stats: kvd_pb2.GetStatsResponse) -> Table:
+def process_line(stats: kvd_pb2.GetStatsResponse, rates: Rates) -> Text:
+    """The process, in one line of facts."""
     process = stats.process
-    return facts_row(
+    facts = (
         f"kvd {stats.version}",
         f"pid {process.pid}",
         f"up {format_duration(process.uptime_s)}",
         f"rss {format_bytes(process.rss_bytes)}",
+        f"cpu {rates.cpu_share:.0%}",
+        f"{format_bytes(process.memory_available_bytes)} free on the machine",
         f"{process.threads} threads",
         f"{process.open_files} files",
-        f"{process.cpu_s:.1f} s cpu",
-        f"{format_bytes(process.memory_available_bytes)} free on the machine",
         "verifying" if stats.verifying else "",
+        *encryption_facts(stats.encryption),
     )
+    return Text("  ".join(fact for fact in facts if fact))
 
 
-def _tiers_table(stats: kvd_pb2.GetStatsResponse) -> Table:
-    table = _table("tiers", "model", "tier")
-    for heading in ("used", "capacity", "allocated", "blocks"):
-        table.add_column(heading, justify="right")
-    table.add_column("kind")
-    table.add_column("state")
-    for layout in stats.layouts:
-        for tier in layout.tiers:
-            table.add_row(
-                layout.model[:12],
-                plain(tier)["tier"],
-                format_bytes(tier.used_bytes),
-                format_bytes(tier.capacity_bytes),
-                format_bytes(tier.physical_bytes),
-                str(tier.num_blocks),
-                _arena(layout.arena) if tier.tier == kvd_pb2.TIER_DRAM else _volume(layout.volume),
-                f"degraded: {tier.degraded_reason}" if tier.degraded else "ok",
-            )
-    return table
+def encryption_facts(encryption: kvd_pb2.EncryptionStats) -> Iterator[str]:
+    """Of a kvd that has a key."""
+    if encryption.key:
+        what = "encrypts" if encryption.encrypting else "encrypts nothing new"
+        yield f"{what} (key {encryption.key[:8]})"
+        if encryption.may_have_plain:
+            yield "plain blocks may be left on ssd"
+
+
+def _tiers_table(stats: kvd_pb2.GetStatsResponse, width: int) -> Table:
+    columns = (
+        Column("model"),
+        Column("tier"),
+        Column("used", is_number=True),
+        Column("capacity", is_number=True),
+        Column("allocated", is_number=True, rank=2),
+        Column("blocks", is_number=True, rank=1),
+        Column("kind", rank=3, may_be_cut=True),
+        Column("state", may_be_cut=True),
+    )
+    rows = [
+        (
+            layout.model[:12],
+            plain(tier)["tier"],
+            format_bytes(tier.used_bytes),
+            format_bytes(tier.capacity_bytes),
+            format_bytes(tier.physical_bytes),
+            str(tier.num_blocks),
+            _arena(layout.arena) if tier.tier == kvd_pb2.TIER_DRAM else _volume(layout.volume),
+            f"degraded: {tier.degraded_reason}" if tier.degraded else "ok",
+        )
+        for layout in stats.layouts
+        for tier in layout.tiers
+    ]
+    return _table("tiers", columns, rows, width)
 
 
 def _arena(arena: kvd_pb2.ArenaStats) -> str:
@@ -73,13 +112,82 @@ def _volume(volume: kvd_pb2.VolumeStats) -> str:
     return ", ".join(words)
 
 
-def _layouts_table(stats: kvd_pb2.GetStatsResponse) -> Table:
-    table = _table("layouts", "model")
-    headings = ("sessions", "pinned", "soft", "dirty", "unverified", "leases", "quarantined slots")
-    for heading in headings:
-        table.add_column(heading, justify="right")
+def _loads_table(stats: kvd_pb2.GetStatsResponse, rates: Rates, width: int) -> Table:
+    """What engines asked for, and what they got."""
+    columns = (
+        Column("model"),
+        Column("loads", is_number=True),
+        Column("hits", is_number=True),
+        Column("tokens from dram", is_number=True),
+        Column("from ssd", is_number=True),
+        Column("stored", is_number=True),
+        Column("refused", is_number=True, rank=1),
+    )
+    rows = []
     for layout in stats.layouts:
-        table.add_row(
+        key = layout.layout
+        num_loads = rates.count(key, "load_hits") + rates.count(key, "load_misses")
+        row = (
+            layout.model[:12],
+            str(num_loads),
+            percent(rates.share(key, "load_hits", "load_misses")),
+            str(rates.count(key, "load_tokens_dram")),
+            str(rates.count(key, "load_tokens_ssd")),
+            str(rates.count(key, "store_tokens")),
+            str(rates.count(key, "stores_refused")),
+        )
+        rows.append(row)
+    return _table(f"loads and stores, {_since(rates)}", columns, rows, width)
+
+
+def percent(share: float | None) -> str:
+    """A share for people."""
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _since(rates: Rates) -> str:
+    if rates.is_of_interval:
+        return f"in the last {format_duration(rates.seconds)}"
+    return "since the start"
+
+
+def _queues_table(stats: kvd_pb2.GetStatsResponse, width: int) -> Table:
+    """What engines will ask for, and how far kvd looks ahead, in jobs."""
+    columns = (
+        Column("model"),
+        Column("wait", is_number=True),
+        Column("run", is_number=True),
+        Column("prefetch window", is_number=True),
+        Column("eviction window", is_number=True),
+        Column("mean session", is_number=True, rank=1),
+    )
+    rows = [
+        (
+            layout.model[:12],
+            str(layout.queue.waiting_jobs),
+            str(layout.queue.running_sessions),
+            str(layout.queue.prefetch_window),
+            str(layout.queue.eviction_window),
+            format_bytes(layout.queue.mean_session_bytes),
+        )
+        for layout in stats.layouts
+    ]
+    return _table("queues", columns, rows, width)
+
+
+def _layouts_table(stats: kvd_pb2.GetStatsResponse, width: int) -> Table:
+    columns = (
+        Column("model"),
+        Column("sessions", is_number=True),
+        Column("pinned", is_number=True),
+        Column("soft", is_number=True, rank=2),
+        Column("dirty", is_number=True),
+        Column("unverified", is_number=True, rank=1),
+        Column("leases", is_number=True),
+        Column("quarantined slots", is_number=True),
+    )
+    rows = [
+        (
             layout.model[:12],
             str(layout.num_sessions),
             str(layout.hard_pins),
@@ -89,51 +197,66 @@ def _layouts_table(stats: kvd_pb2.GetStatsResponse) -> Table:
             str(layout.leases),
             str(layout.quarantined_slots),
         )
-    return table
+        for layout in stats.layouts
+    ]
+    return _table("layouts", columns, rows, width)
 
 
-def _reading_table(stats: kvd_pb2.GetStatsResponse) -> Table:
+def _reading_table(stats: kvd_pb2.GetStatsResponse, width: int) -> Table:
     """What came from SSD, how much of it ahead of its load, and what became of that."""
-    table = _table("SSD, and what was read ahead of loads", "model")
-    for heading in ("read", "written", "blocks ahead", "hits", "late", "wasted", "cancelled"):
-        table.add_column(heading, justify="right")
-    for layout in stats.layouts:
-        counters = layout.counters
-        names = ("blocks", "hits", "late", "wasted", "cancelled")
-        table.add_row(
+    headings = ("read", "written", "blocks ahead", "hits", "late", "wasted", "cancelled")
+    columns = (Column("model"), *(Column(heading, is_number=True) for heading in headings))
+    names = ("blocks", "hits", "late", "wasted", "cancelled")
+    rows = [
+        (
             layout.model[:12],
-            format_bytes(counters.get("ssd_read_bytes", 0)),
-            format_bytes(counters.get("ssd_written_bytes", 0)),
-            *(str(counters.get(f"prefetch_{name}", 0)) for name in names),
+            format_bytes(layout.counters.get("ssd_read_bytes", 0)),
+            format_bytes(layout.counters.get("ssd_written_bytes", 0)),
+            *(str(layout.counters.get(f"prefetch_{name}", 0)) for name in names),
         )
-    return table
+        for layout in stats.layouts
+    ]
+    return _table("SSD, and what was read ahead of loads", columns, rows, width)
 
 
-def _tenants_table(stats: kvd_pb2.GetStatsResponse) -> Table:
+def _tenants_table(stats: kvd_pb2.GetStatsResponse, width: int) -> Iterator[Table | Text]:
     """The largest tenants of each layout."""
-    table = _table("tenants", "tenant", "model")
-    for heading in ("used", "quota", "sessions"):
-        table.add_column(heading, justify="right")
-    rows = [(usage, layout) for layout in stats.layouts for usage in layout.tenants]
-    rows.sort(key=lambda row: -row[0].used_bytes)
-    for usage, layout in rows[:MOST_TENANTS]:
-        table.add_row(
+    columns = (
+        Column("tenant", may_be_cut=True),
+        Column("model", rank=1),
+        Column("used", is_number=True),
+        Column("quota", is_number=True),
+        Column("sessions", is_number=True),
+    )
+    usages = [(usage, layout) for layout in stats.layouts for usage in layout.tenants]
+    usages.sort(key=lambda row: -row[0].used_bytes)
+    rows = [
+        (
             usage.tenant,
             layout.model[:12],
             format_bytes(usage.used_bytes),
             format_bytes(usage.quota_bytes) if usage.has_quota else "-",
             str(usage.num_sessions),
         )
-    if len(rows) > MOST_TENANTS:
-        table.caption = f"the largest {MOST_TENANTS} of {len(rows)}; --json lists all"
-        table.caption_justify = "left"
-    return table
+        for usage, layout in usages[:MOST_TENANTS]
+    ]
+    yield _table("tenants", columns, rows, width)
+    if len(usages) > MOST_TENANTS:
+        yield Text(f"the largest {MOST_TENANTS} of {len(usages)}; --json lists all")
 
 
-def _engines_table(stats: kvd_pb2.GetStatsResponse) -> Table:
-    table = _table("engines", "engine", "pid", "rss", "queue", "runs", "attached")
-    for engine in stats.engines:
-        table.add_row(
+def engines_table(stats: kvd_pb2.GetStatsResponse, width: int) -> Table:
+    """Who is attached."""
+    columns = (
+        Column("engine", may_be_cut=True),
+        Column("pid", is_number=True),
+        Column("rss", is_number=True, rank=1),
+        Column("wait", is_number=True),
+        Column("run", is_number=True),
+        Column("attached for", is_number=True, rank=2),
+    )
+    rows = [
+        (
             engine.name,
             str(engine.pid),
             format_bytes(engine.rss_bytes),
@@ -141,17 +264,30 @@ def _engines_table(stats: kvd_pb2.GetStatsResponse) -> Table:
             str(engine.running_jobs),
             format_duration(engine.attached_s),
         )
-    return table
+        for engine in stats.engines
+    ]
+    return _table("engines" if rows else "engines: none is attached", columns, rows, width)
 
 
-def _counters_table(stats: kvd_pb2.GetStatsResponse) -> Table:
-    table = _table("counters", "counter", "model")
-    table.add_column("since start", justify="right")
-    for layout in stats.layouts:
-        for name, count in sorted(layout.counters.items()):
-            table.add_row(name, layout.model[:12], str(count))
-    return table
+def _counters_table(stats: kvd_pb2.GetStatsResponse, rates: Rates, width: int) -> Table:
+    columns = [
+        Column("counter"),
+        Column("model", rank=1),
+        Column("since start", is_number=True),
+        Column("a second", is_number=True),
+    ]
+    rows: list[tuple[str, ...]] = [
+        (name, layout.model[:12], str(count), f"{rates.per_second(layout.layout, name):.1f}")
+        for layout in stats.layouts
+        for name, count in sorted(layout.counters.items())
+        if count
+    ]
+    if not rates.is_of_interval:
+        columns, rows = columns[:3], [row[:3] for row in rows]
+    return _table("counters that are not 0", columns, rows, width)
 
 
-def _table(title: str, *headings: str) -> Table:
-    return Table(*headings, box=None, title=title, title_justify="left")
+def _table(
+    title: str, columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int
+) -> Table:
+    return fitted(columns, rows, width, f"\n{title}")

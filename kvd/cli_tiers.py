@@ -1,28 +1,80 @@
 """Commands about the daemon's tiers and peers: stats, leases, verify."""
 
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Annotated
 
 import typer
+from rich.console import RenderableType
 
 from kvd import cli_stats_views, cli_views
 from kvd.cli_connection import open_client
-from kvd.cli_options import AsJson, OfModel, RuntimeDir, Yes, confirm, print_json
+from kvd.cli_filters import Interval, interval_s
+from kvd.cli_options import (
+    AsJson,
+    OfModel,
+    RuntimeDir,
+    Yes,
+    confirm,
+    print_json,
+    print_json_line,
+)
+from kvd.cli_watching import look_again, show_in_place
 from kvd.errors import CorruptionFoundError, UnverifiedError
 from kvd.operator_client import OperatorClient
 from shared.pb.kvd.v1 import kvd_pb2
 
 
-def stats(runtime_dir: RuntimeDir = None, as_json: AsJson = False) -> None:
-    """Show how full the tiers are, who is attached, and what was counted."""
+def stats(
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Look again and again, until Ctrl-C.")
+    ] = False,
+    interval: Interval = "2s",
+    runtime_dir: RuntimeDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show how full the tiers are, who is attached, and what was counted.
+
+    With --watch loads and counters are those of the last interval; with --json it prints a document
+    a line.
+    """
+    every_s = interval_s(interval)
     with open_client(runtime_dir) as client:
+        if watch:
+            _watch(look_again(client.stats, every_s), as_json=as_json)
+            return
         found = client.stats()
     if as_json:
         print_json(cli_views.plain(found))
         return
     console = cli_views.console()
-    for table in cli_stats_views.stats_tables(found):
+    for table in cli_stats_views.stats_tables(found, console.width):
         console.print(table)
+
+
+def _watch(looks: Iterator[kvd_pb2.GetStatsResponse], *, as_json: bool) -> None:
+    if as_json:
+        for found in looks:
+            print_json_line(cli_views.plain(found))
+        return
+    show_in_place(_views(looks))
+
+
+def _views(
+    looks: Iterator[kvd_pb2.GetStatsResponse],
+) -> Iterator[Callable[[int], list[RenderableType]]]:
+    """What to show of each look, with what has changed since the one before."""
+    before: kvd_pb2.GetStatsResponse | None = None
+    for found in looks:
+        yield partial(_tables, found, before)
+        before = found
+
+
+def _tables(
+    found: kvd_pb2.GetStatsResponse, before: kvd_pb2.GetStatsResponse | None, width: int
+) -> list[RenderableType]:
+    return list(cli_stats_views.stats_tables(found, width, before))
 
 
 def leases(
@@ -48,7 +100,8 @@ def leases(
     if as_json:
         print_json({"leases": [cli_views.plain(lease) for lease in found]})
     else:
-        cli_views.console().print(cli_views.leases_table(found))
+        console = cli_views.console()
+        console.print(cli_views.leases_table(found, console.width))
 
 
 def verify(

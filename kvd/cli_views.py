@@ -1,5 +1,6 @@
 """How the command line shows things: tables for people, plain values for --json."""
 
+import io
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -8,14 +9,44 @@ from google.protobuf.message import Message
 from rich.console import Console
 from rich.table import Table
 
+from kvd.cli_tables import Column, fitted
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.units import format_bytes, format_duration
 
-PIPE_WIDTH = 200  # columns when the output is not a terminal: nothing is cut off
+PIPE_WIDTH = 1000  # columns when the output is not a terminal: nothing is cut off
+
+SESSION_COLUMNS = (
+    Column("session", may_be_cut=True, least=24),
+    Column("tenant", rank=2, may_be_cut=True),
+    Column("model", rank=6),
+    Column("tokens", is_number=True),
+    Column("blocks", is_number=True, rank=8),
+    Column("dram", is_number=True),
+    Column("ssd", is_number=True),
+    Column("dirty", is_number=True, rank=7),
+    Column("idle", is_number=True),
+    Column("expires in", is_number=True, rank=3),
+    Column("state"),
+)
+_LEASE_COLUMNS = (
+    Column("lease", is_number=True, rank=5),
+    Column("kind"),
+    Column("session", may_be_cut=True, least=20),
+    Column("tenant", rank=6, may_be_cut=True),
+    Column("model", rank=7),
+    Column("slots", is_number=True),
+    Column("bytes", is_number=True, rank=4),
+    Column("age", is_number=True),
+    Column("pid", is_number=True),
+    Column("process", rank=2, may_be_cut=True),
+    Column("state"),
+)
 
 
 def console() -> Console:
-    """Where tables go."""
+    """Where tables go; what the terminal cannot show becomes a question mark."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
@@ -42,85 +73,32 @@ def _plain_value(field: Any, value: Any) -> Any:
     return value
 
 
-def sessions_table(sessions: Sequence[kvd_pb2.SessionInfo], total: int) -> Table:
+def sessions_table(sessions: Sequence[kvd_pb2.SessionInfo], width: int) -> Table:
     """One line per session."""
-    caption = None if len(sessions) == total else f"{len(sessions)} of {total} sessions"
-    table = Table("session", "tenant", "model", box=None, caption=caption, caption_justify="left")
-    for heading in ("tokens", "blocks", "dram", "ssd", "dirty", "idle", "expires in"):
-        table.add_column(heading, justify="right")
-    table.add_column("state")
-    for info in sessions:
-        table.add_row(
-            info.session.session_id,
-            info.session.tenant,
-            info.session.model[:12],
-            str(info.num_tokens),
-            str(info.num_blocks),
-            format_bytes(info.dram_bytes),
-            format_bytes(info.ssd_bytes),
-            format_bytes(info.dirty_bytes),
-            format_duration(info.idle_s),
-            expiry(info.expires_in_s),
-            _state(info),
-        )
-    return table
+    return fitted(SESSION_COLUMNS, [session_row(info) for info in sessions], width)
 
 
-def session_table(info: kvd_pb2.SessionInfo) -> Table:
-    """The facts of one session."""
-    table = Table(box=None, show_header=False)
-    facts = (
-        ("session", info.session.session_id),
-        ("tenant", info.session.tenant),
-        ("model", info.session.model),
-        ("layout", info.layout),
-        ("tokens", str(info.num_tokens)),
-        ("size", f"{format_bytes(info.bytes)} in {info.num_blocks} blocks"),
-        ("in dram", format_bytes(info.dram_bytes)),
-        ("on ssd", format_bytes(info.ssd_bytes)),
-        ("dirty", format_bytes(info.dirty_bytes)),
-        ("shared blocks", str(info.shared_blocks)),
-        ("spans", str(info.num_spans)),
-        ("unused rows", f"{format_bytes(info.waste_bytes)} in blocks of its own"),
-        ("idle", format_duration(info.idle_s)),
-        ("expires in", f"{expiry(info.expires_in_s)} (ttl: {_ttl_source(info)})"),
-        ("leases", str(info.leases)),
-        ("state", _state(info)),
+def session_row(info: kvd_pb2.SessionInfo) -> tuple[str, ...]:
+    """A session's cells under SESSION_COLUMNS."""
+    return (
+        info.session.session_id,
+        info.session.tenant,
+        info.session.model[:12],
+        str(info.num_tokens),
+        str(info.num_blocks),
+        format_bytes(info.dram_bytes),
+        format_bytes(info.ssd_bytes),
+        format_bytes(info.dirty_bytes),
+        format_duration(info.idle_s),
+        expiry(info.expires_in_s),
+        state(info),
     )
-    for name, value in facts:
-        table.add_row(name, value)
-    return table
 
 
-def blocks_table(blocks: Sequence[kvd_pb2.BlockInfo]) -> Table:
-    """One line per block of a session."""
-    table = Table("block", box=None)
-    for heading in ("tokens", "first row", "slot", "extent", "sessions"):
-        table.add_column(heading, justify="right")
-    table.add_column("copies")
-    for block in blocks:
-        tiers = plain(block)["tiers"]
-        table.add_row(
-            block.key[:16],
-            f"{block.token_offset}..{block.token_offset + block.num_tokens}",
-            str(block.start),
-            str(block.slot_id) if "dram" in tiers else "-",
-            str(block.extent) if "ssd" in tiers else "-",
-            str(block.sessions),
-            _copies(block),
-        )
-    return table
-
-
-def leases_table(leases: Sequence[kvd_pb2.LeaseInfo]) -> Table:
+def leases_table(leases: Sequence[kvd_pb2.LeaseInfo], width: int) -> Table:
     """One line per lease."""
-    table = Table("lease", "kind", "session", "tenant", "model", box=None)
-    for heading in ("slots", "bytes", "age", "pid"):
-        table.add_column(heading, justify="right")
-    table.add_column("process")
-    table.add_column("state")
-    for lease in leases:
-        table.add_row(
+    rows = [
+        (
             str(lease.lease_id),
             plain(lease)["kind"],
             lease.session.session_id or "-",
@@ -133,7 +111,9 @@ def leases_table(leases: Sequence[kvd_pb2.LeaseInfo]) -> Table:
             " ".join(word for word in (lease.engine_name, lease.process_status) if word) or "-",
             _lease_state(lease),
         )
-    return table
+        for lease in leases
+    ]
+    return fitted(_LEASE_COLUMNS, rows, width)
 
 
 def verify_line(progress: kvd_pb2.VerifyProgress) -> str:
@@ -159,13 +139,6 @@ def verify_table(report: kvd_pb2.VerifyProgress) -> Table:
     return table
 
 
-def facts_row(*facts: str) -> Table:
-    """A line of facts; empty ones are left out."""
-    table = Table(box=None, show_header=False)
-    table.add_row(*(fact for fact in facts if fact))
-    return table
-
-
 def temperature(info: kvd_pb2.SessionInfo) -> str:
     """How fast a session loads: hot (all in DRAM), warm (partly), cold (on SSD only)."""
     if not info.dram_bytes:
@@ -178,33 +151,14 @@ def expiry(expires_in_s: float) -> str:
     return "never" if expires_in_s < 0 else format_duration(expires_in_s)
 
 
-def _ttl_source(info: kvd_pb2.SessionInfo) -> str:
-    sources = {
-        kvd_pb2.TTL_SOURCE_SESSION: "its own",
-        kvd_pb2.TTL_SOURCE_TENANT: "its tenant's",
-    }
-    return sources.get(info.ttl_source, "default")
-
-
-def _state(info: kvd_pb2.SessionInfo) -> str:
+def state(info: kvd_pb2.SessionInfo) -> str:
+    """How fast a session loads, and what else is to be known of it."""
     words = (
         (temperature(info), True),
         ("pinned", info.pin == kvd_pb2.PIN_HARD),
         ("soft-pinned", info.pin == kvd_pb2.PIN_SOFT),
         ("ended", info.ended),
         ("in use", bool(info.leases)),
-    )
-    return ", ".join(word for word, applies in words if applies)
-
-
-def _copies(block: kvd_pb2.BlockInfo) -> str:
-    """Where a block is, and what is still to be done with it."""
-    tiers = plain(block)["tiers"]
-    words = (
-        ("+".join(tiers), True),
-        ("dirty", block.dirty),
-        ("not hashed", not block.hashed),
-        ("unverified", "dram" in tiers and not block.verified),
     )
     return ", ".join(word for word, applies in words if applies)
 

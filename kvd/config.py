@@ -4,12 +4,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, field_validator
 
 from kvd.core.eviction.registry import POLICIES
 from kvd.core.records import TTL_NEVER_NS, Admission
+from kvd.engine_users import uid_of
+from shared import reload
+from shared.access.addresses import check_guarded, is_tcp
+from shared.access.settings import ClientName, ClientSettings, Tenants, TlsSettings
 from shared.config import LoadedSettings, load_settings
 from shared.kv_layout import KVLayout
+from shared.observing_settings import MetricsSettings, TracingSettings
+from shared.reload import LiveSettings
 from shared.runtime_dir import default_runtime_dir, default_state_dir
 from shared.setting_types import (
     ByteSize,
@@ -17,16 +23,49 @@ from shared.setting_types import (
     ByteSizeOrNone,
     Duration,
     DurationOrNever,
-    IntList,
     IntOrAny,
     Section,
     TenantName,
+    to_list,
 )
 from shared.units import GIB, MIB, NS_PER_S
 
 ENV_PREFIX = "KVD"
+# What a reload changes in a running kvd (shared/reload.py); all else waits for the next start.
+LIVE_KEYS = (
+    "ssd.admission",
+    "ssd.write_back_after",
+    "dram.watermark",
+    "integrity",
+    "sessions",
+    "tenants",
+    "prefetch",
+    "compaction",
+    "limits.max_engines",
+    "limits.max_layouts",
+    "limits.max_tenants",
+    "limits.max_leases",
+    "limits.max_watchers",
+    "limits.sessions_page",
+    "limits.load_wait",
+    "limits.store_wait",
+    "limits.drain",
+    "access.allowed_uids",
+    "engine_users",
+    "clients",
+    "log.level",
+)
 MIN_DRAM_BYTES = 1 << 16  # anything less is a slip of the pen
 
+
+def _known_user(value: str) -> str:
+    uid_of(value)
+    return value
+
+
+UserName = Annotated[str, BeforeValidator(str), AfterValidator(_known_user)]
+UserList = Annotated[tuple[UserName, ...], BeforeValidator(to_list)]
+RoleList = Annotated[tuple[Literal["reader", "operator"], ...], BeforeValidator(to_list)]
 LayoutPrefix = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{1,64}$")]
 
 
@@ -54,6 +93,13 @@ class SsdSettings(Section):
     direct: Literal["auto", "on", "off"] = "auto"
     admission: Admission = Admission.WRITE_THROUGH
     write_back_after: Duration = Field(default=30.0, ge=0)
+
+
+class EncryptionSettings(Section):
+    """Encryption of the SSD tier."""
+
+    key_file: str = ""
+    enabled: bool = True
 
 
 class IntegritySettings(Section):
@@ -123,6 +169,7 @@ class LimitSettings(Section):
     max_rpcs: int = Field(default=1024, ge=8)
     max_queue_jobs: int = Field(default=10_000, ge=1)
     max_watchers: int = Field(default=16, ge=1)
+    max_streams_per_client: int = Field(default=8, ge=1)
     sessions_page: int = Field(default=1000, ge=1, le=10_000)
     load_wait: Duration = Field(default=10.0, gt=0)
     store_wait: Duration = Field(default=5.0, gt=0)
@@ -132,8 +179,35 @@ class LimitSettings(Section):
 class AccessSettings(Section):
     """Who may connect."""
 
-    allowed_uids: IntList = ()
-    tcp: str = Field(default="", pattern=r"^((127\.0\.0\.1|localhost|\[::1\]):\d{1,5})?$")
+    allowed_uids: UserList = ()
+    engine_group: str = ""
+    operator_group: str = ""
+    reader_group: str = ""
+    tcp: str = ""
+
+    @property
+    def groups(self) -> tuple[str, str, str]:
+        """Of the sockets of engines, operators and readers."""
+        return self.engine_group, self.operator_group, self.reader_group
+
+    @field_validator("tcp")
+    @classmethod
+    def _address(cls, value: str) -> str:
+        if value and not is_tcp(value):
+            raise ValueError("write host:port, or nothing")
+        return value
+
+
+class EngineUserSettings(Section):
+    """What engines of one user may do."""
+
+    tenants: Tenants
+
+
+class KvdClientSettings(ClientSettings):
+    """One client that comes with a token or a certificate."""
+
+    roles: RoleList = ("reader",)
 
 
 class LogSettings(Section):
@@ -150,6 +224,7 @@ class Settings(Section):
     state_dir: Path = Field(default_factory=default_state_dir)
     dram: DramSettings = DramSettings()
     ssd: SsdSettings = SsdSettings()
+    encryption: EncryptionSettings = EncryptionSettings()
     integrity: IntegritySettings = IntegritySettings()
     sessions: SessionSettings = SessionSettings()
     tenants: Mapping[TenantName, TenantSettings] = Field(default_factory=dict)
@@ -159,6 +234,11 @@ class Settings(Section):
     compaction: CompactionSettings = CompactionSettings()
     limits: LimitSettings = LimitSettings()
     access: AccessSettings = AccessSettings()
+    engine_users: Mapping[UserName, EngineUserSettings] = Field(default_factory=dict)
+    clients: Mapping[ClientName, KvdClientSettings] = Field(default_factory=dict)
+    tls: TlsSettings = TlsSettings()
+    metrics: MetricsSettings = MetricsSettings()
+    tracing: TracingSettings = TracingSettings()
     log: LogSettings = LogSettings()
 
     def tenant_ttl_ns(self, tenant: str) -> int | None:
@@ -175,6 +255,14 @@ class Settings(Section):
             return self.sessions.default_quota
         return given.quota
 
+    def engine_uids(self) -> tuple[int, ...]:
+        """Users whose engines may attach, besides kvd's own and root."""
+        return tuple(map(uid_of, (*self.access.allowed_uids, *self.engine_users)))
+
+    def engine_tenants(self) -> dict[int, tuple[str, ...]]:
+        """The tenants of those users whose engines may not name all."""
+        return {uid_of(user): given.tenants for user, given in self.engine_users.items()}
+
     def layout_settings(self, layout: KVLayout) -> LayoutSettings:
         """The budgets of a layout: of the longest prefix that its fingerprint or model has."""
         names = (layout.fingerprint, layout.model)
@@ -182,10 +270,38 @@ class Settings(Section):
         return self.layouts[max(fitting, key=len)] if fitting else LayoutSettings()
 
 
+def check_access(settings: Settings) -> None:
+    """Refuse settings by which anybody could connect.
+
+    Raises:
+        UnguardedError: naming what is missing.
+    """
+    if settings.access.tcp:
+        check_guarded(settings.access.tcp, settings.tls, settings.clients)
+    settings.metrics.check_guarded(settings.tls, settings.clients)
+
+
 def load(config_path: Path | None, flags: dict[str, object]) -> LoadedSettings[Settings]:
     """Read kvd's settings; see shared/config.py.
 
     Raises:
         InvalidSettingsError: naming every problem.
+        UnguardedError: anybody could connect.
     """
-    return load_settings(Settings, config_path, ENV_PREFIX, flags)
+    loaded = load_settings(Settings, config_path, ENV_PREFIX, flags)
+    check_access(loaded.settings)
+    return loaded
+
+
+def is_live(key: str) -> bool:
+    """Whether a reload changes a setting, as dotted key."""
+    return reload.is_live(key, LIVE_KEYS)
+
+
+def load_live(config_path: Path | None, flags: dict[str, object]) -> LiveSettings[Settings]:
+    """Read kvd's settings for a daemon, which reads them again at each reload.
+
+    Raises:
+        InvalidSettingsError: naming every problem.
+    """
+    return LiveSettings(load(config_path, flags), lambda: load(config_path, flags), LIVE_KEYS)

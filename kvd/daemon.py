@@ -10,31 +10,41 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    nullcontext,
+)
 
-from kvd import systemd
+from kvd.access import Access
 from kvd.caches import VOLUMES, Caches
 from kvd.clock import META_NAME, SAVE_EVERY_S, Clock, read_boot_id, resume_clock
 from kvd.config import Settings
 from kvd.data_socket import DataSocket
-from kvd.directories import check_socket_paths, claim_directory
+from kvd.directories import check_socket_paths, claim_directory, let_others_enter
 from kvd.engines import Engines
+from kvd.erasing import TenantEraser
 from kvd.errors import BrokenError
 from kvd.events import EventHub
-from kvd.grpc_servers import GrpcServer
+from kvd.grpc_servers import GrpcServer, make_servers
 from kvd.operator_service import OperatorService
 from kvd.reader_service import ReaderService
+from kvd.reloading import Reloader
 from kvd.scrubber import Scrubber
 from kvd.service import Draining, EngineService
+from kvd.session_files.transfers import Transfers
 from kvd.tiers.faults import Faults, NoFaults
 from kvd.tiers.manifest import Manifest
+from shared import systemd
 from shared.log import get_logger
-from shared.runtime_dir import DATA_SOCKET, ENGINE_SOCKET, OPERATOR_SOCKET, READER_SOCKET
+from shared.reload import LiveSettings
+from shared.rpc_observer import RpcMetrics
+from shared.runtime_dir import DATA_SOCKET
+from shared.tracing import start_tracing
 from shared.version import __version__
 
 MANIFEST_NAME = "manifest.db"
-SOCKET_MODE = 0o660  # owner and group: the directory's mode and group say who gets that far
 STOP_GRACE_S = 0.5  # for calls still running after the drain
 SWITCH_INTERVAL_S = 0.0005  # I/O threads need the interpreter for microseconds, but soon
 BEAT_S = 5.0  # between two looks at the disk's free space
@@ -47,15 +57,21 @@ class Daemon:
     """One kvd.
 
     Args:
-        settings: see systemd/kvd.toml.
+        live: see systemd/kvd.toml.
         faults: injected failures of what it writes, for tests.
 
     Attributes:
         keeps_dram: whether arenas are left for the next kvd at the end.
+        reloader: of the settings, while it runs.
     """
 
-    def __init__(self, settings: Settings, faults: Faults | None = None) -> None:
-        self._settings = settings
+    def __init__(self, live: LiveSettings[Settings], faults: Faults | None = None) -> None:
+        self._live = live
+        self._settings = live.settings  # of the start: what cannot change live
+        self._access = Access(self._settings)
+        self._rpcs = RpcMetrics()
+        self._is_serving = False
+        self.reloader = Reloader(live)
         self.keeps_dram = True
         self._faults = faults or NoFaults()
         self._broken: asyncio.Future[None] | None = None
@@ -70,6 +86,8 @@ class Daemon:
         self._broken = asyncio.get_running_loop().create_future()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         async with AsyncExitStack() as stack:
+            tracing = start_tracing(self._settings.tracing, "kvd", __version__)
+            stack.push_async_callback(asyncio.to_thread, tracing.close)
             manifest, clock = self._open_state(stack)
             events = EventHub(self._settings.limits.max_watchers)
             engines = Engines(self._settings.limits.max_engines)
@@ -87,10 +105,15 @@ class Daemon:
             caches.restore()
             draining = Draining(self._settings.limits.drain)
             data_socket = await stack.enter_async_context(self._data_socket(engines))
-            servers = self._servers(caches, engines, data_socket, events, draining)
+            scrubber = Scrubber(self._live.settings.integrity.scrub_rate)
+            servers = self._servers(caches, engines, data_socket, events, draining, scrubber)
+            self._follow_settings(caches, engines, data_socket, events, draining, scrubber)
+            # First: who finds gRPC serving finds the rest, too.
+            await stack.enter_async_context(self._operations(caches, engines, draining))
             for server in servers:
-                await server.start(SOCKET_MODE)
+                await server.start()
                 stack.push_async_callback(server.stop, STOP_GRACE_S)
+            self._is_serving = True
             log.info("kvd_ready", version=__version__, runtime_dir=str(self._settings.runtime_dir))
             systemd.notify(systemd.READY)
             await self._until_stopped(stop, manifest, clock, caches)
@@ -109,6 +132,8 @@ class Daemon:
         for path, purpose in ((settings.runtime_dir, "runtime"), (settings.state_dir, "state")):
             lock_fd = claim_directory(path, purpose, f"--{purpose}-dir")
             stack.callback(os.close, lock_fd)
+        if any(settings.access.groups):
+            let_others_enter(settings.runtime_dir)
         manifest = Manifest(
             settings.state_dir / MANIFEST_NAME, settings.state_dir / VOLUMES, self._faults
         )
@@ -121,10 +146,10 @@ class Daemon:
     @asynccontextmanager
     async def _data_socket(self, engines: Engines) -> AsyncIterator[DataSocket]:
         """Listen for engines; leaving ends every connection, and with it every lease."""
-        limits, access = self._settings.limits, self._settings.access
-        path = self._settings.runtime_dir / DATA_SOCKET
-        data_socket = DataSocket(path, access.allowed_uids, limits.max_engines)
-        with data_socket.listen(SOCKET_MODE) as listener:
+        settings = self._settings
+        path = settings.runtime_dir / DATA_SOCKET
+        data_socket = DataSocket(path, self._access.users, settings.limits.max_engines)
+        with data_socket.listen(settings.access.engine_group) as listener:
             serving = asyncio.create_task(data_socket.serve(listener, engines.gone))
             serving.add_done_callback(self._serving_ended)
             try:
@@ -134,6 +159,27 @@ class Daemon:
                 await asyncio.gather(serving, return_exceptions=True)
                 path.unlink(missing_ok=True)
 
+    def _operations(
+        self, caches: Caches, engines: Engines, draining: Draining
+    ) -> AbstractAsyncContextManager[None]:
+        """Metrics and probes over HTTP, while it is entered."""
+        settings = self._settings
+        if not settings.metrics.listen:
+            return nullcontext()
+        # A second of imports, only where they are needed.
+        from kvd.metric_values import Sources, make_exporter
+        from shared.operations_http import Operations, serving_operations
+
+        exporter = make_exporter(Sources(caches, engines, self._rpcs, self._live))
+
+        def not_ready() -> str:
+            if draining.begun.is_set():
+                return "draining"
+            return "" if self._is_serving else "starting"
+
+        operations = Operations(exporter, not_ready, self._access.book)
+        return serving_operations(settings.metrics, settings.tls, operations)
+
     def _servers(
         self,
         caches: Caches,
@@ -141,24 +187,44 @@ class Daemon:
         data_socket: DataSocket,
         events: EventHub,
         draining: Draining,
+        scrubber: Scrubber,
     ) -> list[GrpcServer]:
         """One server per role."""
-        limits, access = self._settings.limits, self._settings.access
-        engine = EngineService(caches, engines, data_socket, limits, draining)
-        scrubber = Scrubber(self._settings.integrity.scrub_rate)
-        operator = OperatorService(caches, engines, scrubber)
-        reader = ReaderService(caches, engines, events, scrubber, self._settings)
-        services: list[tuple[str, dict[str, object]]] = [
-            (_unix(self._settings.runtime_dir / ENGINE_SOCKET), {"Engine": engine}),
-            (
-                _unix(self._settings.runtime_dir / OPERATOR_SOCKET),
-                {"Operator": operator, "Reader": reader},
-            ),
-            (_unix(self._settings.runtime_dir / READER_SOCKET), {"Reader": reader}),
-        ]
-        if access.tcp:
-            services.append((access.tcp, {"Reader": reader}))
-        return [GrpcServer(address, served, limits.max_rpcs) for address, served in services]
+        users = self._access.users
+        engine = EngineService(caches, engines, data_socket, self._live, draining, users)
+        operator = OperatorService(
+            caches,
+            engines,
+            scrubber,
+            self.reloader,
+            TenantEraser(caches, events),
+            Transfers(caches),
+        )
+        reader = ReaderService(caches, engines, events, scrubber, self._live)
+        return make_servers(self._settings, self._access, engine, operator, reader, self._rpcs)
+
+    def _follow_settings(
+        self,
+        caches: Caches,
+        engines: Engines,
+        data_socket: DataSocket,
+        events: EventHub,
+        draining: Draining,
+        scrubber: Scrubber,
+    ) -> None:
+        """Have a reload reach everybody who does not ask for the settings in force each time."""
+
+        def apply(settings: Settings) -> None:
+            limits = settings.limits
+            caches.use(settings)
+            engines.set_bound(limits.max_engines)
+            self._access.replace(settings)
+            data_socket.set_bound(limits.max_engines)
+            events.set_bound(limits.max_watchers)
+            draining.deadline_s = limits.drain
+            scrubber.set_rate(settings.integrity.scrub_rate)
+
+        self._live.on_change(apply)
 
     async def _until_stopped(
         self, stop: asyncio.Event, manifest: Manifest, clock: Clock, caches: Caches
@@ -186,8 +252,9 @@ class Daemon:
     async def _drain(self, caches: Caches) -> None:
         """Wait until leases are given back and writes are on disk, at most limits.drain."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + self._settings.limits.drain
-        log.info("kvd_draining", deadline_s=self._settings.limits.drain)
+        drain_s = self._live.settings.limits.drain
+        until = loop.time() + drain_s
+        log.info("kvd_draining", deadline_s=drain_s)
         for cache in caches:
             cache.write_dirty()
         while busy := [cache for cache in caches if not cache.is_idle]:
@@ -210,7 +277,3 @@ class Daemon:
         log.error("invariant_broken", exc_info=error)
         if self._broken is not None and not self._broken.done():
             self._broken.set_exception(BrokenError(str(error)))
-
-
-def _unix(path: Path) -> str:
-    return f"unix:{path}"

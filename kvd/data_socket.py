@@ -6,7 +6,6 @@ gRPC stream, proves nothing: while the process lives it may still be copying (kv
 """
 
 import asyncio
-import os
 import secrets
 import socket
 import struct
@@ -14,11 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvd.engine_users import EngineUsers
 from kvd.errors import AttachDeniedError, UnusableSocketError
 from kvd.process_identity import ProcessWatch, watch_peer
 from kvd.tiers.progress import Wakeup
 from shared import data_socket_protocol as packets
 from shared import seqpacket
+from shared.access.refusals import RefusalLog
+from shared.access.sockets import SocketGroupError, open_to_group
 from shared.log import get_logger
 
 TOKEN_BYTES = 16
@@ -39,6 +41,7 @@ class Peer:
     Attributes:
         token: what Attach must present, once.
         pid: of the process, 0 if it lives in a foreign PID namespace.
+        uid: of its user.
         watch: of the process; None if it is dead, cannot be watched, or somebody has taken over.
         wakeup: what tells it of its progress words.
         arena: what it may map; set by Attach.
@@ -46,9 +49,10 @@ class Peer:
         has_left: it said that it holds nothing any more.
     """
 
-    def __init__(self, token: str, pid: int, watch: ProcessWatch | None) -> None:
+    def __init__(self, token: str, pid: int, uid: int, watch: ProcessWatch | None) -> None:
         self.token = token
         self.pid = pid
+        self.uid = uid
         self.watch = watch
         self.wakeup = Wakeup()
         self.arena: Arena | None = None
@@ -68,28 +72,39 @@ class Peer:
 
 
 class DataSocket:
-    """Accepts and serves the connections."""
+    """Accepts and serves the connections.
 
-    def __init__(self, path: Path, allowed_uids: tuple[int, ...], max_peers: int) -> None:
+    Args:
+        path: of the socket.
+        users: whose processes may attach.
+        max_peers: at once.
+    """
+
+    def __init__(self, path: Path, users: EngineUsers, max_peers: int) -> None:
         self._path = path
-        self._allowed_uids = {0, os.geteuid(), *allowed_uids}
+        self._users = users
         self._max_peers = max_peers
         self._waiting: dict[str, Peer] = {}  # token → peer that has not attached yet
         self._num_peers = 0
         self._on_gone: Callable[[Peer], None] = lambda _: None
+        self._refusals = RefusalLog("data_connection_refused")
 
-    def listen(self, mode: int) -> socket.socket:
+    def set_bound(self, max_peers: int) -> None:
+        """Accept so many from now on; those that are there stay."""
+        self._max_peers = max_peers
+
+    def listen(self, group: str = "") -> socket.socket:
         """Bind and listen; the caller hands the socket to serve().
 
         Raises:
-            UnusableSocketError: the path cannot be bound.
+            ConfigError: the path cannot be bound, or not given to the group.
         """
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.setblocking(False)
         try:
             self._path.unlink(missing_ok=True)  # of a dead kvd: the runtime directory is locked
             listener.bind(str(self._path))
-            self._path.chmod(mode)
+            open_to_group(self._path, group)
             listener.listen(BACKLOG)
         except OSError as error:
             listener.close()
@@ -97,6 +112,9 @@ class DataSocket:
                 f"cannot listen on {self._path} ({error.strerror or error})",
                 "name another directory with --runtime-dir",
             ) from error
+        except SocketGroupError:
+            listener.close()
+            raise
         return listener
 
     async def serve(self, listener: socket.socket, on_gone: Callable[[Peer], None]) -> None:
@@ -133,16 +151,18 @@ class DataSocket:
             pid, uid, _ = _UCRED.unpack(
                 sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
             )
-            if uid not in self._allowed_uids:
-                _refuse(sock, "denied", f"uid {uid} is not in access.allowed_uids")
+            if self._users.identity_of(uid) is None:
+                self._refuse(sock, "denied", f"uid {uid} is not in access.allowed_uids")
                 return
-            if self._num_peers >= self._max_peers:
-                _refuse(sock, "limit_reached", f"{self._num_peers} engines, limits.max_engines")
+            if self._is_full(uid):
+                told = f"{self._num_peers} engines, limits.max_engines"
+                self._refuse(sock, "limit_reached", told)
                 return
             try:
-                peer = _new_peer(sock, pid)
+                peer = _new_peer(sock, pid, uid)
             except OSError as error:
-                _refuse(sock, "limit_reached", f"no descriptor is left ({error.strerror})")
+                told = f"no descriptor is left ({error.strerror})"
+                self._refuse(sock, "limit_reached", told)
                 return
             self._waiting[peer.token] = peer
             self._num_peers += 1
@@ -159,6 +179,12 @@ class DataSocket:
                 self._waiting.pop(peer.token, None)
                 self._on_gone(peer)
                 peer.close()
+
+    def _is_full(self, uid: int) -> bool:
+        """Whether there is no place; what one user leaves unattached takes half of them at most."""
+        num_waiting = sum(peer.uid == uid for peer in self._waiting.values())
+        most = max(1, self._max_peers // 2)
+        return self._num_peers >= self._max_peers or num_waiting >= most
 
     async def _converse(self, sock: socket.socket, peer: Peer) -> None:
         """Answer packets until the peer is gone."""
@@ -183,18 +209,25 @@ class DataSocket:
             or arena is None
             or message.arena_id != arena.arena_id
         ):
-            _refuse(sock, "unexpected", "ask for the arena that Attach has named")
+            self._refuse(sock, "unexpected", "ask for the arena that Attach has named")
             raise packets.MalformedPacketError("an arena that was not offered")
         slots, progress = arena.slots, arena.progress
         mapping = packets.ArenaMapping(slots.slot_bytes, slots.num_slots, progress.num_words)
         fds = [arena.fd, progress.fd, peer.wakeup.fd]
         seqpacket.send(sock, packets.encode(mapping), fds)
 
+    def _refuse(self, sock: socket.socket, reason: str, message: str) -> None:
+        self._refusals.note(reason, message=message)
+        try:
+            seqpacket.send(sock, packets.encode(packets.Refused(reason, message)))
+        except OSError:
+            return  # it has gone by itself
 
-def _new_peer(sock: socket.socket, pid: int) -> Peer:
+
+def _new_peer(sock: socket.socket, pid: int, uid: int) -> Peer:
     watch = watch_peer(sock, pid)
     try:
-        return Peer(secrets.token_hex(TOKEN_BYTES), pid, watch)
+        return Peer(secrets.token_hex(TOKEN_BYTES), pid, uid, watch)
     except OSError:
         if watch is not None:
             watch.close()
@@ -221,11 +254,3 @@ async def _next_packet(
     packet, fds = receiving.result()
     seqpacket.close_fds(fds)
     return packet
-
-
-def _refuse(sock: socket.socket, reason: str, message: str) -> None:
-    log.warning("data_connection_refused", reason=reason, message=message)
-    try:
-        seqpacket.send(sock, packets.encode(packets.Refused(reason, message)))
-    except OSError:
-        return  # it has gone by itself

@@ -8,6 +8,7 @@ from kvd.errors import RunningError, UnusableDirectoryError
 from shared.runtime_dir import MAX_SOCKET_PATH, OPERATOR_SOCKET
 
 LOCK_NAME = "kvd.lock"
+ENTER = 0o011  # group and others: who is in the group is not looked at as one of the others
 
 
 def claim_directory(path: Path, purpose: str, flag: str) -> int:
@@ -45,6 +46,24 @@ def claim_directory(path: Path, purpose: str, flag: str) -> int:
             f"another kvd uses {purpose} directory {path}", f"stop it, or {remedy}"
         ) from error
     return lock_fd
+
+
+def let_others_enter(path: Path) -> None:
+    """Let everybody reach the sockets in a directory, each of which says who may open it.
+
+    Raises:
+        UnusableDirectoryError: they may not, and it is not ours to change.
+    """
+    mode = path.stat().st_mode
+    if mode & ENTER == ENTER:
+        return
+    try:
+        path.chmod(mode & 0o7777 | ENTER)
+    except OSError as error:
+        raise UnusableDirectoryError(
+            f"the groups of [access] may not enter {path}",
+            f"chmod go+x {path} (systemd: RuntimeDirectoryMode=0711)",
+        ) from error
 
 
 def check_socket_paths(runtime_dir: Path) -> None:

@@ -46,6 +46,7 @@ class AttachedEngine:
         engine_id: random, so that an id of an earlier kvd means nothing to this one; the `owner` of
             its leases.
         since_s: of the monotonic clock.
+        version: its release; "" if it did not say.
     """
 
     engine_id: int
@@ -54,6 +55,7 @@ class AttachedEngine:
     peer: Peer
     identity: ProcessIdentity
     since_s: float
+    version: str = ""
 
 
 @dataclass(frozen=True)
@@ -99,13 +101,24 @@ class Engines:
         self._engines: dict[int, AttachedEngine] = {}
         self._holders: dict[int, Holder] = {}
 
+    def set_bound(self, max_engines: int) -> None:
+        """Let no more than so many attach from now on; those that are there stay."""
+        self._max_engines = max_engines
+
     def __iter__(self) -> Iterator[AttachedEngine]:
         return iter(self._engines.values())
 
     # -------------------------------------------------------------------------- attach and end
 
     def attach(
-        self, name: str, cache: Cache, peer: Peer, instance: str, held: Sequence[int]
+        self,
+        name: str,
+        cache: Cache,
+        peer: Peer,
+        instance: str,
+        held: Sequence[int],
+        *,
+        version: str = "",
     ) -> tuple[AttachedEngine, list[int], list[int]]:
         """Register an engine whose peer has been claimed.
 
@@ -115,6 +128,7 @@ class Engines:
             peer: its data connection.
             instance: random hex, the same at each attach of one client object.
             held: leases of earlier attachments whose slots it may still be writing to.
+            version: its release, for people.
 
         Returns:
             The engine, which of `held` are its own again, and which it has lost.
@@ -139,7 +153,7 @@ class Engines:
                 "raise limits.max_engines, or see: kvd leases",
             )
         engine_id = secrets.randbits(63)
-        engine = AttachedEngine(engine_id, name, cache, peer, identity, time.monotonic())
+        engine = AttachedEngine(engine_id, name, cache, peer, identity, time.monotonic(), version)
         peer.arena = cache.arena
         self._engines[engine_id] = engine
         confirmed: list[int] = []

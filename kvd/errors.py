@@ -3,6 +3,7 @@
 from shared.errors import (
     ConfigError,
     ConflictError,
+    DeadlineError,
     DeniedError,
     ExhaustedError,
     InvalidInputError,
@@ -25,6 +26,12 @@ class StreamReplacedError(ConflictError):
 
     reason = "stream_replaced"
     retryable = False
+
+
+class SocketDeniedError(DeniedError):
+    """This user may not open a socket, or not the one that the command needs."""
+
+    reason = "socket_denied"
 
 
 class AttachDeniedError(DeniedError):
@@ -67,6 +74,12 @@ class UnusableSocketError(ConfigError):
     """A socket cannot be listened on."""
 
     reason = "unusable_socket"
+
+
+class InstallError(ConfigError):
+    """Units cannot be put in place."""
+
+    reason = "not_installed"
 
 
 class NoHolderError(NotFoundError):
@@ -123,10 +136,54 @@ class NotConfirmedError(InvalidInputError):
     reason = "not_confirmed"
 
 
+class NoTerminalError(InvalidInputError):
+    """A command that lives on a terminal was given none."""
+
+    reason = "no_terminal"
+
+
 class InUseError(ConflictError):
     """The session is leased by an engine right now."""
 
     reason = "in_use"
+
+
+class SessionExistsError(StateError):
+    """A session of this key is stored, and was not to be replaced."""
+
+    reason = "session_exists"
+
+
+class UnknownLayoutError(StateError):
+    """A session file is of a layout that kvd does not have."""
+
+    reason = "unknown_layout"
+
+
+class NoRoomError(ExhaustedError):
+    """A session does not fit, be it tried again."""
+
+    reason = "no_room"
+    retryable = False
+
+
+class BusyTransferError(ExhaustedError):
+    """Blocks to export do not come, or no slot to import into."""
+
+    reason = "busy"
+
+
+class StalledTransferError(DeadlineError):
+    """Whoever sends a session file has fallen silent."""
+
+    reason = "stalled"
+    retryable = False
+
+
+class UnusableFileError(InvalidInputError):
+    """A file that a command is to read or write cannot be used."""
+
+    reason = "unusable_file"
 
 
 class NotDurableError(UnavailableError):

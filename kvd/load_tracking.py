@@ -6,19 +6,32 @@ one that failed. Called by the event loop, except advanced(), which I/O threads 
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from opentelemetry.trace import Span
+
+from kvd.io_measures import IoMeasures
 from kvd.tiers.progress import Progress
+from shared.tracing import open_span
 
 
 @dataclass
 class _Load:
-    """One load; `layers` by operation."""
+    """One load; `layers` by operation.
+
+    Attributes:
+        num_running: of its operations.
+        wait: span from its grant until none of them runs.
+    """
 
     word: int | None
+    wait: Span
+    began_s: float
     layers: dict[int, int] = field(default_factory=dict)
     published: int = 0
+    num_running: int = 0
 
 
 class LoadTracker:
@@ -27,11 +40,13 @@ class LoadTracker:
     Args:
         progress: the words of its arena.
         num_layers: of the layout: an operation that has ended well has brought them all.
+        measures: told how long loads wait.
     """
 
-    def __init__(self, progress: Progress, num_layers: int) -> None:
+    def __init__(self, progress: Progress, num_layers: int, measures: IoMeasures) -> None:
         self._progress = progress
         self._num_layers = num_layers
+        self._measures = measures
         self._lock = threading.Lock()
         self._running: dict[int, int] = {}  # operation → layers it has brought
         self._loads: dict[int, _Load] = {}  # by lease
@@ -47,10 +62,17 @@ class LoadTracker:
         with self._lock:
             load = self._loads.get(lease_id)
             if load is None:
-                load = self._loads[lease_id] = _Load(self._progress.open(lease_id, wake))
+                word = self._progress.open(lease_id, wake)
+                # Called within the RPC that asks for the load, whose span is the current one.
+                span = open_span("read", {"kvd.lease_id": lease_id})
+                load = self._loads[lease_id] = _Load(word, span, time.monotonic())
             self._forget_operations(lease_id, load)
             # One that is not running any more has ended well, or its load would not wait for it.
             load.layers = {op_id: self._running.get(op_id, self._num_layers) for op_id in op_ids}
+            load.num_running = sum(op_id in self._running for op_id in load.layers)
+            load.wait.set_attribute("kvd.blocks", len(load.layers))
+            if not load.num_running:
+                load.wait.end()
             for op_id in load.layers:
                 self._leases_of.setdefault(op_id, set()).add(lease_id)
             self._publish(lease_id, load)
@@ -62,6 +84,8 @@ class LoadTracker:
             if load is not None:
                 self._forget_operations(lease_id, load)
                 self._progress.close(lease_id)
+                if load.num_running:
+                    load.wait.end()  # given up
 
     def index_of(self, lease_id: int) -> int | None:
         """Index of a load's progress word; None if it has none."""
@@ -84,9 +108,16 @@ class LoadTracker:
         with self._lock:
             self._running.pop(op_id, None)
             leases = self._leases_of.pop(op_id, set())
-            if not is_good:
-                for lease_id in leases:
+            for lease_id in leases:
+                if not is_good:
                     self._progress.fail(lease_id)
+                self._count_end(self._loads[lease_id])
+
+    def _count_end(self, load: _Load) -> None:
+        load.num_running -= 1
+        if not load.num_running:
+            self._measures.load_wait_s.observe(time.monotonic() - load.began_s)
+            load.wait.end()
 
     def _publish(self, lease_id: int, load: _Load) -> None:
         ready = min(load.layers.values(), default=self._num_layers)

@@ -2,46 +2,65 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from kvd.errors import NotRunningError
-from shared.errors import UnavailableError
+from kvd.errors import NotRunningError, SocketDeniedError
+from shared.access.addresses import UNIX, is_unix
+from shared.access.channels import ClientCredentials, channel_of
+from shared.errors import ReportedError, UnavailableError
 from shared.grpc_status import error_from_rpc
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
-from shared.runtime_dir import OPERATOR_SOCKET, channel_options
+from shared.runtime_dir import OPERATOR_SOCKET, READER_SOCKET, channel_options
 
+MAX_WHY = 300  # of gRPC's own words about a connection
 TIMEOUT_S = 30.0  # a flush of everything walks over every session
 
 
 class OperatorClient:
     """Calls on one channel; each raises a ReportedError if kvd refuses or is not there."""
 
-    def __init__(self, runtime_dir: Path, channel: grpc.Channel) -> None:
-        self._runtime_dir = runtime_dir
+    def __init__(self, address: str, channel: grpc.Channel) -> None:
+        self._address = address
         self._operator = kvd_pb2_grpc.OperatorStub(channel)
         self._reader = kvd_pb2_grpc.ReaderStub(channel)
 
     def sessions(
-        self, tenant: str, model: str, limit: int
+        self,
+        wanted: kvd_pb2.SessionFilter,
+        limit: int = 0,
+        order: kvd_pb2.SessionOrder = kvd_pb2.SESSION_ORDER_IDLE,
+        *,
+        reverse: bool = False,
     ) -> tuple[list[kvd_pb2.SessionInfo], int]:
-        """Return up to `limit` sessions (0: all of them), and how many there are."""
+        """Return up to `limit` sessions of a filter (0: all), and how many it is for."""
         found: list[kvd_pb2.SessionInfo] = []
+        total = 0
         page_token = ""
         while True:
             request = kvd_pb2.ListSessionsRequest(
-                tenant=tenant,
-                model=model,
+                filter=wanted,
+                order=order,
+                reverse=reverse,
                 limit=max(0, limit - len(found)),
                 page_token=page_token,
             )
             page = self._call(self._reader.ListSessions, request)
+            total = total or page.total
             found.extend(page.sessions)
             page_token = page.next_page_token
             if not page_token or (limit and len(found) >= limit):
-                return found, page.total
+                return found, total
+
+    def session_ids(self, wanted: kvd_pb2.SessionFilter, limit: int, timeout_s: float) -> list[str]:
+        """Return ids of sessions, most recently used first; for completion, which cannot wait."""
+        request = kvd_pb2.ListSessionsRequest(filter=wanted, limit=limit, reverse=True)
+        with self._reported():
+            page = self._reader.ListSessions(request, timeout=timeout_s)
+        return [info.session.session_id for info in page.sessions]
 
     def describe(self, key: kvd_pb2.SessionKey) -> kvd_pb2.DescribeSessionResponse:
         """Return one session with its blocks."""
@@ -49,18 +68,28 @@ class OperatorClient:
         answer: kvd_pb2.DescribeSessionResponse = self._call(self._reader.DescribeSession, request)
         return answer
 
-    def stats(self) -> kvd_pb2.GetStatsResponse:
+    def stats(self, timeout_s: float = TIMEOUT_S) -> kvd_pb2.GetStatsResponse:
         """Return fill, counters, engines, process."""
-        answer: kvd_pb2.GetStatsResponse = self._call(
-            self._reader.GetStats, kvd_pb2.GetStatsRequest()
-        )
+        with self._reported():
+            answer: kvd_pb2.GetStatsResponse = self._reader.GetStats(
+                kvd_pb2.GetStatsRequest(), timeout=timeout_s
+            )
         return answer
 
-    def flush(self, key: kvd_pb2.SessionKey | None, *, dry_run: bool) -> kvd_pb2.FlushResponse:
-        """Drop a session, or (key None) all of them."""
-        request = kvd_pb2.FlushRequest(session=key, all=key is None, dry_run=dry_run)
-        answer: kvd_pb2.FlushResponse = self._call(self._operator.Flush, request)
+    def flush(self, request: kvd_pb2.FlushRequest) -> kvd_pb2.FlushResponse:
+        """Drop what the request names: a session, those of a filter, or all.
+
+        A secure one zeroes memory, and waits for what is under way: it has no deadline.
+        """
+        timeout_s = None if request.secure else TIMEOUT_S
+        with self._reported():
+            answer: kvd_pb2.FlushResponse = self._operator.Flush(request, timeout=timeout_s)
         return answer
+
+    def events(self, request: kvd_pb2.WatchEventsRequest) -> Iterator[kvd_pb2.Event]:
+        """Yield events as they come, or those of the past; without a deadline."""
+        with self._reported():
+            yield from self._reader.WatchEvents(request)
 
     def pin(self, key: kvd_pb2.SessionKey, *, soft: bool) -> None:
         """Protect a session; soft: until nothing else is left to evict."""
@@ -98,6 +127,38 @@ class OperatorClient:
                     of_layout[part.layout] = part
         return list(of_layout.values())
 
+    def settings(self) -> kvd_pb2.GetSettingsResponse:
+        """Return the settings in force."""
+        answer: kvd_pb2.GetSettingsResponse = self._call(
+            self._reader.GetSettings, kvd_pb2.GetSettingsRequest()
+        )
+        return answer
+
+    def reload_settings(self) -> kvd_pb2.ReloadSettingsResponse:
+        """Have the settings read again; return what came of it."""
+        answer: kvd_pb2.ReloadSettingsResponse = self._call(
+            self._operator.ReloadSettings, kvd_pb2.ReloadSettingsRequest()
+        )
+        return answer
+
+    def export_session(self, request: kvd_pb2.ExportSessionRequest) -> Iterator[bytes]:
+        """Yield the file of a session, piece by piece. Takes its time."""
+        with self._reported():
+            for part in self._operator.ExportSession(request):
+                yield part.data
+
+    def import_session(
+        self, target: kvd_pb2.ImportTarget, pieces: Iterator[bytes]
+    ) -> kvd_pb2.ImportSessionResponse:
+        """Send the file of a session; return what came of it. Takes its time."""
+        requests = chain(
+            [kvd_pb2.ImportSessionRequest(target=target)],
+            (kvd_pb2.ImportSessionRequest(data=piece) for piece in pieces),
+        )
+        with self._reported():
+            answer: kvd_pb2.ImportSessionResponse = self._operator.ImportSession(requests)
+        return answer
+
     def verify(self, *, repair: bool, model: str) -> Iterator[kvd_pb2.VerifyProgress]:
         """Check every copy; yields about once a second, the final report last. Takes its time."""
         with self._reported():
@@ -113,18 +174,48 @@ class OperatorClient:
         try:
             yield
         except grpc.RpcError as error:
-            reported = error_from_rpc(error)
-            if isinstance(reported, UnavailableError):
-                raise NotRunningError(
-                    f"no kvd answers in {self._runtime_dir}",
-                    "start it with: kvd serve (or name its directory with --runtime-dir)",
-                ) from error
-            raise reported from error
+            raise self._error_of(error) from error
+
+    def _error_of(self, error: grpc.RpcError) -> ReportedError:
+        reported = error_from_rpc(error)
+        if isinstance(reported, UnavailableError) and not reported.remedy:  # nobody's word
+            return self._no_answer(reported)
+        code: Any = error
+        if code.code() is grpc.StatusCode.UNIMPLEMENTED and self._address.endswith(READER_SOCKET):
+            return SocketDeniedError(
+                f"{self._address} is for looking only",
+                f"become a member of the group of {OPERATOR_SOCKET}, or use sudo",
+            )
+        return reported
+
+    def _no_answer(self, reported: ReportedError) -> NotRunningError:
+        if is_unix(self._address):
+            directory = Path(self._address.removeprefix(UNIX)).parent
+            return NotRunningError(
+                f"no kvd answers in {directory}",
+                "start it with: kvd serve (or name its directory with --runtime-dir)",
+            )
+        return NotRunningError(
+            f"no kvd answers at {self._address} ({reported.message[:MAX_WHY]})",
+            "check its access.tcp, and --tls-ca, --tls-cert and --token-file",
+        )
 
 
 @contextmanager
 def connect(runtime_dir: Path) -> Iterator[OperatorClient]:
     """Open a channel to the kvd of `runtime_dir`; it connects at the first call."""
-    address = f"unix:{runtime_dir / OPERATOR_SOCKET}"
-    with grpc.insecure_channel(address, options=channel_options()) as channel:
-        yield OperatorClient(runtime_dir, channel)
+    with connect_to(f"{UNIX}{runtime_dir / OPERATOR_SOCKET}") as client:
+        yield client
+
+
+@contextmanager
+def connect_to(
+    address: str, credentials: ClientCredentials | None = None
+) -> Iterator[OperatorClient]:
+    """Open a channel to a kvd's Unix socket, or its TCP port; it connects at the first call.
+
+    Raises:
+        InvalidInputError: the address is none.
+    """
+    with channel_of(address, credentials, channel_options()) as channel:
+        yield OperatorClient(address, channel)

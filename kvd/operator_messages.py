@@ -6,6 +6,7 @@ from kvd.core.records import (
     Admission,
     EngineStats,
     LeaseInfo,
+    QueueStats,
     ScrubReport,
     TenantUsage,
     Tier,
@@ -13,7 +14,7 @@ from kvd.core.records import (
 )
 from kvd.engines import OwnerFacts
 from kvd.messages import TIERS, key_message
-from kvd.tier_facts import ArenaFacts, VolumeFacts
+from kvd.tier_facts import ArenaFacts, EncryptionFacts, VolumeFacts
 from shared.kv_layout import KVLayout
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.units import NS_PER_S
@@ -52,6 +53,7 @@ def layout_stats_message(
     volume: VolumeFacts,
     admission: Admission,
     tenants: Iterable[TenantUsage],
+    queue: QueueStats,
 ) -> kvd_pb2.LayoutStats:
     """Encode; without an arena (no engine yet) its message is empty."""
     physical_bytes = {
@@ -89,6 +91,23 @@ def layout_stats_message(
             )
             for usage in tenants
         ],
+        queue=kvd_pb2.QueueStats(
+            waiting_jobs=queue.waiting_jobs,
+            running_sessions=queue.running_sessions,
+            prefetch_window=queue.prefetch_window,
+            eviction_window=queue.eviction_window,
+            mean_session_bytes=queue.mean_session_bytes,
+        ),
+    )
+
+
+def encryption_message(facts: EncryptionFacts) -> kvd_pb2.EncryptionStats:
+    """Encode."""
+    return kvd_pb2.EncryptionStats(
+        key=facts.key,
+        encrypting=facts.is_sealing,
+        may_have_plain=facts.may_have_plain,
+        tenants=facts.num_tenants,
     )
 
 

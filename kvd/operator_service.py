@@ -1,9 +1,8 @@
 """The Operator service: flush, pin, set TTLs, end a process that hangs on to slots, verify."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,11 +11,17 @@ from kvd.caches import Caches
 from kvd.core.engine import CacheEngine
 from kvd.core.errors import InvalidRequestError
 from kvd.core.records import FlushAnswer, LeaseInfo, Pin
+from kvd.core.session_filter import SessionFilter
 from kvd.engines import Engines
+from kvd.erasing import TenantEraser
 from kvd.errors import NoHolderError, NotOursToKillError, UnknownModelError
 from kvd.messages import key_message, key_of, session_message, ttl_ns_of
 from kvd.operator_messages import verify_message
+from kvd.reloading import Reloader
 from kvd.scrubber import Scrubber
+from kvd.selection import allowed_tenants, check_allowed, filter_of, is_of_one, tenant_to_erase
+from kvd.session_files.transfers import Transfers
+from kvd.session_listing import look_through
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
 from shared.session_key import SessionKey
 
@@ -30,27 +35,37 @@ FLUSH_BATCH = 500  # sessions dropped in one go: about 10 ms
 class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # the stubs are untyped
     """What an operator may change; an answer means that a restart will not undo it."""
 
-    def __init__(self, caches: Caches, engines: Engines, scrubber: Scrubber) -> None:
+    def __init__(
+        self,
+        caches: Caches,
+        engines: Engines,
+        scrubber: Scrubber,
+        reloader: Reloader,
+        eraser: TenantEraser,
+        transfers: Transfers,
+    ) -> None:
         self._caches = caches
         self._engines = engines
         self._scrubber = scrubber
+        self._reloader = reloader
+        self._eraser = eraser
+        self._transfers = transfers
 
     async def Flush(  # noqa: N802
         self, request: kvd_pb2.FlushRequest, _context: Any
     ) -> kvd_pb2.FlushResponse:
-        """Drop one session's KV from all tiers, or everything."""
-        if request.all == request.HasField("session"):
-            raise InvalidRequestError("what to flush is not clear", "name one session, or all")
+        """Drop the KV of one session, of those that a filter is for, or everything."""
+        is_one = is_of_one(request)
+        if request.secure:
+            return await self._erase(request)
         response = kvd_pb2.FlushResponse()
-        if not request.all:
-            cache, key = self._caches.find(key_of(request.session))
+        if is_one:
+            cache, key = self._found(request.session)
             _add(response, cache.act(partial(_flush, key, request.dry_run)))
-        elif request.dry_run:
-            for cache in self._caches:
-                _add(response, cache.act(partial(_flush, None, True)))
         else:
-            for cache in list(self._caches):
-                await _flush_all(cache, response)
+            caches = self._caches.of_model(request.filter.model)
+            wanted = filter_of(request.filter, allowed_tenants())
+            await flush_selected(caches, wanted, response, dry_run=request.dry_run)
         if not request.dry_run:
             await self._caches.committed()
         return response
@@ -60,7 +75,7 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
     ) -> kvd_pb2.PinResponse:
         """Protect a session from eviction and expiry."""
         pin = Pin.SOFT if request.soft else Pin.HARD
-        cache, key = self._caches.find(key_of(request.session))
+        cache, key = self._found(request.session)
         cache.act(lambda core, now_ns: core.pin(key, pin, now_ns))
         await self._caches.committed()
         return kvd_pb2.PinResponse()
@@ -69,7 +84,7 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
         self, request: kvd_pb2.PinRequest, _context: Any
     ) -> kvd_pb2.PinResponse:
         """Take the protection away."""
-        cache, key = self._caches.find(key_of(request.session))
+        cache, key = self._found(request.session)
         cache.act(lambda core, now_ns: core.unpin(key, now_ns))
         await self._caches.committed()
         return kvd_pb2.PinResponse()
@@ -78,7 +93,7 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
         self, request: kvd_pb2.SetTtlRequest, _context: Any
     ) -> kvd_pb2.SetTtlResponse:
         """Set how long a session lives after its last use."""
-        cache, key = self._caches.find(key_of(request.session))
+        cache, key = self._found(request.session)
         ttl_ns = ttl_ns_of(request.ttl_s)
         message = cache.act(
             lambda core, now_ns: session_message(
@@ -109,6 +124,29 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
             gone=not left,
         )
 
+    async def ReloadSettings(  # noqa: N802
+        self, _request: kvd_pb2.ReloadSettingsRequest, _context: Any
+    ) -> kvd_pb2.ReloadSettingsResponse:
+        """Read the settings again, and put into force what may change live."""
+        found = self._reloader.reload()
+        return kvd_pb2.ReloadSettingsResponse(
+            applied=found.applied, needs_restart=found.needs_restart
+        )
+
+    async def ExportSession(  # noqa: N802
+        self, request: kvd_pb2.ExportSessionRequest, _context: Any
+    ) -> AsyncIterator[kvd_pb2.SessionFilePart]:
+        """Send a session as a file."""
+        async with aclosing(self._transfers.export(request, allowed_tenants())) as parts:
+            async for part in parts:
+                yield part
+
+    async def ImportSession(  # noqa: N802
+        self, requests: AsyncIterator[kvd_pb2.ImportSessionRequest], _context: Any
+    ) -> kvd_pb2.ImportSessionResponse:
+        """Store a session from a file."""
+        return await self._transfers.import_session(requests, allowed_tenants())
+
     async def Verify(  # noqa: N802
         self, request: kvd_pb2.VerifyRequest, _context: Any
     ) -> AsyncIterator[kvd_pb2.VerifyProgress]:
@@ -124,6 +162,26 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
                 yield verify_message(
                     progress.report, progress.layout, progress.num_copies, done=progress.done
                 )
+
+    async def _erase(self, request: kvd_pb2.FlushRequest) -> kvd_pb2.FlushResponse:
+        """Drop a tenant's sessions, or all, so that nothing of them can be read again."""
+        tenant = tenant_to_erase(request, allowed_tenants())
+        response = kvd_pb2.FlushResponse()
+        if request.dry_run:
+            response.erased_tenants.extend(self._eraser.named(tenant))
+            wanted = filter_of(request.filter, None)
+            await flush_selected(list(self._caches), wanted, response, dry_run=True)
+            return response
+        erased = await self._eraser.erase(tenant)
+        response.sessions, response.bytes = erased.num_sessions, erased.freed_bytes
+        response.erased_tenants.extend(erased.tenants)
+        return response
+
+    def _found(self, named: kvd_pb2.SessionKey) -> tuple[Cache, SessionKey]:
+        """The session that a request names, if its caller may see it."""
+        key = key_of(named)
+        check_allowed(key, allowed_tenants())
+        return self._caches.find(key)
 
     def _kill(self, pid: int) -> bool:
         try:
@@ -144,19 +202,36 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
         ]
 
 
-async def _flush_all(cache: Cache, response: kvd_pb2.FlushResponse) -> None:
-    """Drop the sessions there are now, a few at a time: engines go on meanwhile."""
-    num_left = cache.stats().num_sessions
-    while num_left > 0 and (answer := cache.act(_flush_some)).num_sessions:
-        num_left -= answer.num_sessions
-        _add(response, replace(answer, skipped_leased=()))
-        await asyncio.sleep(0)
-    left = cache.act(partial(_flush, None, True))  # a dry run
-    response.skipped_leased.extend(key_message(key) for key in left.skipped_leased)
+async def flush_selected(
+    caches: Iterable[Cache],
+    wanted: SessionFilter,
+    response: kvd_pb2.FlushResponse,
+    *,
+    dry_run: bool,
+) -> None:
+    """Drop those of the sessions there are now that are meant, bit by bit: engines go on meanwhile.
+
+    A dry run sums up all of a cache at once: what two sessions share is freed with both of them.
+    """
+    meant: dict[Cache, list[SessionKey]] = {}
+    async for cache, ranked in look_through(caches, wanted):
+        meant.setdefault(cache, []).extend(key for _, key in ranked)
+    for cache, keys in meant.items():
+        step = len(keys) or 1 if dry_run else FLUSH_BATCH
+        for start in range(0, len(keys), step):
+            bit = keys[start : start + step]
+            _add(response, cache.act(partial(_flush_selected, bit, wanted, dry_run)))
+            await asyncio.sleep(0)
 
 
-def _flush_some(core: CacheEngine, now_ns: int) -> FlushAnswer:
-    return core.flush_some(FLUSH_BATCH, now_ns)
+def _flush_selected(
+    keys: list[SessionKey],
+    wanted: SessionFilter,
+    dry_run: bool,
+    core: CacheEngine,
+    now_ns: int,
+) -> FlushAnswer:
+    return core.flush_selected(keys, wanted, dry_run, now_ns)
 
 
 def _add(response: kvd_pb2.FlushResponse, answer: FlushAnswer) -> None:

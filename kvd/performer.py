@@ -2,6 +2,7 @@
 
     Read…, Verify…, HashSlot   the I/O pool, shared by all layouts; see its priorities
     WriteBlock                 the I/O pool, then this layout's syncer; see block_writing.py
+    WipeSlots              the I/O pool, with writes
     CompactRows                the I/O pool, behind everything else
     PutSlot, ClearSlot         the journal, at once
     TrackLoad, UntrackLoad     the progress words, at once
@@ -13,9 +14,12 @@ extent.
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
+
+import numpy as np
 
 from kvd.block_reading import BlockReading
 from kvd.block_writing import BlockWriter
@@ -37,11 +41,13 @@ from kvd.core.actions import (
     UntrackLoad,
     VerifyExtent,
     VerifySlot,
+    WipeSlots,
     WriteBlock,
 )
 from kvd.core.engine import CacheEngine
 from kvd.core.records import SlotRecord, StoredBlock, WritingSlot
 from kvd.hash_queue import HashQueue
+from kvd.io_measures import AHEAD, LOAD, IoMeasures
 from kvd.load_tracking import LoadTracker
 from kvd.process_identity import ProcessIdentity
 from kvd.row_copying import RowCopier
@@ -60,6 +66,7 @@ Performable: TypeAlias = (
     | HashSlot
     | WriteBlock
     | CompactRows
+    | WipeSlots
     | PutSlot
     | ClearSlot
     | TrackLoad
@@ -130,6 +137,8 @@ class Performer:
         self._load = io_pool.ticket()  # reads are ordered by the load they came with
         self._patient: dict[int, VerifySlot] = {}  # not begun; a load that comes to wait hurries it
         self._ahead: dict[int, BlockReading] = {}  # under way; the same
+        self._write_began_s: dict[int, float] = {}  # by operation
+        self.measures = IoMeasures()
         self.num_pending = 0  # operations that will still be answered
         self.num_uncommitted = 0  # blocks on SSD that a restart would not find yet
 
@@ -145,7 +154,9 @@ class Performer:
         """Take the layout's arena, or give it up: then no slot is in use and no load tracked."""
         self._arena = arena
         num_layers = len(self._layout.layers)
-        self._tracker = None if arena is None else LoadTracker(arena.progress, num_layers)
+        self._tracker = (
+            None if arena is None else LoadTracker(arena.progress, num_layers, self.measures)
+        )
 
     def progress_index(self, lease_id: int) -> int | None:
         """Index of a pending load's progress word; None if it has none."""
@@ -205,6 +216,7 @@ class Performer:
         | HashSlot
         | WriteBlock
         | CompactRows
+        | WipeSlots
         | DropBlock
         | CommitRows,
     ) -> None:
@@ -218,10 +230,13 @@ class Performer:
                 self._verify_extent(action)
             case HashSlot():
                 self._hash_queue.put(action)
-            case WriteBlock():
+            case WriteBlock(op_id):
+                self._write_began_s[op_id] = time.monotonic()
                 self._writer.write(action)
             case CompactRows():
                 self._io_pool.submit(Priority.BACKGROUND, 0, lambda _: self._compact(action))
+            case WipeSlots():
+                self._io_pool.submit(Priority.WRITE, 0, lambda _: self._wipe(action))
             case CommitRows(op_id):
                 committed = _Ended(lambda engine, now_ns: engine.rows_committed(op_id, now_ns))
                 self._manifest.when_committed(lambda: self._report(committed))
@@ -232,7 +247,7 @@ class Performer:
                 )
 
     def _read(self, action: ReadBlock) -> None:
-        tracker, op_id = self._loads(), action.op_id
+        tracker, op_id, began_s = self._loads(), action.op_id, time.monotonic()
         tracker.begin(op_id)
         read = self._volume.reading(
             action.extent,
@@ -244,6 +259,8 @@ class Performer:
 
         def done(outcome: IoOutcome, stored: StoredBlock | None) -> None:
             def complete(engine: CacheEngine, now_ns: int) -> None:
+                purpose = AHEAD if action.ahead else LOAD
+                self.measures.read_s.observe(time.monotonic() - began_s, purpose)
                 engine.read_done(op_id, outcome, stored, now_ns)
 
             self._report(_Ended(complete, op_id, outcome is IoOutcome.OK))
@@ -354,9 +371,27 @@ class Performer:
 
         self._report(_Ended(complete))
 
+    def _wipe(self, action: WipeSlots) -> None:
+        outcome = IoOutcome.OK
+        try:
+            for slot_id in action.slot_ids:
+                np.frombuffer(self._memory(slot_id), np.uint8).fill(0)  # gives the interpreter up
+                self._slots().journal.wipe(slot_id)
+        except Exception:
+            # The edge, as above.
+            log.exception("wipe_failed_unexpectedly", slots=len(action.slot_ids))
+            outcome = IoOutcome.TRANSIENT
+
+        def complete(engine: CacheEngine, now_ns: int) -> None:
+            engine.wipe_done(action.op_id, outcome, now_ns)
+
+        self._report(_Ended(complete))
+
     def _writes_done(self, outcomes: Sequence[tuple[int, IoOutcome]]) -> None:
         def complete(engine: CacheEngine, now_ns: int) -> None:
+            now_s = time.monotonic()
             for op_id, outcome in outcomes:
+                self.measures.write_s.observe(now_s - self._write_began_s.pop(op_id))
                 engine.write_done(op_id, outcome, now_ns)
 
         self._report(_Ended(complete, num_ops=len(outcomes)))

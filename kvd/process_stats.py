@@ -38,6 +38,7 @@ def engine_message(
         attached_s=time.monotonic() - engine.since_s,
         queue_jobs=queue_jobs,
         running_jobs=running_jobs,
+        version=engine.version,
     )
     try:
         process = psutil.Process(engine.peer.pid)

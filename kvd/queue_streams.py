@@ -11,12 +11,14 @@ from functools import partial
 from kvd.core.engine import CacheEngine
 from kvd.core.errors import InvalidRequestError
 from kvd.core.queue_window import QueueChange
+from kvd.engine_users import EngineUsers
 from kvd.engines import AttachedEngine, Engines
 from kvd.errors import NotAttachedError, StreamReplacedError
 from kvd.queue_messages import check_num_jobs, queue_update
 from kvd.told_queue import ToldQueue
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.queue_change import QueueUpdate
+from shared.session_key import DEFAULT_TENANT
 
 
 class QueueStreams:
@@ -24,11 +26,13 @@ class QueueStreams:
 
     Args:
         max_jobs: that an engine may tell.
+        users: whose engines they are, and of which tenants.
     """
 
-    def __init__(self, engines: Engines, max_jobs: int) -> None:
+    def __init__(self, engines: Engines, max_jobs: int, users: EngineUsers) -> None:
         self._engines = engines
         self._max_jobs = max_jobs
+        self._users = users
         self._newest: dict[int, ToldQueue] = {}  # by engine id
 
     async def serve(
@@ -47,6 +51,8 @@ class QueueStreams:
                     raise StreamReplacedError(
                         "the engine has opened another queue stream", "go on with that one"
                     )
+                for tenant in _tenants(message):
+                    self._users.check(engine.peer.uid, tenant)
                 update = queue_update(message, engine.cache.layout.model, self._max_jobs)
                 is_known = queue.take(update)
                 yield kvd_pb2.QueueAck(sequence=message.sequence, send_full=not is_known)
@@ -75,6 +81,13 @@ class QueueStreams:
         digest, num_jobs = engine.cache.act(partial(_take, engine.engine_id, update))
         check_num_jobs(num_jobs, self._max_jobs)
         return digest
+
+
+def _tenants(message: kvd_pb2.QueueSnapshot) -> list[str]:
+    """Whose sessions a message may name; nobody's if it names none: jobs leave, or there is none."""
+    if not (message.tenants or message.waiting.numbers or message.running.numbers):
+        return []
+    return [tenant or DEFAULT_TENANT for tenant in message.tenants] or [DEFAULT_TENANT]
 
 
 def _take(owner: int, update: QueueUpdate, core: CacheEngine, now_ns: int) -> tuple[int, int]:

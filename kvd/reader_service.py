@@ -8,16 +8,22 @@ from kvd.cache import Cache
 from kvd.caches import Caches
 from kvd.config import Settings
 from kvd.core.engine import CacheEngine
-from kvd.core.records import LeaseInfo, SessionPage, TenantUsage
+from kvd.core.errors import UnknownSessionError
+from kvd.core.records import LeaseInfo, TenantUsage
 from kvd.core.turn_log import RecordedTurn
 from kvd.engines import Engines
 from kvd.events import EventHub
 from kvd.messages import block_message, key_of, session_message
-from kvd.operator_messages import layout_stats_message, lease_message
+from kvd.operator_messages import encryption_message, layout_stats_message, lease_message
 from kvd.process_stats import engine_message, process_message
+from kvd.reloading import settings_message
 from kvd.scrubber import Scrubber
+from kvd.selection import allowed_tenants, check_allowed, event_filter_of, listing_of
+from kvd.session_listing import SessionLister
+from kvd.session_moves import gone_error, history_messages
 from kvd.turn_messages import recent_turns_messages
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
+from shared.reload import LiveSettings
 from shared.version import __version__
 
 
@@ -30,53 +36,51 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
         engines: Engines,
         events: EventHub,
         scrubber: Scrubber,
-        settings: Settings,
+        live: LiveSettings[Settings],
     ) -> None:
         self._caches = caches
         self._engines = engines
         self._events = events
         self._scrubber = scrubber
-        self._settings = settings
+        self._live = live
+        self._lister = SessionLister(caches)
+
+    @property
+    def _settings(self) -> Settings:
+        """In force now."""
+        return self._live.settings
 
     async def ListSessions(  # noqa: N802
         self, request: kvd_pb2.ListSessionsRequest, _context: Any
     ) -> kvd_pb2.ListSessionsResponse:
-        """Page through the sessions, layout by layout, least recently used first in each.
-
-        A page token is "<layout fingerprint> <the cache engine's own page token>".
-        """
+        """Page through the sessions of all layouts."""
         most = self._settings.limits.sessions_page
         limit = min(request.limit or most, most)
-        resume, _, after = request.page_token.partition(" ")
-        response = kvd_pb2.ListSessionsResponse()
-        for cache in self._caches.of_model(request.model):
-            layout = cache.layout.fingerprint
-            room = limit - len(response.sessions)
-            page, now_ns = cache.act(
-                partial(_page, request.tenant, after if layout == resume else "", max(1, room))
-            )
-            response.total += page.total
-            if layout < resume or response.next_page_token:
-                continue
-            if room:
-                response.sessions.extend(
-                    session_message(info, cache.layout, now_ns) for info in page.sessions
-                )
-            if page.next_page and room:
-                response.next_page_token = f"{layout} {page.next_page}"
-            elif page.sessions and not room:
-                response.next_page_token = f"{layout} "
-        return response
+        listing = listing_of(request, allowed_tenants())
+        return await self._lister.page(listing, request.page_token, limit)
 
     async def DescribeSession(  # noqa: N802
         self, request: kvd_pb2.DescribeSessionRequest, _context: Any
     ) -> kvd_pb2.DescribeSessionResponse:
-        """One session with its blocks."""
-        cache, key = self._caches.find(key_of(request.session))
+        """One session with its blocks, its leases, and what happened to it lately."""
+        asked = key_of(request.session)
+        check_allowed(asked, allowed_tenants())
+        try:
+            cache, key = self._caches.find(asked)
+        except UnknownSessionError as error:
+            raise gone_error(self._caches, asked) or error from error
         detail, now_ns = cache.act(lambda core, now_ns: (core.describe(key), now_ns))
+        owners = {facts.owner: facts for facts in self._engines.owners()}
+        leases = cache.act(lambda core, _: core.leases())
         return kvd_pb2.DescribeSessionResponse(
             info=session_message(detail.info, cache.layout, now_ns),
             blocks=[block_message(block) for block in detail.blocks],
+            history=history_messages(cache.act(lambda core, _: core.history(key)), now_ns),
+            leases=[
+                lease_message(lease, cache.layout, owners.get(lease.owner), now_ns)
+                for lease in leases
+                if lease.key == key
+            ],
         )
 
     async def ListLeases(  # noqa: N802
@@ -107,7 +111,14 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
             ],
             process=process_message(),
             verifying=self._scrubber.is_running,
+            encryption=encryption_message(self._caches.secrets.facts()),
         )
+
+    async def GetSettings(  # noqa: N802
+        self, _request: kvd_pb2.GetSettingsRequest, _context: Any
+    ) -> kvd_pb2.GetSettingsResponse:
+        """The settings in force, and where each comes from."""
+        return settings_message(self._live.loaded)
 
     async def ListRecentTurns(  # noqa: N802
         self, request: kvd_pb2.ListRecentTurnsRequest, _context: Any
@@ -127,12 +138,20 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
                 yield message
 
     async def WatchEvents(  # noqa: N802
-        self, _request: kvd_pb2.WatchEventsRequest, _context: Any
+        self, request: kvd_pb2.WatchEventsRequest, _context: Any
     ) -> AsyncIterator[kvd_pb2.Event]:
-        """Stream events from now on."""
-        with self._events.watch() as queue:
+        """Stream the last events, if they are wanted, and those from now on."""
+        wanted = event_filter_of(request, allowed_tenants())
+        recent = self._events.recent(wanted, request.num_recent)
+        if request.recent_only:
+            for event in recent:
+                yield event
+            return
+        with self._events.watch(wanted) as watcher:
+            for event in recent:
+                yield event
             while True:
-                yield await queue.get()
+                yield await watcher.next()
 
     def _layout_message(self, cache: Cache) -> kvd_pb2.LayoutStats:
         return layout_stats_message(
@@ -142,13 +161,8 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
             cache.volume_facts(),
             self._settings.ssd.admission,
             cache.act(_tenants),
+            cache.act(lambda core, _: core.queue_stats()),
         )
-
-
-def _page(
-    tenant: str, after: str, limit: int, core: CacheEngine, now_ns: int
-) -> tuple[SessionPage, int]:
-    return core.sessions(tenant, after, limit), now_ns
 
 
 def _num_jobs(owner: int, core: CacheEngine, _now_ns: int) -> tuple[int, int]:

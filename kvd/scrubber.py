@@ -45,6 +45,10 @@ class Scrubber:
         self._rate = rate
         self._is_running = False
 
+    def set_rate(self, rate: int) -> None:
+        """Go at another rate, from the next layout on."""
+        self._rate = rate
+
     @property
     def is_running(self) -> bool:
         """Whether a run is under way."""

@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 
 from kvd.cache import Cache
 from kvd.caches import Caches
-from kvd.config import LimitSettings
+from kvd.config import LimitSettings, Settings
 from kvd.core.engine import CacheEngine
 from kvd.core.errors import InvalidRequestError, UnknownSessionError
 from kvd.core.records import LeaseState, LoadAnswer, Lookup, StoreAnswer
 from kvd.data_socket import DataSocket
+from kvd.engine_users import EngineUsers
 from kvd.engines import AttachedEngine, Engines
 from kvd.errors import AttachDeniedError, StoppingError
 from kvd.messages import key_of, lineage_of, load_response, session_message, store_response
@@ -23,6 +24,7 @@ from kvd.queue_streams import QueueStreams
 from shared.layout_message import layout_of
 from shared.log import get_logger
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
+from shared.reload import LiveSettings
 from shared.session_key import SessionKey
 from shared.version import __version__
 
@@ -55,15 +57,22 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         caches: Caches,
         engines: Engines,
         data_socket: DataSocket,
-        limits: LimitSettings,
+        live: LiveSettings[Settings],
         draining: Draining,
+        users: EngineUsers,
     ) -> None:
         self._caches = caches
         self._engines = engines
         self._data_socket = data_socket
-        self._limits = limits
+        self._live = live
         self._draining = draining
-        self._queues = QueueStreams(engines, limits.max_queue_jobs)
+        self._users = users
+        self._queues = QueueStreams(engines, live.settings.limits.max_queue_jobs, users)
+
+    @property
+    def _limits(self) -> LimitSettings:
+        """In force now."""
+        return self._live.settings.limits
 
     async def Attach(  # noqa: N802
         self, request: kvd_pb2.AttachRequest, _context: Any
@@ -83,6 +92,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
                 peer,
                 request.instance,
                 request.held_leases,
+                version=request.version[:MAX_NAME],
             )
             yield kvd_pb2.AttachEvent(
                 attached=kvd_pb2.Attached(
@@ -180,8 +190,8 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         self, request: kvd_pb2.GetSessionRequest, _context: Any
     ) -> kvd_pb2.SessionInfo:
         """Tell what is stored of a session."""
-        cache, key = self._caches.find(key_of(request.session))
-        return cache.act(partial(_session_message, cache, key))
+        engine, key = self._who(request)
+        return engine.cache.act(partial(_session_message, engine.cache, key))
 
     async def EndSession(  # noqa: N802
         self, request: kvd_pb2.EndSessionRequest, _context: Any
@@ -208,6 +218,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
                 f"the session's model is {key.model[:12]}, not {engine.cache.layout.model[:12]}",
                 "attach with the layout of the session's model",
             )
+        self._users.check(engine.peer.uid, key.tenant)
         return engine, key
 
     def _act(self, engine: AttachedEngine, step: Callable[[CacheEngine, int], T]) -> T:

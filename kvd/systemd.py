@@ -1,34 +1,19 @@
-"""What systemd wants to hear from a Type=notify service, and the descriptors it keeps for us (D4).
+"""The descriptors that systemd keeps for us (D4): its fd store.
 
 Does nothing outside systemd. Descriptors in the store come back after a restart, whatever became of
 the process; a full stop closes them, unless the unit says FileDescriptorStorePreserve=yes.
 
-*Source:* sd_notify(3), sd_watchdog_enabled(3), sd_listen_fds(3), sd_pid_notify_with_fds(3).
+*Source:* sd_listen_fds(3), sd_pid_notify_with_fds(3).
 """
 
 import os
-import socket
 from collections.abc import Iterable, Mapping, MutableMapping
 
-READY = "READY=1"
-STOPPING = "STOPPING=1"
-WATCHDOG = "WATCHDOG=1"
+from shared.systemd import send
 
 STORE_S = 1.0  # how long a busy supervisor may take: what it misses here would be lost
 FIRST_FD = 3  # SD_LISTEN_FDS_START
 _LISTEN_VARIABLES = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PIDFDID")
-
-
-def notify(*states: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Send states such as READY or "STATUS=…"; a supervisor that is not listening is ignored."""
-    _send("\n".join(states), (), environ, 0.0)
-
-
-def watchdog_interval_s(environ: Mapping[str, str] = os.environ) -> float | None:
-    """Half of what WatchdogSec= allows between two WATCHDOG messages; None without a watchdog."""
-    period_us = environ.get("WATCHDOG_USEC", "")
-    ours = environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
-    return int(period_us) / 2e6 if period_us.isdigit() and ours else None
 
 
 def store_fds(fds: Mapping[str, int], environ: Mapping[str, str] = os.environ) -> bool:
@@ -38,7 +23,7 @@ def store_fds(fds: Mapping[str, int], environ: Mapping[str, str] = os.environ) -
     """
     # Polled descriptors are dropped once they hang up; memory never does, and cannot be polled.
     return all(
-        _send(f"FDSTORE=1\nFDNAME={name}\nFDPOLL=0", (fd,), environ, STORE_S)
+        send(f"FDSTORE=1\nFDNAME={name}\nFDPOLL=0", (fd,), environ, STORE_S)
         for name, fd in fds.items()
     )
 
@@ -46,7 +31,7 @@ def store_fds(fds: Mapping[str, int], environ: Mapping[str, str] = os.environ) -
 def remove_fds(names: Iterable[str], environ: Mapping[str, str] = os.environ) -> None:
     """Have descriptors dropped; a name nobody knows is ignored."""
     for name in names:
-        _send(f"FDSTOREREMOVE=1\nFDNAME={name}", (), environ, STORE_S)
+        send(f"FDSTOREREMOVE=1\nFDNAME={name}", (), environ, STORE_S)
 
 
 def stored_fds(environ: MutableMapping[str, str] = os.environ) -> dict[str, int]:
@@ -74,23 +59,3 @@ def stored_fds(environ: MutableMapping[str, str] = os.environ) -> dict[str, int]
         else:
             stored[name] = fd
     return stored
-
-
-def _send(message: str, fds: tuple[int, ...], environ: Mapping[str, str], timeout_s: float) -> bool:
-    """Send one datagram; False if nobody has taken it in time."""
-    address = environ.get("NOTIFY_SOCKET", "")
-    if not address:
-        return False
-    if address.startswith("@"):  # abstract namespace
-        address = "\0" + address[1:]
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
-        sock.settimeout(timeout_s)
-        try:
-            sock.connect(address)
-            if fds:
-                socket.send_fds(sock, [message.encode()], fds)
-            else:
-                sock.send(message.encode())
-        except OSError:  # a timeout is one, too
-            return False
-    return True

@@ -37,3 +37,20 @@ class VolumeFacts:
     is_direct: bool
     buffered_reason: str
     physical_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class EncryptionFacts:
+    """What protects the SSD tier.
+
+    Attributes:
+        key: fingerprint of the master key; "": there is none.
+        is_sealing: whether what is written now is encrypted.
+        may_have_plain: blocks that are not may be on SSD, in use or in free space.
+        num_tenants: that have a key.
+    """
+
+    key: str
+    is_sealing: bool
+    may_have_plain: bool
+    num_tenants: int

@@ -1,0 +1,68 @@
+"""kvd config: what the settings are, whether they can be used, and putting new ones into force."""
+
+from collections.abc import Iterable
+from typing import Annotated
+
+import typer
+
+from kvd import config
+from kvd.cli_connection import open_client
+from kvd.cli_options import AsJson, Config, RuntimeDir, print_json
+
+config_app = typer.Typer(help="Show, check or reload the settings.", no_args_is_help=True)
+
+Running = Annotated[
+    bool, typer.Option("--running", help="Those in force in the running kvd, not the file's.")
+]
+
+
+@config_app.command("show")
+def config_show(
+    config_file: Config = None,
+    running: Running = False,
+    runtime_dir: RuntimeDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print every setting, where it came from, and whether a reload changes it."""
+    if running:
+        with open_client(runtime_dir) as client:
+            answer = client.settings()
+        rows = [(row.key, row.value, row.source, row.live) for row in answer.settings]
+    else:
+        loaded = config.load(config_file, {}).rows()
+        rows = [(*row, config.is_live(row[0])) for row in loaded]
+    if as_json:
+        print_json(
+            {
+                key: {"value": value, "source": source, "live": live}
+                for key, value, source, live in rows
+            }
+        )
+        return
+    for key, value, source, live in rows:
+        typer.echo(f"{key:<28} {value:<32} {source:<8}{'live' if live else ''}".rstrip())
+
+
+@config_app.command("check")
+def config_check(config_file: Config = None) -> None:
+    """Exit 0 if the settings can be used, else list every problem."""
+    config.load(config_file, {})
+    typer.echo("the settings are fine")
+
+
+@config_app.command("reload")
+def config_reload(runtime_dir: RuntimeDir = None, as_json: AsJson = False) -> None:
+    """Have the running kvd read its settings again; what is wrong changes nothing."""
+    with open_client(runtime_dir) as client:
+        answer = client.reload_settings()
+    if as_json:
+        print_json({"applied": list(answer.applied), "needs_restart": list(answer.needs_restart)})
+        return
+    typer.echo(_sentence("changed", answer.applied) or "nothing has changed")
+    if answer.needs_restart:
+        typer.echo(_sentence("these wait for the next start", answer.needs_restart))
+
+
+def _sentence(what: str, keys: Iterable[str]) -> str:
+    names = ", ".join(keys)
+    return f"{what}: {names}" if names else ""

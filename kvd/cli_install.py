@@ -1,0 +1,134 @@
+"""`kvd install-units`: units, users and settings, put where systemd looks for them."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvd.cli_options import AsJson
+from kvd.errors import InstallError, UnclearSelectionError
+from kvd.install.placing import NEW, Deed, place, remove
+from kvd.install.shipped import read_shipped
+from kvd.install.units import (
+    PlannedFile,
+    UserDirectories,
+    system_files,
+    user_files,
+)
+
+# What system services do not see (ProtectHome=).
+HOMES = (Path("/home"), Path("/root"), Path("/run/user"))
+COMMAND_S = 60.0
+
+# How systemd hears of it; nothing of this touches a service that runs.
+SYSTEM_COMMANDS: tuple[tuple[str, ...], ...] = (
+    ("systemd-sysusers", "cachedattention.conf"),
+    ("systemd-tmpfiles", "--create", "cachedattention.conf"),
+    ("systemctl", "daemon-reload"),
+)
+USER_COMMANDS: tuple[tuple[str, ...], ...] = (("systemctl", "--user", "daemon-reload"),)
+
+_SAID: dict[Deed, str] = {"beside": f"kept: what is shipped is now in …{NEW} beside it"}
+_NEXT = """\
+Next:
+  systemctl{user} enable --now kvd
+  {kvd} doctor
+  systemctl{user} enable --now inference-svc@NAME    # serves {models}/NAME"""
+
+
+def install_units(
+    user: Annotated[
+        bool, typer.Option("--user", help="For your own systemd, without root.")
+    ] = False,
+    root: Annotated[
+        Path | None, typer.Option(help="Under this directory, which is / of an image.")
+    ] = None,
+    removing: Annotated[
+        bool, typer.Option("--remove", help="Take away what was put there.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it would do.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Put units, users and settings where systemd looks for them; settings of yours are kept."""
+    if user and root is not None:
+        raise UnclearSelectionError("--user and --root do not go together", "say one of them")
+    programs = Path(sys.executable).parent
+    files = _plan(programs, root, user=user)
+    work = remove if removing else place
+    deeds = list(work(files, dry_run=dry_run))
+    commands = () if dry_run or root is not None else _commands(user=user, removing=removing)
+    for command in commands:
+        _run(command)
+    if as_json:
+        document = {
+            "files": [{"path": str(path), "done": deed} for path, deed in deeds],
+            "commands": [" ".join(command) for command in commands],
+            "dry_run": dry_run,
+        }
+        typer.echo(json.dumps(document, indent=2))
+        return
+    _tell(deeds, commands)
+    if not (removing or dry_run or root is not None):
+        models = str(_own_directories().data / "models") if user else "/var/lib/models"
+        typer.echo(
+            _NEXT.format(user=" --user" if user else "", kvd=programs / "kvd", models=models)
+        )
+
+
+def _plan(programs: Path, root: Path | None, *, user: bool) -> list[PlannedFile]:
+    shipped = read_shipped()
+    if user:
+        return user_files(shipped, programs, _own_directories())
+    inside = programs
+    if root is not None:
+        root = root.absolute()
+        if programs.is_relative_to(root):
+            inside = Path("/") / programs.relative_to(root)
+    if any(inside.is_relative_to(home) for home in HOMES):
+        raise InstallError(
+            f"system services cannot run a program in {inside}: homes are hidden from them",
+            "install kvd into a virtual environment in /opt/cachedattention, or say --user",
+        )
+    return system_files(shipped, inside, root or Path("/"))
+
+
+def _own_directories() -> UserDirectories:
+    def base(variable: str, default: str) -> Path:
+        return Path(os.environ.get(variable) or Path.home() / default)
+
+    return UserDirectories(
+        config=base("XDG_CONFIG_HOME", ".config"),
+        data=base("XDG_DATA_HOME", ".local/share"),
+        state=base("XDG_STATE_HOME", ".local/state"),
+        runtime=Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.geteuid()}"),
+    )
+
+
+def _commands(*, user: bool, removing: bool) -> Sequence[tuple[str, ...]]:
+    commands = USER_COMMANDS if user else SYSTEM_COMMANDS
+    return commands[-1:] if removing else commands
+
+
+def _run(command: tuple[str, ...]) -> None:
+    remedy = f"run it by hand: {' '.join(command)}"
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=COMMAND_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise InstallError(f"{command[0]} could not be run ({error})", remedy) from error
+    if done.returncode:
+        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise InstallError(f"the files are in place, but {command[0]} failed ({said})", remedy)
+
+
+def _tell(deeds: Iterable[tuple[Path, Deed]], commands: Iterable[tuple[str, ...]]) -> None:
+    for path, deed in deeds:
+        typer.echo(f"{path}: {_SAID.get(deed, deed)}")
+    for command in commands:
+        typer.echo(f"done: {' '.join(command)}")

@@ -1,0 +1,75 @@
+"""`kvd key`: make a master key, put another one in its place. kvd does not run meanwhile."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvd import config
+from kvd.cli_options import AsJson, Config, print_json
+from kvd.encryption.errors import KeyFileError
+
+key_app = typer.Typer(help="Make and change the key that encrypts SSD.", no_args_is_help=True)
+
+KeyFile = Annotated[Path, typer.Argument(metavar="FILE", help="A new file for the key.")]
+StateDir = Annotated[Path | None, typer.Option(help="Directory of index and volumes.")]
+
+
+@key_app.command("new")
+def key_new(file: KeyFile, as_json: AsJson = False) -> None:
+    """Write a new random master key to a file that only its owner may read."""
+    from kvd.encryption.key_file import new_master_key, write_master_key
+
+    key = new_master_key()
+    write_master_key(file, key)
+    if as_json:
+        print_json({"file": str(file), "fingerprint": key.fingerprint})
+    else:
+        typer.echo(f"{file}: key {key.fingerprint[:8]}; keep a copy: without it nothing is read")
+
+
+@key_app.command("rotate")
+def key_rotate(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The new key, of kvd key new.")],
+    old: Annotated[
+        str | None, typer.Option(help="File of the key until now. Default: encryption.key_file.")
+    ] = None,
+    config_file: Config = None,
+    state_dir: StateDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Wrap every tenant's key by a new master key, while kvd is stopped; no block is written."""
+    from kvd.caches import VOLUMES
+    from kvd.daemon import MANIFEST_NAME
+    from kvd.encryption.key_file import read_master_key
+    from kvd.key_rotation import rotate
+    from kvd.tiers.faults import NoFaults
+
+    settings = config.load(config_file, {"state_dir": state_dir}).settings
+    name = old or settings.encryption.key_file
+    if not name:
+        raise KeyFileError("no key until now is named", "name its file with --old")
+    before, after = read_master_key(name), read_master_key(str(file.absolute()))
+    with _stopped(settings.state_dir):
+        index, volumes = settings.state_dir / MANIFEST_NAME, settings.state_dir / VOLUMES
+        num_tenants = rotate(index, volumes, before, after, NoFaults())
+    if as_json:
+        print_json({"tenants": num_tenants, "fingerprint": after.fingerprint})
+        return
+    typer.echo(f"{num_tenants} tenants' keys are wrapped by key {after.fingerprint[:8]}")
+    typer.echo(f"set encryption.key_file to {file.absolute()}, start kvd, and destroy the old key")
+
+
+@contextmanager
+def _stopped(state_dir: Path) -> Iterator[None]:
+    """Hold a state directory; raises RunningError while a kvd does."""
+    from kvd.directories import claim_directory
+
+    lock_fd = claim_directory(state_dir, "state", "--state-dir")
+    try:
+        yield
+    finally:
+        os.close(lock_fd)

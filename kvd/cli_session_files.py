@@ -1,0 +1,153 @@
+"""kvd export and import: a session as a file, for a backup or for another kvd."""
+
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, BinaryIO
+
+import typer
+
+from kvd.cli_connection import open_client
+from kvd.cli_options import AsJson, Model, RuntimeDir, SessionId, Tenant, key_of, print_json
+from kvd.errors import UnusableFileError
+from kvd.operator_client import OperatorClient
+from kvd.session_files.file_format import FileReader, SessionFileError
+from shared.errors import ConflictError
+from shared.pb.kvd.v1 import kvd_pb2
+from shared.units import format_bytes
+
+PIECE_BYTES = 1 << 20
+TRIES = 3  # of an export whose session changes meanwhile
+
+Prefix = Annotated[
+    bool,
+    typer.Option("--prefix", help="If kvd does not know of its discards: what comes before them."),
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace a file that exists.")]
+Target = Annotated[Path, typer.Argument(metavar="FILE", help="File to write; it has mode 0600.")]
+Source = Annotated[Path, typer.Argument(metavar="FILE", help="File that kvd export has written.")]
+AsSession = Annotated[str, typer.Option("--session", help="Session id; else the file's.")]
+AsTenant = Annotated[str, typer.Option("--tenant", help="Tenant; else the file's.")]
+Replace = Annotated[bool, typer.Option("--replace", help="Even if there is such a session.")]
+NewLayout = Annotated[
+    bool, typer.Option("--new-layout", help="Even if no engine of this layout was ever here.")
+]
+
+
+def export_session(
+    session: SessionId,
+    file: Target,
+    tenant: Tenant = "",
+    model: Model = "",
+    prefix: Prefix = False,
+    force: Force = False,
+    runtime_dir: RuntimeDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a session's tokens and KV to a file, which kvd import takes in elsewhere."""
+    if file.exists() and not force:
+        raise UnusableFileError(f"{file} exists", "name another file, or say --force")
+    request = kvd_pb2.ExportSessionRequest(session=key_of(session, tenant, model), prefix=prefix)
+    with open_client(runtime_dir) as client:
+        num_tokens, num_bytes = _exported(client, request, file)
+    if as_json:
+        print_json({"file": str(file), "num_tokens": num_tokens, "num_bytes": num_bytes})
+        return
+    typer.echo(f"exported {num_tokens} tokens to {file} ({format_bytes(num_bytes)})")
+
+
+def import_session(
+    file: Source,
+    session: AsSession = "",
+    tenant: AsTenant = "",
+    replace: Replace = False,
+    new_layout: NewLayout = False,
+    runtime_dir: RuntimeDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Store a session from a file that kvd export has written; damaged ones are refused."""
+    with _opened(file) as source:
+        for piece in _checked(file, source):  # all of it, before anything is changed
+            del piece
+        source.seek(0)
+        target = kvd_pb2.ImportTarget(
+            tenant=tenant, session_id=session, replace=replace, new_layout=new_layout
+        )
+        with open_client(runtime_dir) as client:
+            answer = client.import_session(target, _checked(file, source))
+    key = answer.session
+    if as_json:
+        print_json(
+            {
+                "tenant": key.tenant,
+                "model": key.model,
+                "session": key.session_id,
+                "num_tokens": answer.num_tokens,
+            }
+        )
+        return
+    typer.echo(f"imported {answer.num_tokens} tokens as {key.tenant}/{key.session_id}")
+
+
+def _exported(
+    client: OperatorClient, request: kvd_pb2.ExportSessionRequest, file: Path
+) -> tuple[int, int]:
+    """Export; once more if the session changes meanwhile."""
+    for _ in range(TRIES - 1):
+        try:
+            return _write(file, client.export_session(request))
+        except ConflictError as error:
+            if not error.retryable:
+                raise
+    return _write(file, client.export_session(request))
+
+
+def _write(file: Path, pieces: Iterator[bytes]) -> tuple[int, int]:
+    """Write a file that is there whole or not at all; returns its tokens and bytes."""
+    reader = FileReader()
+    part = file.with_name(f".{file.name}.{secrets.token_hex(4)}.part")
+    try:
+        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as target:
+            for piece in pieces:
+                for frame in reader.feed(piece):
+                    del frame  # it was checked
+                target.write(piece)
+            reader.close()
+            target.flush()
+            os.fsync(target.fileno())
+            num_bytes = target.tell()
+        part.replace(file)
+    except OSError as error:
+        raise UnusableFileError(
+            f"cannot write {file} ({error.strerror})", "name a file where there is room for it"
+        ) from error
+    finally:
+        part.unlink(missing_ok=True)
+    return reader.num_tokens, num_bytes
+
+
+def _opened(file: Path) -> BinaryIO:
+    try:
+        return file.open("rb")
+    except OSError as error:
+        raise UnusableFileError(
+            f"cannot read {file} ({error.strerror})", "name a file that kvd export has written"
+        ) from error
+
+
+def _checked(file: Path, source: BinaryIO) -> Iterator[bytes]:
+    """Yield the pieces of a file as far as they are sound."""
+    reader = FileReader()
+    try:
+        while piece := source.read(PIECE_BYTES):
+            for frame in reader.feed(piece):
+                del frame
+            yield piece
+        reader.close()
+    except SessionFileError as error:
+        raise SessionFileError(f"{file}: {error.message}", error.remedy) from error
+    except OSError as error:
+        raise UnusableFileError(
+            f"cannot read {file} ({error.strerror})", "copy it to a disk that is sound"
+        ) from error

@@ -1,0 +1,142 @@
+"""What `kvd show` shows of a session: facts, leases, history, blocks."""
+
+from collections.abc import Iterator, Sequence
+
+from rich.table import Table
+
+from kvd.cli_tables import Column, fitted
+from kvd.cli_views import expiry, leases_table, plain, state
+from shared.pb.kvd.v1 import kvd_pb2
+from shared.units import format_bytes, format_duration
+
+_BLOCK_COLUMNS = (
+    Column("block"),
+    Column("tokens", is_number=True),
+    Column("first row", is_number=True, rank=2),
+    Column("slot", is_number=True, rank=1),
+    Column("extent", is_number=True, rank=1),
+    Column("sessions", is_number=True),
+    Column("copies"),
+)
+_MOVE_COLUMNS = (
+    Column("ago", is_number=True),
+    Column("what"),
+    Column("blocks", is_number=True),
+    Column("tokens", is_number=True),
+    Column("took", is_number=True, rank=1),
+)
+_MOVES = {  # words for kinds of moves, which may end with their reason
+    "stored": "stored",
+    "loaded": "loaded from {why}",
+    "read": "read from SSD",
+    "read_ahead": "read from SSD, ahead of a load",
+    "written": "written to SSD",
+    "evicted_dram": "evicted from DRAM",
+    "evicted_ssd": "evicted from SSD",
+    "cut": "cut: {why}",
+    "discarded": "tokens discarded",
+    "compacted": "compacted",
+    "corrupt": "found corrupt in {why}",
+    "dropped": "dropped: {why}",
+    "expired": "expired",
+    "flushed": "flushed",
+    "ended": "ended by its engine",
+    "pinned": "pinned ({why})",
+    "unpinned": "unpinned",
+    "ttl_set": "TTL set",
+}
+
+
+def session_tables(found: kvd_pb2.DescribeSessionResponse, width: int) -> Iterator[Table]:
+    """Everything that is told of a session, in the order an operator reads it."""
+    yield session_table(found.info)
+    if found.leases:
+        yield _titled("leases", leases_table(found.leases, width))
+    yield history_table(found.history, width)
+    yield _titled("blocks", blocks_table(found.blocks, width))
+
+
+def session_table(info: kvd_pb2.SessionInfo) -> Table:
+    """The facts of one session."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    facts = (
+        ("session", info.session.session_id),
+        ("tenant", info.session.tenant),
+        ("model", info.session.model),
+        ("layout", info.layout),
+        ("tokens", str(info.num_tokens)),
+        ("size", f"{format_bytes(info.bytes)} in {info.num_blocks} blocks"),
+        ("in dram", format_bytes(info.dram_bytes)),
+        ("on ssd", format_bytes(info.ssd_bytes)),
+        ("dirty", format_bytes(info.dirty_bytes)),
+        ("shared blocks", str(info.shared_blocks)),
+        ("spans", str(info.num_spans)),
+        ("unused rows", f"{format_bytes(info.waste_bytes)} in blocks of its own"),
+        ("idle", format_duration(info.idle_s)),
+        ("expires in", f"{expiry(info.expires_in_s)} (ttl: {_ttl_source(info)})"),
+        ("leases", str(info.leases)),
+        ("state", state(info)),
+    )
+    for name, value in facts:
+        table.add_row(name, value)
+    return table
+
+
+def blocks_table(blocks: Sequence[kvd_pb2.BlockInfo], width: int) -> Table:
+    """One line per block of a session."""
+    rows = []
+    for block in blocks:
+        tiers = plain(block)["tiers"]
+        row = (
+            block.key[:16],
+            f"{block.token_offset}..{block.token_offset + block.num_tokens}",
+            str(block.start),
+            str(block.slot_id) if "dram" in tiers else "-",
+            str(block.extent) if "ssd" in tiers else "-",
+            str(block.sessions),
+            _copies(block),
+        )
+        rows.append(row)
+    return fitted(_BLOCK_COLUMNS, rows, width)
+
+
+def history_table(moves: Sequence[kvd_pb2.SessionMove], width: int) -> Table:
+    """One line per move, newest last; kvd remembers those since its start, up to a bound."""
+    rows = [
+        (
+            format_duration(move.age_s),
+            _MOVES.get(move.kind, move.kind).format(why=move.why),
+            str(move.num_blocks) if move.num_blocks else "-",
+            str(move.num_tokens) if move.num_tokens else "-",
+            format_duration(move.duration_s) if move.duration_s else "-",
+        )
+        for move in moves
+    ]
+    if not rows:
+        rows.append(("-", "nothing since kvd has started", "-", "-", "-"))
+    return _titled("history", fitted(_MOVE_COLUMNS, rows, width))
+
+
+def _titled(title: str, table: Table) -> Table:
+    table.title, table.title_justify = f"\n{title}", "left"
+    return table
+
+
+def _ttl_source(info: kvd_pb2.SessionInfo) -> str:
+    sources = {
+        kvd_pb2.TTL_SOURCE_SESSION: "its own",
+        kvd_pb2.TTL_SOURCE_TENANT: "its tenant's",
+    }
+    return sources.get(info.ttl_source, "default")
+
+
+def _copies(block: kvd_pb2.BlockInfo) -> str:
+    """Where a block is, and what is still to be done with it."""
+    tiers = plain(block)["tiers"]
+    words = (
+        ("+".join(tiers), True),
+        ("dirty", block.dirty),
+        ("not hashed", not block.hashed),
+        ("unverified", "dram" in tiers and not block.verified),
+    )
+    return ", ".join(word for word, applies in words if applies)

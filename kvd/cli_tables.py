@@ -1,0 +1,80 @@
+"""Tables that fit: what matters least is left out where a terminal is narrow. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rich.cells import cell_len
+from rich.table import Table
+
+_GAP = 2  # columns of a terminal between two of a table
+MIN_CUT = 8  # terminal columns that stay of one that is cut
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        rank: 0: always there; of the others the highest goes first.
+        may_be_cut: its cells may end with "…", rather than that the table is too wide.
+        least: so many terminal columns of it are worth more than columns of a rank; if it is cut.
+    """
+
+    heading: str
+    is_number: bool = False
+    rank: int = 0
+    may_be_cut: bool = False
+    least: int = 8
+
+
+def fitted(
+    columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int, title: str = ""
+) -> Table:
+    """Make a table of so many terminal columns, or as few more as can be."""
+    widths = [
+        max(cell_len(column.heading), *(cell_len(row[index]) for row in rows))
+        if rows
+        else cell_len(column.heading)
+        for index, column in enumerate(columns)
+    ]
+    kept = _kept(columns, widths, width)
+    num_over = _total(widths, kept) - width
+    table = Table(
+        box=None, padding=(0, _GAP, 0, 0), pad_edge=False, title=title or None, title_justify="left"
+    )
+    for index in kept:
+        column, most = columns[index], widths[index]
+        if num_over > 0 and column.may_be_cut:
+            most = max(min(most, MIN_CUT), most - num_over)
+            num_over -= widths[index] - most
+        justify: Literal["left", "right"] = "right" if column.is_number else "left"
+        table.add_column(
+            column.heading, justify=justify, no_wrap=True, overflow="ellipsis", width=most
+        )
+    for row in rows:
+        table.add_row(*(row[index] for index in kept))
+    return table
+
+
+def _kept(columns: Sequence[Column], widths: Sequence[int], width: int) -> list[int]:
+    """Which columns are shown."""
+    kept = list(range(len(columns)))
+    while _total(_least(columns, widths), kept) > width:
+        index = max(reversed(kept), key=lambda index: columns[index].rank)
+        if not columns[index].rank:
+            break
+        kept.remove(index)
+    return kept
+
+
+def _least(columns: Sequence[Column], widths: Sequence[int]) -> list[int]:
+    """What columns need."""
+    return [
+        min(width, column.least) if column.may_be_cut else width
+        for column, width in zip(columns, widths, strict=True)
+    ]
+
+
+def _total(widths: Sequence[int], kept: Sequence[int]) -> int:
+    return sum(widths[index] for index in kept) + _GAP * max(0, len(kept) - 1)

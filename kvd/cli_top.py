@@ -1,0 +1,92 @@
+"""kvd top: what a kvd does, live."""
+
+import sys
+import time
+from typing import Any
+
+from kvd import cli_views
+from kvd.cli_connection import open_client
+from kvd.cli_filters import (
+    ORDERS,
+    Ended,
+    Idle,
+    Interval,
+    InTier,
+    LargerThan,
+    OfTenant,
+    Pinned,
+    Reverse,
+    Sort,
+    SortName,
+    filter_of,
+    interval_s,
+)
+from kvd.cli_options import AsJson, OfModel, RuntimeDir, print_json
+from kvd.cli_rates import Rates
+from kvd.errors import NoTerminalError
+from kvd.operator_client import OperatorClient
+from kvd.top.loop import MOST_SESSIONS, Top
+from kvd.top.screen import Screen
+from shared.pb.kvd.v1 import kvd_pb2
+
+
+def top(
+    tenant: OfTenant = "",
+    model: OfModel = "",
+    tier: InTier = None,
+    idle: Idle = "",
+    larger_than: LargerThan = "",
+    pinned: Pinned = False,
+    ended: Ended = False,
+    sort: Sort = SortName.IDLE,
+    reverse: Reverse = False,
+    interval: Interval = "2s",
+    runtime_dir: RuntimeDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Watch tiers, hit rates, queues, engines and sessions, live.
+
+    Keys: arrows choose a session, Enter shows it, f flushes, p pins, u unpins (each asks first),
+    i, b, t, e sort by idle time, bytes, tokens, expiry, r reverses, Space holds still, h helps,
+    q quits. Without a terminal --json prints one document, with the rates of one interval.
+    """
+    wanted = filter_of(tenant, model, tier, idle, larger_than, pinned=pinned, ended=ended)
+    every_s = interval_s(interval)
+    screen = Screen(order=ORDERS[sort], is_reversed=reverse)
+    with open_client(runtime_dir) as client:
+        if as_json:
+            print_json(_snapshot(client, wanted, screen, every_s))
+        elif sys.stdin.isatty() and sys.stdout.isatty():
+            Top(client, wanted, screen, every_s).run(cli_views.console())
+        else:
+            raise NoTerminalError(
+                "kvd top needs a terminal", "say --json for one look, or run: kvd stats --watch"
+            )
+
+
+def _snapshot(
+    client: OperatorClient, wanted: kvd_pb2.SessionFilter, screen: Screen, every_s: float
+) -> dict[str, Any]:
+    """What the screen would show after its first interval."""
+    before = client.stats()
+    time.sleep(every_s)
+    stats = client.stats()
+    how = (MOST_SESSIONS, screen.order)
+    sessions, total = client.sessions(wanted, *how, reverse=screen.is_reversed)
+    rates = Rates(stats, before)
+    return {
+        "stats": cli_views.plain(stats),
+        "interval_s": rates.seconds,
+        "rates": [_rates(layout, rates) for layout in stats.layouts],
+        "sessions": [cli_views.plain(info) for info in sessions],
+        "total": total,
+    }
+
+
+def _rates(layout: kvd_pb2.LayoutStats, rates: Rates) -> dict[str, Any]:
+    key = layout.layout
+    return {
+        "layout": key,
+        "hit_rate": rates.share(key, "load_hits", "load_misses"),
+        "per_second": {name: rates.per_second(key, name) for name in sorted(layout.counters)},
+    }

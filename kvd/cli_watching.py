@@ -1,0 +1,35 @@
+"""Looking again and again: on a terminal in place, into a pipe one after the other."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+
+from kvd import cli_views
+
+
+def look_again(look: Callable[[], Any], every_s: float) -> Iterator[Any]:
+    """Yield what is seen at each look, until Ctrl-C."""
+    while True:
+        yield look()
+        time.sleep(every_s)
+
+
+def show_in_place(views: Iterator[Callable[[int], Sequence[RenderableType]]]) -> None:
+    """Show each view where the one before was; what the terminal has no room for is left out.
+
+    Args:
+        views: each is asked for what to show at the terminal's width.
+    """
+    console = cli_views.console()
+    if not sys.stdout.isatty():
+        for view in views:
+            console.print(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')}")
+            console.print(*view(console.width), sep="\n")
+        return
+    with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
+        for view in views:
+            live.update(Group(*view(console.width)), refresh=True)

@@ -1,0 +1,104 @@
+"""All checks, in the order in which one would mend what they find."""
+
+import datetime as dt
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvd import config
+from kvd.cli_connection import open_client
+from kvd.config import Settings
+from kvd.doctor.finding import Finding, ok, problem, warning
+from kvd.doctor.guards import check_certificates, check_encryption
+from kvd.doctor.kernel import check_cuda, check_kernel, check_numa
+from kvd.doctor.machine import Machine, ProcessLimits, may_read
+from kvd.doctor.memory import (
+    check_huge_pages,
+    check_locked_memory,
+    check_memory,
+    check_shared_memory,
+)
+from kvd.doctor.running import (
+    check_answer,
+    check_settings_in_force,
+    check_sockets,
+    check_tiers,
+)
+from kvd.doctor.storage import check_descriptors, check_directories, check_state_disk
+from kvd.doctor.unit import check_unit, unit_properties
+from kvd.errors import NotRunningError
+from shared.config import LoadedSettings
+from shared.errors import ReportedError
+
+
+def examine(
+    config_file: Path | None,
+    flags: dict[str, object],
+    machine: Machine,
+    limits: ProcessLimits,
+) -> Iterator[Finding]:
+    """Look at everything; nothing is changed.
+
+    Args:
+        config_file: of kvd.
+        flags: as kvd serve is given them: runtime_dir, state_dir.
+        machine: where the machine says what it has.
+        limits: of a process such as kvd's.
+    """
+    yield from check_kernel()
+    yield from check_cuda(machine)
+    hidden = config_file if config_file is not None and not may_read(config_file) else None
+    if hidden is not None:
+        yield warning(
+            "settings",
+            f"this user may not read {hidden}: defaults are looked at in its place",
+            "ask as kvd's user, or root: sudo kvd doctor",
+        )
+        config_file = None
+    try:
+        loaded = config.load(config_file, flags)
+    except ReportedError as error:
+        yield problem("settings", error.message, "correct them; kvd does not start with them")
+        return
+    if hidden is None:
+        yield ok("settings", f"{config_file or 'defaults and environment'}: can be used")
+    yield from _examine_machine(loaded.settings, machine, limits)
+    yield from _examine_running(loaded, compares=hidden is None)
+
+
+def _examine_machine(
+    settings: Settings, machine: Machine, limits: ProcessLimits
+) -> Iterator[Finding]:
+    yield from check_memory(settings, machine)
+    yield from check_shared_memory(settings, machine)
+    yield from check_huge_pages(settings, machine)
+    yield from check_locked_memory(settings, machine, limits)
+    yield from check_numa(settings.dram.numa_node)
+    yield from check_directories(settings)
+    yield from check_state_disk(settings, machine)
+    yield from check_descriptors(settings, limits)
+    yield from check_encryption(settings)
+    yield from check_certificates(settings, dt.datetime.now(dt.UTC))
+    yield from check_unit(unit_properties() or unit_properties(user=True), settings)
+
+
+def _examine_running(loaded: LoadedSettings[Settings], *, compares: bool) -> Iterator[Finding]:
+    runtime_dir = loaded.settings.runtime_dir
+    yield from check_sockets(loaded.settings)
+    try:
+        with open_client(runtime_dir) as client:
+            stats = client.stats()
+            running = {row.key: row for row in client.settings().settings}
+    except NotRunningError:
+        yield warning(
+            "kvd",
+            f"no kvd answers in {runtime_dir}",
+            "start it: systemctl start kvd, or kvd serve; or name its directory with --runtime-dir",
+        )
+        return
+    except ReportedError as error:
+        yield problem("kvd", error.message, error.remedy)
+        return
+    yield from check_answer(stats)
+    if compares:
+        yield from check_settings_in_force(loaded, running)
+    yield from check_tiers(stats, running)

@@ -1,0 +1,110 @@
+"""Secrets and certificates: are they there, are they fit, and for how long?"""
+
+import datetime as dt
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from cryptography import x509
+
+from kvd.config import Settings
+from kvd.doctor.finding import Finding, ok, problem, warning
+from kvd.encryption.key_file import read_master_key
+from shared.access.credentials import CREDENTIALS, TlsFiles, file_of
+from shared.errors import ReportedError
+
+# Where LoadCredential= finds what it is told by name only.
+CREDENTIAL_STORES = (
+    Path("/etc/credstore"),
+    Path("/etc/credstore.encrypted"),
+    Path("/run/credstore"),
+    Path("/run/credstore.encrypted"),
+)
+SOON = dt.timedelta(days=14)
+
+
+def check_encryption(
+    settings: Settings, stores: Sequence[Path] = CREDENTIAL_STORES
+) -> Iterator[Finding]:
+    """Can the key of the SSD tier be read, and by nobody else?"""
+    key_file = settings.encryption.key_file
+    if not key_file:
+        yield ok("encryption", "the SSD tier is not encrypted (encryption.key_file is not set)")
+        return
+    if _is_systemds("/" not in key_file):
+        yield _credential("encryption", key_file, f"kvd key new {stores[0] / key_file}", stores)
+        return
+    if _is_hidden(Path(key_file)):
+        yield _not_ours("encryption", key_file)
+        return
+    try:
+        key = read_master_key(key_file)
+    except ReportedError as error:
+        yield problem("encryption", f"{error.message}: kvd does not start", error.remedy)
+        return
+    yield ok("encryption", f"the SSD tier's key is {key.fingerprint[:12]}, from {key_file}")
+
+
+def check_certificates(
+    settings: Settings, now: dt.datetime, stores: Sequence[Path] = CREDENTIAL_STORES
+) -> Iterator[Finding]:
+    """Do certificate and key fit, and how long does the certificate hold?"""
+    tls = settings.tls
+    if tls.certificate is None:
+        if settings.access.tcp:
+            yield ok("certificates", f"access.tcp {settings.access.tcp} has no TLS (loopback only)")
+        return
+    if _is_systemds(len(tls.certificate.parts) == 1):
+        place = f"put the PEM file at {stores[0] / tls.certificate}"
+        yield _credential("certificates", str(tls.certificate), place, stores)
+        return
+    if tls.key is not None and _is_hidden(file_of(tls.key)):
+        yield _not_ours("certificates", str(tls.key))
+        return
+    try:
+        TlsFiles(tls).context()
+        text = file_of(tls.certificate).read_bytes()
+        certificate = x509.load_pem_x509_certificate(text)
+    except ReportedError as error:
+        yield problem("certificates", f"{error.message}: kvd does not start", error.remedy)
+        return
+    except (OSError, ValueError) as error:
+        yield problem("certificates", f"{tls.certificate}: {error}", "renew it")
+        return
+    until = certificate.not_valid_after_utc
+    what = f"{tls.certificate} holds until {until:%Y-%m-%d}"
+    renew = "renew it; kvd takes the new file without a restart"
+    if until < now:
+        yield problem("certificates", f"{tls.certificate} has expired on {until:%Y-%m-%d}", renew)
+    elif until < now + SOON:
+        yield warning("certificates", what, renew)
+    else:
+        yield ok("certificates", what)
+
+
+def _is_hidden(path: Path) -> bool:
+    """Whether a file may be there, and is not for this user to read."""
+    if os.access(path, os.R_OK, effective_ids=True):
+        return False
+    is_there = os.access(path, os.F_OK, effective_ids=True)
+    may_look = os.access(path.parent, os.X_OK, effective_ids=True)
+    return is_there or (not may_look and os.access(path.parent, os.F_OK, effective_ids=True))
+
+
+def _not_ours(check: str, name: str) -> Finding:
+    return warning(
+        check, f"this user may not read {name}", "ask as kvd's user, or root: sudo kvd doctor"
+    )
+
+
+def _is_systemds(is_name: bool) -> bool:
+    """Whether a name is that of a credential which systemd shows to kvd, and not to us."""
+    return is_name and CREDENTIALS not in os.environ
+
+
+def _credential(check: str, name: str, remedy: str, stores: Sequence[Path]) -> Finding:
+    if any(os.access(store / name, os.F_OK, effective_ids=True) for store in stores):
+        return ok(check, f"systemd gives kvd the credential {name}")
+    if all(os.access(store, os.X_OK) or not os.access(store, os.F_OK) for store in stores):
+        return problem(check, f"systemd has no credential {name}: kvd does not start", remedy)
+    return ok(check, f"kvd asks systemd for the credential {name}; only root sees if it is there")

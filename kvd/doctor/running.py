@@ -1,0 +1,228 @@
+"""The running kvd: does it answer, may we ask it, is it of this release and of these settings?"""
+
+import grp
+import os
+import pwd
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from kvd.config import Settings, is_live
+from kvd.doctor.finding import Finding, ok, problem, warning
+from shared.config import LoadedSettings
+from shared.pb.kvd.v1 import kvd_pb2
+from shared.runtime_dir import DATA_SOCKET, ENGINE_SOCKET, OPERATOR_SOCKET, READER_SOCKET
+from shared.units import format_bytes
+from shared.version import __version__
+
+_OPEN = os.R_OK | os.W_OK
+_OTHERS = 0o007
+_MAX_KEYS = 8  # of a list in one line
+
+
+def check_sockets(settings: Settings) -> Iterator[Finding]:
+    """Which sockets are there, whose are they, and may this user open them?"""
+    access = settings.access
+    roles = {
+        "operator": (OPERATOR_SOCKET, access.operator_group),
+        "reader": (READER_SOCKET, access.reader_group),
+        "engine": (ENGINE_SOCKET, access.engine_group),
+    }
+    mine = []
+    for role, (name, group) in roles.items():
+        path = settings.runtime_dir / name
+        if not _is_there(path):
+            continue
+        yield from _guards(path, group)
+        if os.access(path, _OPEN, effective_ids=True):
+            mine.append(role)
+        elif role == "operator":
+            yield warning(
+                "sockets",
+                f"you ({_user()}) may not open {path}: no flush, pin, ttl, verify, export",
+                f"sudo usermod -aG {_group_of(path)} {_user()}, and log in again; or use sudo",
+            )
+    if not _may_enter(settings.runtime_dir):
+        yield problem(
+            "sockets",
+            f"you ({_user()}) may not enter {settings.runtime_dir}",
+            f"sudo usermod -aG {_group_of(settings.runtime_dir)} {_user()}, and log in again; "
+            "or use sudo",
+        )
+    elif mine:
+        yield ok("sockets", f"you ({_user()}) may come as {', '.join(mine)}")
+    yield from _engine_user(settings)
+
+
+def check_answer(answer: kvd_pb2.GetStatsResponse) -> Iterator[Finding]:
+    """Is everything that runs of this release?"""
+    if answer.version != __version__:
+        yield warning(
+            "versions",
+            f"kvd runs release {answer.version}, installed is {__version__}",
+            "restart it: systemctl restart kvd (DRAM is kept)",
+        )
+    for engine in answer.engines:
+        if engine.version and engine.version != answer.version:
+            yield warning(
+                "versions",
+                f"engine {engine.name} (pid {engine.pid}) is of release {engine.version}, kvd of "
+                f"{answer.version}",
+                "restart the older one; sessions are kept",
+            )
+    names = ", ".join(engine.name for engine in answer.engines) or "none"
+    yield ok("kvd", f"kvd {answer.version} answers (pid {answer.process.pid}); engines: {names}")
+
+
+def check_tiers(
+    answer: kvd_pb2.GetStatsResponse, running: Mapping[str, kvd_pb2.Setting]
+) -> Iterator[Finding]:
+    """Does each layout's cache do what it is there for?"""
+    for layout in answer.layouts:
+        name = layout.layout[:12]
+        for tier in layout.tiers:
+            if tier.degraded:
+                yield _degraded(name, tier.degraded_reason)
+        yield from _arena(name, layout.arena, running)
+        yield from _damage(name, layout)
+        if layout.quarantined_slots:
+            held = layout.quarantined_slots * layout.block_bytes
+            yield warning(
+                "leases",
+                f"layout {name}: {format_bytes(held)} of DRAM are held for a process that has lost "
+                "its connection",
+                "see kvd leases; if it hangs: kvd leases --kill PID",
+            )
+
+
+def check_settings_in_force(
+    loaded: LoadedSettings[Settings], running: Mapping[str, kvd_pb2.Setting]
+) -> Iterator[Finding]:
+    """Is what the file says in force? Flags and the environment of the daemon are its own."""
+    comparable = ("file", "default")
+    changed = [
+        key
+        for key, value, source in loaded.rows()
+        if key in running
+        and running[key].source in comparable
+        and source in comparable
+        and running[key].value != value
+    ]
+    here = {key for key, _, _ in loaded.rows()}
+    changed += [k for k, row in running.items() if k not in here and row.source == "file"]
+    reload = [key for key in changed if is_live(key)]
+    restart = [key for key in changed if not is_live(key)]
+    if reload:
+        yield warning(
+            "settings", f"{_some(reload)} changed, and not in force yet", "kvd config reload"
+        )
+    if restart:
+        yield warning(
+            "settings",
+            f"{_some(restart)} changed, and not in force before a restart",
+            "systemctl restart kvd (DRAM is kept)",
+        )
+
+
+def _guards(path: Path, group: str) -> Iterator[Finding]:
+    """Mode and group of a socket, against what the settings say."""
+    status = path.stat()
+    if stat.S_IMODE(status.st_mode) & _OTHERS:
+        yield problem(
+            "sockets",
+            f"everybody may open {path} (mode {stat.S_IMODE(status.st_mode):o})",
+            f"chmod 660 {path}",
+        )
+    if group and group not in (_group_of(path), str(status.st_gid)):
+        yield problem(
+            "sockets",
+            f"{path} is of group {_group_of(path)}, the settings say {group}",
+            "restart kvd: systemctl restart kvd",
+        )
+
+
+def _engine_user(settings: Settings) -> Iterator[Finding]:
+    path = settings.runtime_dir / DATA_SOCKET
+    if not _is_there(path):
+        return
+    uid = os.geteuid()
+    if uid in (0, path.stat().st_uid, *settings.engine_uids()):
+        yield ok("engine_user", f"engines of {_user()} may attach")
+    else:
+        yield warning(
+            "engine_user",
+            f"engines of {_user()} may not attach",
+            f'run them as another user, or add "{_user()}" to access.allowed_uids and: kvd config '
+            "reload",
+        )
+
+
+def _degraded(layout: str, reason: str) -> Finding:
+    remedy = (
+        "free some space on its disk: df -h"
+        if reason == "full"
+        else "look at its disk: dmesg, smartctl -a; what is in DRAM is served meanwhile"
+    )
+    return problem("tiers", f"layout {layout}: nothing is written to SSD ({reason})", remedy)
+
+
+def _arena(
+    layout: str, arena: kvd_pb2.ArenaStats, running: Mapping[str, kvd_pb2.Setting]
+) -> Iterator[Finding]:
+    if not arena.arena_id:
+        return
+    keep = running.get("dram.keep")
+    if arena.keep == "none" and keep is not None and keep.value != "none":
+        yield warning(
+            "tiers",
+            f"layout {layout}: a restart of kvd begins with an empty DRAM tier",
+            "run kvd under systemd (kvd install-units), or without access.allowed_uids",
+        )
+
+
+def _damage(layout: str, stats: kvd_pb2.LayoutStats) -> Iterator[Finding]:
+    num_corrupt = stats.counters.get("blocks_corrupt", 0)
+    num_errors = stats.counters.get("read_errors", 0) + stats.counters.get("write_errors", 0)
+    if num_corrupt:
+        yield warning(
+            "tiers",
+            f"layout {layout}: {num_corrupt} damaged copies since the start (none was served)",
+            "kvd verify --repair, and look at the disk and the memory: dmesg",
+        )
+    if num_errors:
+        yield warning(
+            "tiers",
+            f"layout {layout}: {num_errors} reads or writes have failed since the start",
+            "look at the disk: dmesg, smartctl -a",
+        )
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.is_socket()
+    except OSError:  # in a directory that we may not enter
+        return False
+
+
+def _may_enter(directory: Path) -> bool:
+    return not os.access(directory, os.F_OK) or os.access(directory, os.X_OK, effective_ids=True)
+
+
+def _user() -> str:
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
+
+
+def _group_of(path: Path) -> str:
+    gid = path.stat().st_gid
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)
+
+
+def _some(keys: list[str]) -> str:
+    more = len(keys) - _MAX_KEYS
+    return ", ".join(keys[:_MAX_KEYS]) + (f" and {more} more" if more > 0 else "")

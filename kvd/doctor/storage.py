@@ -1,0 +1,178 @@
+"""Files: the state and the runtime directory, the disk below, and descriptors."""
+
+import os
+import pwd
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from kvd.budgets import ssd_bytes
+from kvd.caches import VOLUMES
+from kvd.config import Settings
+from kvd.directories import check_socket_paths
+from kvd.doctor.finding import Finding, ok, problem, warning
+from kvd.doctor.machine import Machine, ProcessLimits, is_directory, may_write
+from kvd.doctor.memory import MEMORY_FILE_SYSTEMS, file_system_of
+from kvd.tiers.direct_io import probe_direct
+from shared.errors import ReportedError
+from shared.units import ceil_div, format_bytes
+
+REMOTE_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "glusterfs")
+FDS_OF_ENGINE = 8  # its connections, its arena, what watches it
+OTHER_FDS = 256  # index, sockets, calls
+
+
+def check_directories(settings: Settings) -> Iterator[Finding]:
+    """May kvd use its directories, as far as can be told without taking them?"""
+    for check, path, flag in (
+        ("runtime_dir", settings.runtime_dir, "--runtime-dir"),
+        ("state_dir", settings.state_dir, "--state-dir"),
+    ):
+        yield _directory(check, path, flag)
+    try:
+        check_socket_paths(settings.runtime_dir)
+    except ReportedError as error:
+        yield problem("runtime_dir", error.message, error.remedy)
+
+
+def check_state_disk(
+    settings: Settings, machine: Machine, probe: Callable[[Path], bool] = probe_direct
+) -> Iterator[Finding]:
+    """Is the disk under the state directory one for an index and volumes, and has it room?"""
+    path = _existing(settings.state_dir)
+    kind = file_system_of(path, machine.proc)
+    if kind in REMOTE_FILE_SYSTEMS:
+        yield problem(
+            "state_disk",
+            f"state_dir {path} is on {kind}: the index needs a local file system",
+            "name a directory on a local SSD with --state-dir",
+        )
+    elif kind in MEMORY_FILE_SYSTEMS and settings.ssd.bytes != 0:
+        yield warning(
+            "state_disk",
+            f"state_dir {path} is on {kind}: the SSD tier takes memory, and ends with the machine",
+            "name a directory on a local SSD with --state-dir, or set ssd.bytes = 0",
+        )
+    else:
+        yield ok("state_disk", f"state_dir {path} is on {kind}")
+    if not may_write(path):
+        return  # see the finding about the directory
+    yield from _space(settings, path)
+    yield from _direct_io(settings, path, probe)
+
+
+def check_descriptors(settings: Settings, limits: ProcessLimits) -> Iterator[Finding]:
+    """May a process open as many files as the settings can come to ask for?"""
+    limit = limits.open_files
+    path = _existing(settings.state_dir)
+    tier = (
+        ssd_bytes(settings.ssd.bytes, path / VOLUMES)
+        if path == settings.state_dir and may_write(path)
+        else (settings.ssd.bytes or 0)
+    )
+    num_segments = ceil_div(tier, settings.ssd.segment_bytes) + settings.limits.max_layouts
+    wanted = num_segments + FDS_OF_ENGINE * settings.limits.max_engines + OTHER_FDS
+    if limit is not None and limit < wanted:
+        yield problem(
+            "descriptors",
+            f"{limit} files may be open, {wanted} may come to be: {num_segments} segments, "
+            f"{settings.limits.max_engines} engines",
+            f"ulimit -n {wanted} (systemd: LimitNOFILE=), or raise ssd.segment_bytes",
+        )
+    else:
+        yield ok(
+            "descriptors", f"{limit or 'any number of'} files may be open, {wanted} may come to be"
+        )
+
+
+def _directory(check: str, path: Path, flag: str) -> Finding:
+    existing = _existing(path)
+    name = check.replace("_", " ").replace("dir", "directory")
+    own = f"name a directory of your own with {flag}"
+    if not is_directory(existing):
+        return problem(check, f"{existing} is no directory", own)
+    if not may_write(existing):
+        if existing == path and existing.stat().st_uid != os.geteuid():
+            return _of_another(check, path)
+        owner = _name_of(existing.stat().st_uid)
+        return problem(
+            check,
+            f"{existing} belongs to {owner}, {_name_of(os.geteuid())} may not write to it",
+            f"ask as kvd's user (sudo -u {owner} kvd doctor), chown it, or {own}",
+        )
+    status = existing.stat()
+    is_trusted = os.geteuid() == 0 or status.st_uid in (0, os.geteuid())
+    if existing == path and (not is_trusted or status.st_mode & 0o002):
+        return problem(check, f"others may write to {path}", f"chmod o-w {path}, or {own}")
+    return ok(check, f"{name} {path}" + ("" if existing == path else " can be made"))
+
+
+def _of_another(check: str, path: Path) -> Finding:
+    """A directory of kvd's, looked at by somebody else."""
+    owner = _name_of(path.stat().st_uid)
+    if check == "runtime_dir":
+        return ok(check, f"{path} belongs to {owner}")
+    return warning(
+        check,
+        f"{path} belongs to {owner}, {_name_of(os.geteuid())} cannot look into it",
+        f"ask as kvd's user: sudo -u {owner} kvd doctor; or name one of your own with --state-dir",
+    )
+
+
+def _space(settings: Settings, path: Path) -> Iterator[Finding]:
+    space = os.statvfs(path)
+    free = space.f_bavail * space.f_frsize
+    volumes = settings.state_dir / VOLUMES
+    used = sum(file.stat().st_blocks * 512 for file in volumes.glob("*/*.segment"))
+    wanted = settings.ssd.bytes
+    usable = max(0, free + used - settings.ssd.reserve_bytes)
+    if wanted == 0:
+        yield ok("disk_space", "ssd.bytes = 0: there is no SSD tier")
+    elif not usable:
+        yield problem(
+            "disk_space",
+            f"{format_bytes(free)} are free at {path}, ssd.reserve_bytes leaves "
+            f"{format_bytes(settings.ssd.reserve_bytes)} alone: nothing is kept on SSD",
+            "free some space, lower ssd.reserve_bytes, or name another --state-dir",
+        )
+    elif wanted is not None and usable < wanted:
+        yield warning(
+            "disk_space",
+            f"ssd.bytes is {format_bytes(wanted)}, {format_bytes(usable)} can be had at {path}",
+            "lower ssd.bytes, free some space, or name another --state-dir",
+        )
+    else:
+        yield ok("disk_space", f"{format_bytes(usable)} can be had at {path}")
+
+
+def _direct_io(settings: Settings, path: Path, probe: Callable[[Path], bool]) -> Iterator[Finding]:
+    if settings.ssd.direct == "off" or settings.ssd.bytes == 0:
+        yield ok("direct_io", f'ssd.direct = "{settings.ssd.direct}"')
+        return
+    if probe(path):
+        yield ok("direct_io", f"files at {path} can be read and written past the page cache")
+    elif settings.ssd.direct == "on":
+        yield problem(
+            "direct_io",
+            f'{path} has no direct I/O, and ssd.direct = "on": kvd does not start',
+            'set ssd.direct = "auto", or name a --state-dir on ext4 or XFS',
+        )
+    else:
+        yield warning(
+            "direct_io",
+            f"{path} has no direct I/O: what is read and written goes through the page cache, too",
+            "name a --state-dir on ext4 or XFS",
+        )
+
+
+def _name_of(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def _existing(path: Path) -> Path:
+    """The path itself, or as much of it as this user can see."""
+    return next(
+        parent for parent in (path, *path.parents) if os.access(parent, os.F_OK, effective_ids=True)
+    )

@@ -1,0 +1,1 @@
+"""`kvd install-units`: what systemd needs, put where systemd looks for it."""

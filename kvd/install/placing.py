@@ -1,0 +1,121 @@
+"""Puts planned files in place, and takes them away again.
+
+1. Each file appears whole: it is written beside its place and renamed.
+2. Settings that are there belong to the operator. What is shipped is then written beside them, with
+   NEW at the end of its name, unless it is the same.
+3. What is taken away is what was put there: settings that were changed stay.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Literal
+
+from kvd.errors import InstallError
+from kvd.install.units import PlannedFile
+
+NEW = ".new"
+FILE_MODE = 0o644
+
+# What was done, or would be: "beside": kept, and the shipped one written with NEW.
+Deed = Literal["written", "replaced", "unchanged", "beside", "removed", "kept"]
+
+
+def place(files: Iterable[PlannedFile], *, dry_run: bool) -> Iterator[tuple[Path, Deed]]:
+    """Write what is new or differs.
+
+    Yields:
+        Each path, with what was done or, in a dry run, would be.
+
+    Raises:
+        InstallError: a file cannot be written.
+    """
+    for file in files:
+        current = _read(file.path)
+        if current == file.text:
+            deed: Deed = "unchanged"
+        elif current is None:
+            deed = "written"
+        else:
+            deed = "beside" if file.is_settings else "replaced"
+        if not dry_run and deed != "unchanged":
+            _write(_beside(file.path) if deed == "beside" else file.path, file.text)
+        yield file.path, deed
+
+
+def remove(files: Iterable[PlannedFile], *, dry_run: bool) -> Iterator[tuple[Path, Deed]]:
+    """Take away what is there, and directories that are empty then.
+
+    Yields:
+        As for place; what is not there is not mentioned.
+
+    Raises:
+        InstallError: a file cannot be removed.
+    """
+    for file in files:
+        current = _read(file.path)
+        is_changed = file.is_settings and current not in (None, file.text)
+        if not dry_run:
+            _unlink(_beside(file.path))
+            if not is_changed:
+                _unlink(file.path)
+                _remove_empty(file.path.parent, file.top)
+        if current is not None:
+            yield file.path, "kept" if is_changed else "removed"
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(path.name + NEW)
+
+
+def _read(path: Path) -> str | None:
+    """Text of a file, None if there is none; other bytes are another text than ours."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _failed("read", path, error) from error
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(fd, "w", encoding="utf-8") as file:
+                os.fchmod(fd, FILE_MODE)
+                file.write(text)
+            Path(temporary).replace(path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise _failed("write", path, error) from error
+
+
+def _unlink(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise _failed("remove", path, error) from error
+
+
+def _remove_empty(directory: Path, top: Path) -> None:
+    """Remove a directory that holds nothing, and its parents below `top` that hold nothing else."""
+    while directory != top:
+        try:
+            directory.rmdir()
+        except OSError:  # not empty, not ours, or not there
+            return
+        directory = directory.parent
+
+
+def _failed(deed: str, path: Path, error: OSError) -> InstallError:
+    remedy = (
+        "run it as root, or say --user for units of your own"
+        if isinstance(error, PermissionError)
+        else "see to that path, and run it again"
+    )
+    return InstallError(f"cannot {deed} {path} ({error.strerror})", remedy)

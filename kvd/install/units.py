@@ -1,0 +1,176 @@
+"""What is installed where, and with which text. Pure: places and shipped texts in, files out.
+
+The shipped files (systemd/) are whole: units name /opt/cachedattention, settings are the reference.
+Of them are made, without templates:
+
+1. units and settings with this machine's paths,
+2. the system's settings with the groups and users of the shipped sysusers file, in place of the
+   defaults of a kvd that is alone on the machine,
+3. a user's units, which end where what only the system's manager can do begins.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvd.errors import InstallError
+
+UNITS = ("kvd.service", "inference-svc@.service", "cachedattention.slice")
+SETTINGS = ("kvd.toml", "inference-svc.toml")
+# Only for the system: shipped name → (directory of /usr/local/lib, name there).
+SYSTEM_FILES: Mapping[str, tuple[str, str]] = {
+    "cachedattention-sysusers.conf": ("sysusers.d", "cachedattention.conf"),
+    "cachedattention-tmpfiles.conf": ("tmpfiles.d", "cachedattention.conf"),
+    "80-cachedattention.preset": ("systemd/system-preset", "80-cachedattention.preset"),
+}
+SHIPPED = (*UNITS, *SETTINGS, *SYSTEM_FILES)
+
+# Where what is ours to install goes: an administrator's own files, in /etc, come before it.
+LOCAL = Path("usr/local/lib")
+SHIPPED_PROGRAMS = "/opt/cachedattention/bin"
+SYSTEM_ONLY = "# ---- From here to [Install]"
+_INSTALL = "[Install]"
+
+# The users and groups of cachedattention-sysusers.conf.
+SYSTEM_VALUES: Mapping[str, Mapping[str, str]] = {
+    "kvd.toml": {
+        "access.engine_group": '"kvd-engine"',
+        "access.operator_group": '"kvd-operator"',
+        "access.reader_group": '"kvd-reader"',
+        "access.allowed_uids": '["inference"]',
+    },
+    "inference-svc.toml": {"server.socket_group": '"inference-client"'},
+}
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """One file.
+
+    Attributes:
+        path: where it goes.
+        text: what will be in it.
+        top: a directory above it that is not ours; those below it go when they are empty.
+        is_settings: it belongs to the operator once it is there, and is never written over.
+    """
+
+    path: Path
+    text: str
+    top: Path
+    is_settings: bool = False
+
+
+@dataclass(frozen=True)
+class UserDirectories:
+    """Where a user's own things are, by the XDG base directories."""
+
+    config: Path
+    data: Path
+    state: Path
+    runtime: Path
+
+
+def system_files(shipped: Mapping[str, str], programs: Path, root: Path) -> list[PlannedFile]:
+    """What a machine gets.
+
+    Args:
+        shipped: name → text, of all SHIPPED.
+        programs: the directory of `kvd` and `inference-svc`, as the machine will see it.
+        root: what is / to that machine.
+    """
+    local, etc = root / LOCAL, root / "etc"
+    paths = {SHIPPED_PROGRAMS: str(programs)}
+    files = [
+        PlannedFile(local / "systemd/system" / name, moved(shipped[name], paths), local)
+        for name in UNITS
+    ]
+    for name, (directory, installed) in SYSTEM_FILES.items():
+        files.append(PlannedFile(local / directory / installed, shipped[name], local))
+    for name in SETTINGS:
+        text = with_values(shipped[name], SYSTEM_VALUES[name])
+        files.append(PlannedFile(etc / "kvd" / name, text, etc, is_settings=True))
+    return files
+
+
+def user_files(
+    shipped: Mapping[str, str], programs: Path, own: UserDirectories
+) -> list[PlannedFile]:
+    """What one user gets, for the manager of their session."""
+    paths = {
+        SHIPPED_PROGRAMS: str(programs),
+        "/etc/kvd/": f"{own.config}/kvd/",
+        "/run/": f"{own.runtime}/",
+        "/var/lib/models/": f"{own.data}/models/",
+        "/var/lib/": f"{own.state}/",
+        "multi-user.target": "default.target",
+    }
+    units = [
+        PlannedFile(
+            own.config / "systemd/user" / name,
+            moved(without_system_only(shipped[name]), paths),
+            own.config,
+        )
+        for name in UNITS
+    ]
+    settings = [
+        PlannedFile(
+            own.config / "kvd" / name,
+            "".join(
+                line if line.startswith("#") else moved(line, paths)
+                for line in shipped[name].splitlines(keepends=True)
+            ),
+            own.config,
+            is_settings=True,
+        )
+        for name in SETTINGS
+    ]
+    return [*units, *settings]
+
+
+def moved(text: str, paths: Mapping[str, str]) -> str:
+    """Replace paths, each at most once: what has been put in is not looked at again."""
+    pattern = "|".join(re.escape(path) for path in sorted(paths, key=len, reverse=True))
+    return re.sub(pattern, lambda match: paths[match[0]], text)
+
+
+def without_system_only(unit: str) -> str:
+    """Leave out what stands between the marker and [Install]."""
+    head, marker, tail = unit.partition(SYSTEM_ONLY)
+    if not marker:
+        return unit
+    return head + _INSTALL + tail.partition("\n" + _INSTALL)[2]
+
+
+def with_values(settings: str, values: Mapping[str, str]) -> str:
+    """Set keys of a commented TOML text; everything else stays as it is.
+
+    Args:
+        settings: every key on a line of its own, in its section.
+        values: dotted key → TOML value.
+
+    Raises:
+        InstallError: a key is not there.
+    """
+    left = dict(values)
+    lines = []
+    for key, line in _with_keys(settings):
+        if key in left:
+            lines.append(f"{line.partition('=')[0]}= {left.pop(key)}")
+        else:
+            lines.append(line)
+    if left:
+        raise InstallError(
+            f"the shipped settings lack {', '.join(left)}", "install a whole release of kvd"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _with_keys(settings: str) -> Iterator[tuple[str, str]]:
+    """Each line with the dotted key that it sets, "" if it sets none."""
+    section = ""
+    for line in settings.splitlines():
+        if header := re.match(r"\[([^\]]+)\]", line):
+            section = header[1] + "."
+        key = re.match(r"(\w+) *=", line)
+        yield (section + key[1] if key else ""), line

@@ -1,0 +1,142 @@
+"""What callers mean by filters and orders, and what they may see. Decodes; decides nothing else."""
+
+from collections.abc import Mapping
+
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from kvd.core.errors import InvalidRequestError, UnknownSessionError
+from kvd.core.listing import ListingRequest
+from kvd.core.records import Tier
+from kvd.core.session_filter import EVERYTHING, SessionFilter, SessionOrder
+from kvd.events import EventFilter
+from kvd.messages import ns_of
+from shared.access.current import current_identity
+from shared.access.identity import TenantDeniedError
+from shared.pb.kvd.v1 import kvd_pb2
+from shared.session_key import SessionKey
+
+_TIERS: Mapping[int, Tier | None] = {
+    kvd_pb2.TIER_UNSPECIFIED: None,
+    kvd_pb2.TIER_DRAM: Tier.DRAM,
+    kvd_pb2.TIER_SSD: Tier.SSD,
+}
+_ORDERS: Mapping[int, SessionOrder] = {
+    kvd_pb2.SESSION_ORDER_UNSPECIFIED: SessionOrder.IDLE,
+    kvd_pb2.SESSION_ORDER_IDLE: SessionOrder.IDLE,
+    kvd_pb2.SESSION_ORDER_BYTES: SessionOrder.BYTES,
+    kvd_pb2.SESSION_ORDER_TOKENS: SessionOrder.TOKENS,
+    kvd_pb2.SESSION_ORDER_TTL: SessionOrder.TTL,
+}
+
+
+def allowed_tenants() -> frozenset[str] | None:
+    """Whose sessions the caller may see and change; None: everybody's."""
+    return current_identity().allowed_tenants
+
+
+def filter_of(message: kvd_pb2.SessionFilter, allowed: frozenset[str] | None) -> SessionFilter:
+    """Decode a filter (but for the model), within what the caller may see.
+
+    Raises:
+        InvalidRequestError: a tier that stores nothing here, no duration, or a condition of a later
+            release, without which more would be meant.
+    """
+    if len(UnknownFieldSet(message)):
+        raise InvalidRequestError(
+            "a condition that this kvd does not know", "ask with the release that kvd is of"
+        )
+    if message.tier not in _TIERS:
+        raise InvalidRequestError("sessions are in no such tier", "name dram or ssd")
+    if message.idle_s < 0:
+        raise InvalidRequestError(
+            f"an idle time of {message.idle_s} s", "name one that is not negative"
+        )
+    wanted = SessionFilter(
+        tenants=frozenset((message.tenant,)) if message.tenant else None,
+        tier=_TIERS[message.tier],
+        idle_ns=ns_of(message.idle_s),
+        larger_than_bytes=message.larger_than_bytes,
+        pinned=message.pinned,
+        ended=message.ended,
+        id_prefix=message.id_prefix,
+    )
+    return wanted.within(allowed)
+
+
+def listing_of(
+    request: kvd_pb2.ListSessionsRequest, allowed: frozenset[str] | None
+) -> ListingRequest:
+    """Decode what is to be listed, within what the caller may see.
+
+    Raises:
+        InvalidRequestError: a filter or an order that cannot be.
+    """
+    if request.order not in _ORDERS:
+        raise InvalidRequestError(
+            "sessions have no such order", "name idle, bytes, tokens or ttl, or none"
+        )
+    return ListingRequest(
+        filter_of(request.filter, allowed),
+        request.filter.model,
+        _ORDERS[request.order],
+        request.reverse,
+    )
+
+
+def check_allowed(key: SessionKey, allowed: frozenset[str] | None) -> None:
+    """Let a caller name only sessions it may see; others do not exist for it.
+
+    Raises:
+        UnknownSessionError: it may not.
+    """
+    if allowed is not None and key.tenant not in allowed:
+        raise UnknownSessionError(
+            f"no session {key.session_id!r} of tenant {key.tenant!r} is stored",
+            "list what is stored with: kvd ls",
+        )
+
+
+def is_of_one(request: kvd_pb2.FlushRequest) -> bool:
+    """Whether one session is to be flushed; else those of a filter, be it everything.
+
+    Raises:
+        InvalidRequestError: it does not say exactly one of the three.
+    """
+    wanted = filter_of(request.filter, None)  # decoded: an idle time of -0 is no condition
+    has_filter = bool(request.filter.model) or wanted != EVERYTHING
+    if [request.HasField("session"), request.all, has_filter].count(True) != 1:
+        raise InvalidRequestError(
+            "what to flush is not clear", "name one session, or a filter, or all"
+        )
+    return request.HasField("session")
+
+
+def tenant_to_erase(request: kvd_pb2.FlushRequest, allowed: frozenset[str] | None) -> str | None:
+    """The tenant that a secure flush names; None: all.
+
+    Raises:
+        InvalidRequestError: it names a session, or some of a tenant's.
+        TenantDeniedError: the caller may not change all that is named.
+    """
+    tenant = request.filter.tenant
+    is_one_tenant = bool(tenant) and request.filter == kvd_pb2.SessionFilter(tenant=tenant)
+    if not (request.all or is_one_tenant):
+        raise InvalidRequestError(
+            "a key is a whole tenant's, and only that can be erased",
+            "name a tenant and nothing else, or all; or flush without --secure",
+        )
+    if allowed is not None and (request.all or tenant not in allowed):
+        raise TenantDeniedError(
+            "the caller may not erase all that is named", "name one of its own tenants"
+        )
+    return None if request.all else tenant
+
+
+def event_filter_of(
+    request: kvd_pb2.WatchEventsRequest, allowed: frozenset[str] | None
+) -> EventFilter:
+    """Decode which events are meant, within what the caller may see."""
+    tenants = frozenset((request.tenant,)) if request.tenant else None
+    if allowed is not None:
+        tenants = allowed if tenants is None else tenants & allowed
+    return EventFilter(tenants, request.session_id, frozenset(request.names))

@@ -1,0 +1,1 @@
+"""Sessions as files that another kvd takes in: kvd export, kvd import. FORMATS.md has the bytes."""

@@ -1,0 +1,134 @@
+"""Exports a session: leases its blocks a few at a time and turns their rows into a session file.
+
+To the core kvd itself is the loader here, under a number of its own. A slow reader of the file
+holds no lease: rows are copied, and given back, before they are sent.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from kvd.cache import Cache
+from kvd.caches import Caches
+from kvd.core.engine import CacheEngine
+from kvd.core.errors import LeaseLostError, UnknownLineageError
+from kvd.core.exporting import Export
+from kvd.core.records import ExportedRows, LeaseState, LoadAnswer, Lookup
+from kvd.errors import BusyTransferError
+from kvd.session_files.file_format import FileHeader, end_bytes, frame_bytes, header_bytes
+from kvd.session_files.slot_runs import SlotRuns
+from kvd.session_files.threads import finished_in_thread
+from shared.session_key import SessionKey
+from shared.version import __version__
+
+BATCH_BYTES = 8 << 20  # of rows copied at once; at least one block
+WAIT_S = 60.0  # for reads, or for a slot to read into
+
+
+class Exporter:
+    """Writes session files."""
+
+    def __init__(self, caches: Caches) -> None:
+        self._caches = caches
+
+    async def export(self, asked: SessionKey, *, prefix: bool) -> AsyncGenerator[bytes, None]:
+        """Yield the file of a session, in pieces of about BATCH_BYTES.
+
+        Args:
+            asked: which; an empty model if its id is enough.
+            prefix: be content with what comes before discards that kvd does not know.
+
+        Raises:
+            UnknownSessionError: there is none.
+            SessionChangedError: it became another one meanwhile.
+            UnknownLineageError: of what follows nobody knows what it was computed after.
+            BusyTransferError: its blocks do not come.
+        """
+        cache, key = self._caches.find(asked)
+        export = cache.act(partial(_begin, key))
+        runs = SlotRuns(cache.layout)
+        yield header_bytes(FileHeader(key, cache.layout, export.lineage, __version__, time.time()))
+        max_spans = max(1, BATCH_BYTES // cache.layout.block_bytes)
+        while not export.is_done:
+            try:
+                piece = await self._next(cache, export, runs, max_spans)
+            except UnknownLineageError:
+                if not prefix or not export.num_tokens:
+                    raise
+                break
+            yield piece
+        yield end_bytes(export.num_tokens)
+
+    async def _next(self, cache: Cache, export: Export, runs: SlotRuns, max_spans: int) -> bytes:
+        """Copy the next rows out."""
+        owner = secrets.randbits(63)
+        with _ending(cache, owner):
+            answer = await self._granted(cache, export, max_spans, owner)
+            token_offset = export.num_tokens
+            rows = cache.act(lambda core, _: core.exported(export, answer.lease_id))
+            piece = await finished_in_thread(_copied, cache, runs, token_offset, rows)
+            # What raises here was given to somebody else, or is corrupt: nothing of it is sent.
+            cache.act(lambda core, now_ns: core.complete_load(answer.lease_id, owner, now_ns))
+        return piece
+
+    async def _granted(
+        self, cache: Cache, export: Export, max_spans: int, owner: int
+    ) -> LoadAnswer:
+        """Lease the next spans and wait until they are in their slots."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + WAIT_S
+        while True:
+            await self._caches.open(cache.layout, prefault=False)
+            answer = cache.act(
+                lambda core, now_ns: core.prepare_export(export, max_spans, owner, now_ns)
+            )
+            if answer.lookup is Lookup.PENDING:
+                answer = await _settled(cache, answer.lease_id, until)
+            if answer.lookup is Lookup.HIT:
+                return answer
+            left_s = until - loop.time()
+            if left_s <= 0 or not await cache.changed(left_s):
+                raise BusyTransferError(
+                    f"the blocks of session {export.key} do not come ({answer.miss_reason})",
+                    "try again when less is under way, and see: kvd stats",
+                )
+
+
+@contextmanager
+def _ending(cache: Cache, owner: int) -> Iterator[None]:
+    """Give back whatever is still leased in the end."""
+    try:
+        yield
+    finally:
+        cache.act(lambda core, now_ns: core.owner_gone(owner, now_ns))
+
+
+async def _settled(cache: Cache, lease_id: int, until: float) -> LoadAnswer:
+    """Wait for a lease's reads, until the deadline."""
+    loop = asyncio.get_running_loop()
+    while cache.act(lambda core, _: core.lease_state(lease_id)) is LeaseState.PENDING:
+        if not await cache.changed(max(0.0, until - loop.time())):
+            break
+    try:
+        return cache.act(lambda core, _: core.settle_load(lease_id))
+    except LeaseLostError:  # a copy turned out corrupt; there may be another one
+        return LoadAnswer(Lookup.MISS, miss_reason="corrupt")
+
+
+def _copied(cache: Cache, runs: SlotRuns, token_offset: int, rows: list[ExportedRows]) -> bytes:
+    """Make frames of leased rows."""
+    arena = cache.arena
+    assert arena is not None, "rows are leased where there is an arena"  # noqa: S101
+    frames = []
+    for row in rows:
+        memory = runs.read(arena.slots.slot(row.slot_id), row.start, row.num_tokens)
+        frames.append(frame_bytes(token_offset, row.token_ids, memory))
+        token_offset += row.num_tokens
+    return b"".join(frames)
+
+
+def _begin(key: SessionKey, core: CacheEngine, now_ns: int) -> Export:
+    return core.begin_export(key, now_ns)

@@ -1,0 +1,295 @@
+"""Imports a session: stores its rows under a name of their own, and gives them their name at once.
+
+Until the file has come whole and everything of it is stored, the session does not exist, and one
+that it is to replace stays as it is. To the core kvd itself is the engine here, under a number of
+its own.
+"""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import partial
+
+from kvd.cache import Cache
+from kvd.caches import Caches
+from kvd.core.engine import CacheEngine
+from kvd.core.errors import UnknownSessionError
+from kvd.core.records import StoreAnswer
+from kvd.errors import (
+    BusyTransferError,
+    InUseError,
+    NoRoomError,
+    SessionExistsError,
+    UnknownLayoutError,
+)
+from kvd.session_files.file_format import (
+    FileHeader,
+    FileReader,
+    Frame,
+    SessionFileError,
+    row_bytes,
+)
+from kvd.session_files.slot_runs import RowBuffer, SlotRuns
+from kvd.session_files.threads import finished_in_thread
+from shared.access.identity import TenantDeniedError
+from shared.block_key import TOKEN_BYTES
+from shared.kv_layout import KVLayout
+from shared.lineage import Lineage
+from shared.log import get_logger
+from shared.session_key import SessionKey, session_key
+from shared.units import NS_PER_S
+
+BATCH_BYTES = 8 << 20  # of rows stored at once; at least one block
+WAIT_S = 60.0  # for a slot
+UNFINISHED_NS = 600 * NS_PER_S  # what a killed kvd leaves of an import expires
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a session is to go.
+
+    Attributes:
+        tenant: "": the file's.
+        session_id: "": the file's.
+        replaces: a session of this key gives way.
+        may_add_layout: even if kvd does not know the layout.
+        allowed: tenants that whoever imports may name; None: all.
+    """
+
+    tenant: str
+    session_id: str
+    replaces: bool
+    may_add_layout: bool
+    allowed: frozenset[str] | None = None
+
+
+class Importer:
+    """Reads session files."""
+
+    def __init__(self, caches: Caches) -> None:
+        self._caches = caches
+
+    async def begin(self, header: FileHeader, target: Target) -> "Import":
+        """Make sure that a session may be imported, and make room for it.
+
+        Raises:
+            TenantDeniedError: not of that tenant by this caller.
+            UnknownLayoutError: kvd has no such layout.
+            SessionExistsError: there is such a session.
+        """
+        layout = header.layout
+        key = session_key(
+            target.tenant or header.key.tenant,
+            layout.model,
+            target.session_id or header.key.session_id,
+        )
+        if target.allowed is not None and key.tenant not in target.allowed:
+            raise TenantDeniedError(
+                f"the session is tenant {key.tenant!r}'s", "name one of your own with --tenant"
+            )
+        self._check_layout(layout, may_add=target.may_add_layout)
+        cache, _ = await self._caches.open(layout, prefault=False)
+        if not target.replaces and cache.act(partial(_is_stored, key)):
+            raise SessionExistsError(
+                f"session {key} is stored already",
+                "say --replace, or give it another name with --session",
+            )
+        return Import(self._caches, cache, key, header.lineage, replaces=target.replaces)
+
+    def _check_layout(self, layout: KVLayout, *, may_add: bool) -> None:
+        known = [cache.layout.fingerprint for cache in self._caches]
+        if layout.fingerprint in known or may_add:
+            return
+        raise UnknownLayoutError(
+            f"the file is of layout {layout.fingerprint[:12]} (model {layout.model[:12]}), kvd has "
+            f"{', '.join(name[:12] for name in known) or 'none yet'}",
+            "start the engine of that very model, dtype and positions first, or say --new-layout",
+        )
+
+
+class Import:
+    """One session on its way in; whoever has begun one owes `finish` or `give_up`."""
+
+    def __init__(
+        self, caches: Caches, cache: Cache, key: SessionKey, lineage: Lineage, *, replaces: bool
+    ) -> None:
+        self.key = key
+        self._caches = caches
+        self._cache = cache
+        self._lineage = lineage
+        self._replaces = replaces
+        layout = cache.layout
+        self._unfinished = key._replace(session_id=f"import-{secrets.token_hex(16)}")
+        self._owner = secrets.randbits(63)
+        self._runs = SlotRuns(layout)
+        self._buffer = RowBuffer(row_bytes(layout))
+        self._token_ids = bytearray()
+        self._is_coupled = layout.position_mode == "coupled"
+
+    async def add(self, frame: Frame) -> None:
+        """Take the next rows.
+
+        Raises:
+            NoRoomError: they find none.
+        """
+        self._token_ids += frame.token_ids
+        self._buffer.add(frame.rows, frame.num_tokens)
+        if self._buffer.num_bytes >= BATCH_BYTES:
+            await self._store(self._end_of_blocks())
+
+    async def finish(self) -> int:
+        """Store what is left, and give the session its name; returns its stored tokens.
+
+        Raises:
+            NoRoomError: not everything of it is stored.
+            InUseError: the session that it is to replace is.
+            NotDurableError: the index has not taken it.
+        """
+        await self._store(len(self._token_ids) // TOKEN_BYTES)
+        num_tokens = self._cache.act(self._name_it)
+        self._forget()
+        await self._caches.committed()
+        log.info("session_imported", session=str(self.key), num_tokens=num_tokens)
+        return num_tokens
+
+    def give_up(self) -> None:
+        """Leave nothing."""
+        self._cache.act(lambda core, now_ns: core.owner_gone(self._owner, now_ns))
+        self._forget()
+
+    # -------------------------------------------------------------------------------------- inside
+
+    def _end_of_blocks(self) -> int:
+        """Where the last block ends that has come whole."""
+        step, lineage = self._cache.layout.block_tokens, self._lineage
+        start, end = self._buffer.token_offset, len(self._token_ids) // TOKEN_BYTES
+        clean = lineage.clean_tokens
+        if not lineage.is_whole and not self._is_coupled and start < clean:
+            if clean > end:  # blocks end at multiples of their size, but for the one before it
+                return start + (end - start) // step * step
+            start = clean
+        return start + (end - start) // step * step
+
+    async def _store(self, end: int) -> None:
+        """Store the rows up to a token."""
+        while self._buffer.token_offset < end:
+            answer = await self._granted(end)
+            if answer.lease_id:
+                await finished_in_thread(self._fill, answer)
+                self._cache.act(partial(self._complete, answer.lease_id))
+            self._buffer.drop(answer.end_token - self._buffer.token_offset)
+
+    async def _granted(self, end: int) -> StoreAnswer:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + WAIT_S
+        while True:
+            # Anew each time: while nothing was stored, others may have taken the layout's place.
+            self._cache, _ = await self._caches.open(self._cache.layout, prefault=False)
+            answer = self._cache.act(partial(self._prepare, end))
+            if not answer.refused:
+                return answer
+            if answer.refused != "wait":
+                raise NoRoomError(
+                    f"session {self.key} finds no room behind {answer.end_token} tokens "
+                    f"({answer.refused})",
+                    "see kvd stats, and raise the tenant's quota or the size of the tiers",
+                )
+            left_s = until - loop.time()
+            if left_s <= 0 or not await self._cache.changed(left_s):
+                raise BusyTransferError("no slot comes free", "try again when less is under way")
+
+    def _prepare(self, end: int, core: CacheEngine, now_ns: int) -> StoreAnswer:
+        token_ids = bytes(self._token_ids[: end * TOKEN_BYTES])
+        start = self._buffer.token_offset
+        key = self._unfinished
+        return core.prepare_import(key, token_ids, start, self._owner, self._lineage, now_ns)
+
+    def _fill(self, answer: StoreAnswer) -> None:
+        arena = self._cache.arena
+        for block in answer.blocks:
+            assert arena is not None, "slots are leased where there is an arena"  # noqa: S101
+            first = block.token_offset - self._buffer.token_offset
+            slot = arena.slots.slot(block.slot_id)
+            self._runs.write(slot, first, block.num_tokens, self._buffer.runs)
+
+    def _complete(self, lease_id: int, core: CacheEngine, now_ns: int) -> None:
+        core.complete_store(lease_id, self._owner, True, now_ns)
+        if core.session_info(self._unfinished) is not None:
+            core.set_ttl(self._unfinished, UNFINISHED_NS, now_ns)
+
+    def _name_it(self, core: CacheEngine, now_ns: int) -> int:
+        """Let the session have what is stored; it takes the place of an earlier one."""
+        stored = core.session_info(self._unfinished)
+        if stored is None or stored.num_tokens * TOKEN_BYTES != len(self._token_ids):
+            raise self._lost()
+        if self._replaces and core.session_info(self.key) is not None:
+            if core.flush(self.key, False, now_ns).skipped_leased:
+                raise InUseError(
+                    f"session {self.key} is in use",
+                    "wait for the end of its turn, or see kvd leases",
+                )
+        elif core.session_info(self.key) is not None:
+            raise SessionExistsError(
+                f"session {self.key} came meanwhile", "say --replace, or name it with --session"
+            )
+        token_ids, owner = bytes(self._token_ids), self._owner
+        answer = core.prepare_import(self.key, token_ids, 0, owner, self._lineage, now_ns)
+        info = core.session_info(self.key)
+        if answer.lease_id or answer.refused or info is None:
+            core.owner_gone(owner, now_ns)
+            raise self._lost()
+        return info.num_tokens
+
+    def _lost(self) -> NoRoomError:
+        return NoRoomError(
+            f"not all of session {self.key} is still stored",
+            "make the tiers larger, or import it when less is stored: kvd stats",
+        )
+
+    def _forget(self) -> None:
+        """Drop the name of the unfinished session; the blocks stay with the finished one."""
+        try:
+            self._cache.act(lambda core, now_ns: core.flush(self._unfinished, False, now_ns))
+        except UnknownSessionError:
+            return  # nothing was stored, or it has given way to others
+
+
+async def read_file(
+    importer: Importer, target: Target, pieces: AsyncIterator[bytes]
+) -> tuple[SessionKey, int]:
+    """Import a file from its pieces; returns the session and how many tokens of it are stored.
+
+    Raises:
+        SessionFileError: it is damaged, cut short or none.
+        ReportedError: see Importer and Import.
+    """
+    reader = FileReader()
+    current: Import | None = None
+    is_done = False
+    try:
+        async for piece in pieces:
+            for frame in reader.feed(piece):
+                if current is None:
+                    current = await importer.begin(_header(reader), target)
+                await current.add(frame)
+        reader.close()
+        if current is None:
+            raise SessionFileError("the session file holds no tokens", "export another session")
+        num_tokens = await current.finish()
+        is_done = True
+    finally:
+        if current is not None and not is_done:  # the caller may have gone, too
+            current.give_up()
+    return current.key, num_tokens
+
+
+def _header(reader: FileReader) -> FileHeader:
+    assert reader.header is not None, "a frame comes behind the header"  # noqa: S101
+    return reader.header
+
+
+def _is_stored(key: SessionKey, core: CacheEngine, _now_ns: int) -> bool:
+    return core.session_info(key) is not None

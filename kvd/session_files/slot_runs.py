@@ -1,0 +1,75 @@
+"""Copies rows between slots and what session files hold. Pure but for the memory; any thread."""
+
+from collections.abc import Sequence
+
+from kvd.slot_rows import SlotRows
+from shared.kv_layout import KVLayout
+
+
+class SlotRuns:
+    """The rows of one layout's slots: one run of bytes for each component of each layer."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        rows = SlotRows(layout)
+        self._components = tuple(
+            component
+            for layer_index in range(rows.num_layers)
+            for component in rows.components(layer_index)
+        )
+
+    def read(self, slot: memoryview, start: int, num_tokens: int) -> list[memoryview]:
+        """Rows [start, start + num_tokens) of a slot, as they lie there: to be used up at once."""
+        return [
+            slot[offset + start * row : offset + (start + num_tokens) * row]
+            for offset, row in self._components
+        ]
+
+    def write(
+        self, slot: memoryview, first: int, num_tokens: int, runs: Sequence[bytearray]
+    ) -> None:
+        """Write rows [first, first + num_tokens) of the runs to the first rows of a slot.
+
+        Args:
+            slot: its memory.
+            first: row of the runs.
+            num_tokens: how many.
+            runs: bytes of each component, row after row.
+        """
+        for (offset, row), run in zip(self._components, runs, strict=True):
+            slot[offset : offset + num_tokens * row] = run[first * row : (first + num_tokens) * row]
+
+
+class RowBuffer:
+    """Rows that have come out of a file and are not stored yet, in order.
+
+    Attributes:
+        token_offset: of the first row.
+        num_tokens: rows there are.
+        runs: bytes of each component, row after row.
+    """
+
+    def __init__(self, row_bytes: Sequence[int]) -> None:
+        self._row_bytes = tuple(row_bytes)
+        self.token_offset = 0
+        self.num_tokens = 0
+        self.runs = [bytearray() for _ in self._row_bytes]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all rows."""
+        return self.num_tokens * sum(self._row_bytes)
+
+    def add(self, rows: memoryview, num_tokens: int) -> None:
+        """Append the rows of a frame."""
+        start = 0
+        for run, row in zip(self.runs, self._row_bytes, strict=True):
+            run.extend(rows[start : start + num_tokens * row])
+            start += num_tokens * row
+        self.num_tokens += num_tokens
+
+    def drop(self, num_tokens: int) -> None:
+        """Give up the first rows."""
+        for run, row in zip(self.runs, self._row_bytes, strict=True):
+            del run[: num_tokens * row]
+        self.token_offset += num_tokens
+        self.num_tokens -= num_tokens

@@ -1,0 +1,131 @@
+"""The loop of `kvd top`: look, show, wait for keys, do what they say."""
+
+import sys
+import time
+from dataclasses import replace
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+from kvd.operator_client import OperatorClient
+from kvd.top.keyboard import Keyboard, keyboard
+from kvd.top.screen import Act, Command, Name, Screen, name_of, pressed
+from kvd.top.views import Seen, top_view
+from shared.errors import NotFoundError, ReportedError
+from shared.pb.kvd.v1 import kvd_pb2
+from shared.units import format_bytes
+
+MOST_SESSIONS = 200  # listed; the filters of the command line find others
+LIST_SHARE = 10  # the list is asked for as seldom as makes it cost a tenth of the time
+
+
+class Top:
+    """One `kvd top`.
+
+    Args:
+        client: of the kvd it looks at.
+        wanted: which sessions are listed.
+        every_s: time between two looks.
+    """
+
+    def __init__(
+        self, client: OperatorClient, wanted: kvd_pb2.SessionFilter, screen: Screen, every_s: float
+    ) -> None:
+        self._client = client
+        self._wanted = wanted
+        self._every_s = every_s
+        self._screen = screen
+        self._seen = Seen(client.stats())
+        self._look_at_s = 0.0
+        self._list_at_s = 0.0
+
+    def run(self, console: Console) -> None:
+        """Show it until it is to end."""
+        view = self._view(console)
+        with (
+            keyboard(sys.stdin.fileno()) as keys,
+            Live(view, console=console, screen=True, auto_refresh=False) as live,
+        ):
+            while not self._screen.is_over:
+                self._look()
+                live.update(self._view(console), refresh=True)
+                self._wait(keys)
+
+    def _view(self, console: Console) -> RenderableType:
+        return top_view(self._seen, self._screen, console.width, console.height)
+
+    def _wait(self, keys: Keyboard) -> None:
+        """Take keys as they come, or the time that a look is due."""
+        timeout_s = self._every_s if self._screen.is_held else self._look_at_s - time.monotonic()
+        for key in keys.keys(timeout_s):
+            before = self._screen
+            names = [name_of(info) for info in self._seen.sessions]
+            self._screen, command = pressed(before, key, names)
+            if command is not None:
+                self._screen = replace(self._screen, message=self._do(command))
+            if command is not None or not _is_same_list(before, self._screen):
+                self._list_at_s = 0.0
+
+    def _look(self) -> None:
+        """Ask kvd for what is due; if it does not answer say so, and ask again."""
+        now_s = time.monotonic()
+        is_due = now_s >= self._look_at_s and not self._screen.is_held
+        try:
+            if is_due:
+                self._look_at_s = now_s + self._every_s
+                stats = self._client.stats()
+                self._seen = replace(self._seen, stats=stats, before=self._seen.stats, problem="")
+            if not self._list_at_s or (is_due and now_s >= self._list_at_s):
+                self._list(now_s)
+            self._seen = replace(self._seen, detail=self._detail())
+        except ReportedError as error:
+            self._list_at_s = now_s + self._every_s
+            self._seen = replace(self._seen, problem=f"{error.message}; asking again")
+
+    def _list(self, now_s: float) -> None:
+        sessions, total = self._client.sessions(
+            self._wanted,
+            MOST_SESSIONS,
+            self._screen.order,
+            reverse=self._screen.is_reversed,
+        )
+        self._seen = replace(self._seen, sessions=sessions, total=total)
+        self._list_at_s = now_s + LIST_SHARE * (time.monotonic() - now_s)
+
+    def _detail(self) -> kvd_pb2.DescribeSessionResponse | None:
+        """The chosen session, if it is to be shown; None as soon as it is gone."""
+        if not self._screen.shows_session or self._screen.chosen is None:
+            return None
+        try:
+            return self._client.describe(_key(self._screen.chosen))
+        except NotFoundError as error:
+            self._screen = replace(self._screen, shows_session=False, message=error.message)
+            return None
+
+    def _do(self, command: Command) -> str:
+        """Carry a command out; returns what came of it."""
+        key, name = _key(command.name), command.name[2]
+        try:
+            match command.act:
+                case Act.FLUSH:
+                    answer = self._client.flush(kvd_pb2.FlushRequest(session=key))
+                    if answer.skipped_leased:
+                        return f"{name} is in use: flush it when its turn has ended"
+                    return f"{name}: flushed, {format_bytes(answer.bytes)} freed"
+                case Act.PIN | Act.SOFT_PIN:
+                    self._client.pin(key, soft=command.act is Act.SOFT_PIN)
+                    return f"{name}: {command.act.value}ned"
+                case Act.UNPIN:
+                    self._client.unpin(key)
+                    return f"{name}: unpinned"
+        except ReportedError as error:
+            return str(error)
+
+
+def _is_same_list(before: Screen, after: Screen) -> bool:
+    return (before.order, before.is_reversed) == (after.order, after.is_reversed)
+
+
+def _key(name: Name) -> kvd_pb2.SessionKey:
+    tenant, model, session_id = name
+    return kvd_pb2.SessionKey(tenant=tenant, model=model, session_id=session_id)

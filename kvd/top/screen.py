@@ -1,0 +1,141 @@
+"""What the keys of `kvd top` do: a state, a key, a new state and perhaps a command. Pure.
+
+A question (flush? pin?) takes the next key: `y` says yes, any other key says no.
+
+    ↑ ↓ j k, Page Up and Down, Home, End   choose a session
+    i b t e                                sort by idle time, bytes, tokens, expiry
+    r                                      the other way round
+    Enter                                  show the session, or the list again
+    f p s u                                flush, pin, pin softly, unpin
+    Space                                  hold still, or go on
+    h ?                                    help
+    q                                      quit
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from shared.pb.kvd.v1 import kvd_pb2
+
+PAGE = 10  # sessions that Page Up and Down move by
+ORDERS = {
+    "i": kvd_pb2.SESSION_ORDER_IDLE,
+    "b": kvd_pb2.SESSION_ORDER_BYTES,
+    "t": kvd_pb2.SESSION_ORDER_TOKENS,
+    "e": kvd_pb2.SESSION_ORDER_TTL,
+}
+_STEPS = {
+    "up": -1,
+    "k": -1,
+    "down": 1,
+    "j": 1,
+    "page_up": -PAGE,
+    "page_down": PAGE,
+    "home": -(10**9),
+    "end": 10**9,
+}
+
+
+class Act(Enum):
+    """What a command does to a session; the value is the word of its question."""
+
+    FLUSH = "flush"
+    PIN = "pin"
+    SOFT_PIN = "soft-pin"
+    UNPIN = "unpin"
+
+
+_ACTS = {"f": Act.FLUSH, "p": Act.PIN, "s": Act.SOFT_PIN, "u": Act.UNPIN}
+
+# A session as the screen tells it from others.
+Name = tuple[str, str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What is to be done to a session."""
+
+    act: Act
+    name: Name
+
+
+@dataclass(frozen=True, slots=True)
+class Screen:
+    """What the screen shows.
+
+    Attributes:
+        chosen: the session that commands are about; None: the first.
+        question: to be answered by the next key.
+        message: of what was done last.
+        shows_session: the chosen session instead of the list.
+        is_held: nothing new is shown.
+        is_over: the end.
+    """
+
+    order: kvd_pb2.SessionOrder = kvd_pb2.SESSION_ORDER_IDLE
+    is_reversed: bool = False
+    chosen: Name | None = None
+    question: Command | None = None
+    message: str = ""
+    shows_session: bool = False
+    shows_help: bool = False
+    is_held: bool = False
+    is_over: bool = False
+
+
+def name_of(info: kvd_pb2.SessionInfo) -> Name:
+    """A session's name."""
+    key = info.session
+    return key.tenant, key.model, key.session_id
+
+
+def index_of(screen: Screen, names: Sequence[Name]) -> int:
+    """Where the chosen session stands; the first one is chosen if it is gone."""
+    return names.index(screen.chosen) if screen.chosen in names else 0
+
+
+def pressed(screen: Screen, key: str, names: Sequence[Name]) -> tuple[Screen, Command | None]:
+    """Take a key.
+
+    Args:
+        screen: before it.
+        key: a character, or a word for a key that has none.
+        names: of the sessions that are listed, in order.
+
+    Returns:
+        The screen after it, and what is to be done.
+    """
+    if screen.question is not None:
+        is_yes = key in ("y", "Y")
+        answered = replace(screen, question=None, message="" if is_yes else "nothing was done")
+        return answered, screen.question if is_yes else None
+    screen = replace(screen, message="")
+    if key in ("q", "Q"):
+        return replace(screen, is_over=True), None
+    if screen.shows_help:
+        return replace(screen, shows_help=False), None
+    return _on_screen(screen, key, names), None
+
+
+def _on_screen(screen: Screen, key: str, names: Sequence[Name]) -> Screen:
+    index = index_of(screen, names)
+    if key in _STEPS and names:
+        moved = min(max(index + _STEPS[key], 0), len(names) - 1)
+        return replace(screen, chosen=names[moved])
+    if key in ORDERS:
+        return replace(screen, order=ORDERS[key], is_reversed=False, chosen=None)
+    if key == "r":
+        return replace(screen, is_reversed=not screen.is_reversed, chosen=None)
+    if key in _ACTS and names:
+        command = Command(_ACTS[key], names[index])
+        return replace(screen, question=command, chosen=names[index])
+    if key == "enter" and names:
+        return replace(screen, shows_session=not screen.shows_session, chosen=names[index])
+    if key == "escape":
+        return replace(screen, shows_session=False)
+    if key == "space":
+        return replace(screen, is_held=not screen.is_held)
+    if key in ("h", "?"):
+        return replace(screen, shows_help=True)
+    return screen

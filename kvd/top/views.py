@@ -1,0 +1,220 @@
+"""What `kvd top` shows, as lines that fit a terminal of a given size. Pure."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from kvd.cli_rates import Rates
+from kvd.cli_session_views import history_table
+from kvd.cli_stats_views import percent, process_line
+from kvd.cli_tables import fitted
+from kvd.cli_views import SESSION_COLUMNS, expiry, plain, session_row, state
+from kvd.top import screen as screens
+from kvd.top.screen import Screen, index_of, name_of
+from shared.pb.kvd.v1 import kvd_pb2
+from shared.units import format_bytes, format_duration
+
+_BAR_WIDTH = 20
+_WARN, _BAD = 0.9, 0.98  # shares of a tier from which on its bar is yellow, red
+_HEADING = "bold"
+_ORDER_NAMES = {
+    kvd_pb2.SESSION_ORDER_IDLE: "idle time",
+    kvd_pb2.SESSION_ORDER_BYTES: "bytes",
+    kvd_pb2.SESSION_ORDER_TOKENS: "tokens",
+    kvd_pb2.SESSION_ORDER_TTL: "expiry",
+}
+_KEYS = "↑↓ choose  Enter show  f flush  p pin  u unpin  i b t e r sort  h help  q quit"
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a look has found.
+
+    Attributes:
+        before: the statistics of the look before.
+        detail: of the chosen session, if it is shown.
+        problem: why there is nothing newer.
+    """
+
+    stats: kvd_pb2.GetStatsResponse
+    before: kvd_pb2.GetStatsResponse | None = None
+    sessions: Sequence[kvd_pb2.SessionInfo] = ()
+    total: int = 0
+    detail: kvd_pb2.DescribeSessionResponse | None = None
+    problem: str = ""
+
+
+def top_view(seen: Seen, screen: Screen, width: int, height: int) -> RenderableType:
+    """The whole screen."""
+    if screen.shows_help:
+        return Group(*_help_lines())
+    head = list(_head(seen, width))
+    foot = _foot(seen, screen)
+    room = height - len(head) - 1
+    if screen.shows_session and seen.detail is not None:
+        body: RenderableType = Group(*_session(seen.detail, width, room))
+    else:
+        body = _sessions(seen, screen, width, max(1, room - 2))
+    return _Stack(head, body, foot)
+
+
+class _Stack:
+    """Lines above, lines below, and as much of what is between as there is room for."""
+
+    def __init__(self, head: Sequence[Text], body: RenderableType, foot: Text) -> None:
+        self._head, self._body, self._foot = head, body, foot
+
+    def __rich_console__(self, console, options):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
+        """Render them; rich asks for it."""
+        height = options.height or console.height
+        for line in self._head[: height - 1]:
+            yield line
+        room = height - len(self._head) - 1
+        lines = console.render_lines(self._body, options.update(height=None), pad=False)
+        for line in lines[: max(0, room)]:
+            yield from line
+            yield Text("")
+        yield self._foot
+
+
+def _head(seen: Seen, width: int) -> Iterator[Text]:
+    rates = Rates(seen.stats, seen.before)
+    yield _cut(process_line(seen.stats, rates), width)
+    for layout in seen.stats.layouts:
+        yield from (_cut(line, width) for line in _layout_lines(layout))
+        for tier in layout.tiers:
+            yield _cut(_tier_line(tier, layout), width)
+        for line in _rate_lines(layout.layout, rates):
+            yield _cut(line, width)
+    for engine in seen.stats.engines:
+        words = (
+            f"{engine.name}  pid {engine.pid}  {engine.queue_jobs} wait, {engine.running_jobs} run"
+        )
+        yield _cut(Text.assemble(("engine ", _HEADING), words), width)
+    if not seen.stats.engines:
+        yield Text("no engine is attached", style="yellow")
+    yield Text("")
+
+
+def _layout_lines(layout: kvd_pb2.LayoutStats) -> Iterator[Text]:
+    queue = layout.queue
+    num_pinned = layout.hard_pins + layout.soft_pins
+    yield Text.assemble(
+        ("model ", _HEADING),
+        f"{layout.model[:12]}  {layout.num_sessions} sessions (mean "
+        f"{format_bytes(queue.mean_session_bytes)}), {num_pinned} pinned; leases: {layout.leases}",
+    )
+    yield Text.assemble(
+        ("queue ", _HEADING),
+        f"{queue.waiting_jobs} wait, {queue.running_sessions} run  ",
+        ("windows ", _HEADING),
+        f"prefetch {queue.prefetch_window}, eviction {queue.eviction_window} jobs",
+    )
+
+
+def _tier_line(tier: kvd_pb2.TierStats, layout: kvd_pb2.LayoutStats) -> Text:
+    share = tier.used_bytes / tier.capacity_bytes if tier.capacity_bytes else 0.0
+    full = round(min(1.0, share) * _BAR_WIDTH)
+    style = "red" if share >= _BAD else "yellow" if share >= _WARN else "green"
+    line = Text.assemble(
+        (f"{plain(tier)['tier']:>5} ", _HEADING),
+        ("█" * full, style),
+        ("░" * (_BAR_WIDTH - full), "dim"),
+        f" {share:4.0%}  {format_bytes(tier.used_bytes)} of {format_bytes(tier.capacity_bytes)}"
+        f"  {tier.num_blocks} blocks",
+    )
+    if tier.tier == kvd_pb2.TIER_DRAM and layout.dirty_bytes:
+        line.append(f"  {format_bytes(layout.dirty_bytes)} dirty")
+    if tier.degraded:
+        line.append(f"  degraded: {tier.degraded_reason}", "red")
+    return line
+
+
+def _rate_lines(key: str, rates: Rates) -> Iterator[Text]:
+    """What happened between two looks, a second."""
+    share = rates.share(key, "load_hits", "load_misses")
+    yield Text.assemble(
+        (" hits ", _HEADING),
+        f"{percent(share)} of {rates.per_second(key, 'load_hits', 'load_misses'):.1f} loads/s  ",
+        ("tokens/s ", _HEADING),
+        f"{rates.per_second(key, 'load_tokens_dram'):.0f} dram, "
+        f"{rates.per_second(key, 'load_tokens_ssd'):.0f} ssd, "
+        f"{rates.per_second(key, 'store_tokens'):.0f} stored",
+    )
+    read, written = (
+        format_bytes(int(rates.per_second(key, f"ssd_{what}_bytes")))
+        for what in ("read", "written")
+    )
+    yield Text.assemble(
+        ("  ssd ", _HEADING),
+        f"read {read}/s, written {written}/s  ",
+        ("evicted/s ", _HEADING),
+        f"{rates.per_second(key, 'evictions_dram'):.1f} dram, "
+        f"{rates.per_second(key, 'evictions_ssd'):.1f} ssd  ",
+        ("ahead/s ", _HEADING),
+        f"{rates.per_second(key, 'prefetch_blocks'):.1f}",
+    )
+
+
+def _sessions(seen: Seen, screen: Screen, width: int, room: int) -> RenderableType:
+    """The part of the list around the chosen session."""
+    how = _ORDER_NAMES[screen.order] + (", reversed" if screen.is_reversed else "")
+    title = Text(f"{seen.total} sessions by {how}", style=_HEADING)
+    if not seen.sessions:
+        return Group(title)
+    index = index_of(screen, [name_of(info) for info in seen.sessions])
+    start = max(0, min(index - room // 2, len(seen.sessions) - room))
+    table = fitted(
+        SESSION_COLUMNS, [session_row(info) for info in seen.sessions[start : start + room]], width
+    )
+    for row_index, row in enumerate(table.rows):
+        row.style = "reverse" if start + row_index == index else None
+    return Group(title, table)
+
+
+def _session(
+    detail: kvd_pb2.DescribeSessionResponse, width: int, room: int
+) -> Iterator[RenderableType]:
+    """The chosen session: facts in short, and its newest moves; `kvd show` has everything."""
+    info = detail.info
+    facts = (
+        f"session {info.session.session_id}",
+        f"tenant {info.session.tenant}",
+        f"{info.num_tokens} tokens in {info.num_blocks} blocks, {info.shared_blocks} shared",
+        f"dram {format_bytes(info.dram_bytes)}, ssd {format_bytes(info.ssd_bytes)}",
+        f"idle {format_duration(info.idle_s)}, expires in {expiry(info.expires_in_s)}",
+        state(info),
+    )
+    for fact in facts:
+        yield _cut(Text(fact), width)
+    moves = detail.history[-max(1, room - len(facts) - 3) :]
+    yield history_table(moves, width)
+
+
+def _foot(seen: Seen, screen: Screen) -> Text:
+    if screen.question is not None:
+        _, _, session_id = screen.question.name
+        words = f"{screen.question.act.value} session {session_id}? y: yes, any other key: no"
+        return Text(words, style="bold reverse", no_wrap=True, overflow="ellipsis")
+    if seen.problem:
+        return Text(seen.problem, style="bold red", no_wrap=True, overflow="ellipsis")
+    held = "held (Space goes on)  " if screen.is_held else ""
+    return Text(held + (screen.message or _KEYS), no_wrap=True, overflow="ellipsis")
+
+
+def _help_lines() -> Iterator[Text]:
+    yield Text("Keys of kvd top", style=_HEADING)
+    doc = screens.__doc__ or ""
+    for line in doc.splitlines():
+        if line.startswith("    "):
+            yield Text(line, no_wrap=True, overflow="ellipsis")
+    yield Text("")
+    yield Text("Rates are those of the time between two looks. Any key goes back.")
+
+
+def _cut(text: Text, width: int) -> Text:
+    text.truncate(width, overflow="ellipsis")
+    text.no_wrap = True
+    return text
