@@ -9,15 +9,14 @@ import psutil
 import torch
 
 from inference_svc.config import CacheSettings, InferenceSettings, SchedulerSettings
-from inference_svc.core.compression.registry import check_compression, make_compression
 from inference_svc.core.counters import Counters
-from inference_svc.core.errors import InvalidCompressionError, UnsupportedModelError
 from inference_svc.core.rates.load_or_recompute import LoadPolicy
 from inference_svc.core.rates.rates import Rates
 from inference_svc.core.scheduling.scheduler import Scheduler, SchedulerLimits
 from inference_svc.core.session_turns import SessionTurns
-from inference_svc.core.submission import TurnDefaults
-from inference_svc.core.truncation import OverflowPolicy
+from inference_svc.core.tenant_limits import TenantLimits
+from inference_svc.core.turn_measures import TurnMeasures
+from inference_svc.front import Front
 from inference_svc.runtime.compute.attention_backends import make_attention
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.compute.stepping import Stepper
@@ -37,10 +36,13 @@ from inference_svc.runtime.store.session_store import NoSessionStore, SessionSto
 from inference_svc.runtime.turns.chat_text import TurnText
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn_prompt import PromptMaker, TurnLimits
+from inference_svc.runtime.turns.turn_report import TurnReport
 from inference_svc.runtime.turns.turn_runner import TurnRunner
 from inference_svc.runtime.turns.turns import Turns
 from inference_svc.runtime.worker_thread import WorkerThread
 from inference_svc.service import InferenceService
+from inference_svc.turn_defaults import turn_defaults
+from shared.access.streams import StreamCounts
 from shared.kvd_client import KvdClient
 from shared.pb.inference.v1 import inference_pb2
 from shared.version import __version__
@@ -72,11 +74,13 @@ class EngineParts:
     """
 
     engine: EngineLoop
+    loads: Loads
     store: SessionStore
     client: KvdClient | None
     pool: KVPool
     counters: Counters
     rates: Rates
+    measures: TurnMeasures
     window_tokens: int
     threads: tuple[WorkerThread, ...]
     prefaults: bool
@@ -98,7 +102,9 @@ class ServiceParts:
     """What the server runs."""
 
     engine_parts: EngineParts
+    limits: TenantLimits
     turns: Turns
+    front: Front
     service: InferenceService
     text_thread: WorkerThread
 
@@ -123,7 +129,7 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
     loaded, calibration, cache = model.loaded, model.calibration, settings.cache
-    counters, rates = Counters(), Rates()
+    counters, rates, measures = Counters(), Rates(), TurnMeasures(settings.tenants)
     compute_thread, load_thread, store_thread = map(WorkerThread, ("compute", "load", "store"))
     # For loads that kvd is still reading: one for each that there may be, so that none has to wait.
     read_threads = WorkerThread(
@@ -142,19 +148,22 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
     )
     residents = ResidentSlabs(pool, layout.block_tokens)
     attention = make_attention(settings.model.attention, loaded.device)
+    loads = Loads(
+        pool,
+        store,
+        residents,
+        load_thread,
+        counters,
+        num_layers=num_layers,
+        policy=LoadPolicy(cache.load_policy),
+        preload=_preload(cache, num_layers),
+    )
     engine = EngineLoop(
         Scheduler(limits, rates, num_layers, settings.scheduler.tenant_weights),
-        Stepper(ModelRunner(loaded, calibration, attention), compute_thread, counters, rates),
-        Loads(
-            pool,
-            store,
-            residents,
-            load_thread,
-            counters,
-            num_layers=num_layers,
-            policy=LoadPolicy(cache.load_policy),
-            preload=_preload(cache, num_layers),
+        Stepper(
+            ModelRunner(loaded, calibration, attention), compute_thread, counters, rates, measures
         ),
+        loads,
         Saves(
             store,
             counters,
@@ -172,11 +181,13 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
     most_tokens = limits.kv_rows // (ROWS_PER_TOKEN if store.saves else 1)
     return EngineParts(
         engine,
+        loads,
         store,
         client,
         pool,
         counters,
         rates,
+        measures,
         window_tokens=min(loaded.context_window or most_tokens, most_tokens),
         threads=(compute_thread, load_thread, read_threads, store_thread),
         prefaults=settings.scheduler.prefault,
@@ -187,7 +198,7 @@ def assemble(
     settings: InferenceSettings, model: Model, transcripts: TranscriptStore
 ) -> ServiceParts:
     """Build every part and hand each what it needs."""
-    defaults = _turn_defaults(settings, model)
+    defaults = turn_defaults(settings, model.calibration.mode)
     loaded, parts = model.loaded, assemble_engine(settings, model)
     text = TurnText(loaded.tokenizer, loaded.eos_ids)
     text.try_out()
@@ -199,6 +210,7 @@ def assemble(
         settings.overflow.reserve_tokens,
         settings.compression.min_tokens,
     )
+    report = TurnReport(parts.measures)
     turn_runner = TurnRunner(
         parts.engine,
         transcripts,
@@ -206,6 +218,10 @@ def assemble(
         loaded.tokenizer,
         limits,
         parts.counters,
+        report,
+    )
+    tenant_limits = TenantLimits(
+        *settings.tenant_bounds(), turn_s=lambda: parts.engine.retry_after_s
     )
     turns = Turns(
         turn_runner,
@@ -216,44 +232,22 @@ def assemble(
             settings.scheduler.max_turns_per_session,
             lambda: parts.engine.retry_after_s,
         ),
+        tenant_limits,
         parts.counters,
+        report,
     )
     about = _describe(model, settings, parts.window_tokens, text)
-    service = InferenceService(
+    front = Front(
         turns,
         loaded.fingerprint,
         _describe_now(about, parts),
         defaults,
+        StreamCounts(settings.limits.max_streams_per_client),
+        parts.counters,
+        report,
     )
-    return ServiceParts(parts, turns, service, text_thread)
-
-
-def _turn_defaults(settings: InferenceSettings, model: Model) -> TurnDefaults:
-    """What turns get that do not say.
-
-    Raises:
-        UnsupportedModelError: the compression policy does not go with the model.
-    """
-    overflow, compression = settings.overflow, settings.compression
-    policy = make_compression(compression.policy, compression.keep_ratio)
-    try:
-        if policy is not None:
-            check_compression(policy, model.calibration.mode)
-    except InvalidCompressionError as error:
-        raise UnsupportedModelError(error.message, error.remedy) from error
-    return TurnDefaults(
-        settings.scheduler.default_max_tokens,
-        OverflowPolicy(
-            overflow.policy,
-            overflow.ratio,
-            overflow.sink_tokens,
-            overflow.split_frames,
-            overflow.drop_system,
-        ),
-        compression.policy,
-        compression.keep_ratio,
-        model.calibration.mode,
-    )
+    service = InferenceService(front)
+    return ServiceParts(parts, tenant_limits, turns, front, service, text_thread)
 
 
 def _make_store(
@@ -333,7 +327,6 @@ def _describe(
         vocab_size=loaded.vocab_size,
         has_chat_template=not text.chat_problem,
         mode=settings.cache.mode,
-        overflow=settings.overflow.policy,
         attention_mode=model.calibration.mode,
         positions=model.calibration.positions,
         kv_bytes_per_token=layout.token_bytes,

@@ -13,15 +13,17 @@ from shared.units import format_duration
 HELP = "an empty line or Ctrl-D leaves; the session stays and can be continued with --session"
 
 
-async def chat(address: str, session_id: str, max_tokens: int, temperature: float) -> None:
-    """Talk until the user leaves.
+async def chat(
+    client: InferenceClient, session_id: str, max_tokens: int, temperature: float
+) -> None:
+    """Talk until the user leaves, and close the client.
 
     Raises:
         ReportedError: the service cannot be reached.
     """
     console = Console(highlight=False)
     sampling = pb.Sampling(max_tokens=max_tokens, temperature=temperature)
-    async with InferenceClient(address) as client:
+    async with client:
         model = await client.get_model()
         console.print(f"[bold]{model.name}[/] {model.mode}, kvd {model.kvd_state} — {HELP}")
         while line := await _ask(console):

@@ -12,8 +12,16 @@ from rich.console import Console
 from rich.table import Table
 
 from inference_svc.bench.cli import bench_app
-from inference_svc.client import InferenceClient
-from inference_svc.config import InferenceSettings, default_listen, load_inference_settings
+from inference_svc.cli_connection import (
+    Address,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    TokenFile,
+    client_of,
+    token,
+)
+from inference_svc.config import LIVE_KEYS, InferenceSettings, load_inference_settings
 from inference_svc.demo.cli import demo
 from inference_svc.eval.cli import eval_app
 from inference_svc.status_view import status_tables
@@ -21,6 +29,7 @@ from shared.config import LoadedSettings
 from shared.errors import ReportedError
 from shared.log import configure_logging
 from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.reload import is_live
 from shared.version import __version__
 
 app = typer.Typer(
@@ -56,7 +65,7 @@ def serve(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ….")] = None,
     threads: Annotated[int | None, typer.Option(help="Compute threads; 0: torch's choice.")] = None,
     attention: Annotated[str | None, typer.Option(help="auto or torch.")] = None,
-    listen: Annotated[str | None, typer.Option(help="unix:/path or 127.0.0.1:port.")] = None,
+    listen: Annotated[str | None, typer.Option(help="unix:/path or host:port.")] = None,
     state_dir: Annotated[str | None, typer.Option(help="Where transcripts are kept.")] = None,
     mode: Annotated[str | None, typer.Option(help="cached, or recompute (never kvd).")] = None,
     load_policy: Annotated[str | None, typer.Option(help="auto, always or never.")] = None,
@@ -91,37 +100,50 @@ def serve(
         "scheduler.kv_tokens": kv_tokens,
         "log.level": log_level,
     }
-    settings = load_inference_settings(config, flags).settings
-    configure_logging(settings.log.level, json=settings.log.json_lines)
+    loaded = load_inference_settings(config, flags)
+    configure_logging(loaded.settings.log.level, json=loaded.settings.log.json_lines)
     from inference_svc import server
 
-    server.run(settings)
+    server.run(loaded, lambda: load_inference_settings(config, flags))
 
 
 @app.command()
 def chat(
-    address: Annotated[
-        str, typer.Option(help="Where the service listens.", default_factory=default_listen)
-    ],
+    address: Address,
     session: Annotated[str, typer.Option(help="Continue this session.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 0.0,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """Talk to a running service; each answer shows what was reused."""
     from inference_svc.chat import chat as talk
 
-    asyncio.run(talk(address, session, max_tokens, temperature))
+    async def connected() -> None:
+        client = client_of(address, token_file, tls_ca, tls_cert, tls_key)
+        await talk(client, session, max_tokens, temperature)
+
+    asyncio.run(connected())
 
 
 @app.command()
 def status(
-    address: Annotated[
-        str, typer.Option(help="Where the service listens.", default_factory=default_listen)
-    ],
+    address: Address,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """Say what a running service serves; exit code 69 if nobody answers."""
-    model = asyncio.run(_get_model(address))
+
+    async def get_model() -> pb.Model:
+        async with client_of(address, token_file, tls_ca, tls_cert, tls_key) as client:
+            return await client.get_model()
+
+    model = asyncio.run(get_model())
     fields = MessageToDict(
         model, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
@@ -132,12 +154,8 @@ def status(
         Console().print(table)
 
 
-async def _get_model(address: str) -> pb.Model:
-    async with InferenceClient(address) as client:
-        return await client.get_model()
-
-
 app.command()(demo)
+app.command()(token)
 
 
 @config_app.command("show")
@@ -145,10 +163,13 @@ def config_show(
     config: ConfigOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
-    """Print every setting and where it comes from."""
+    """Print every setting, where it comes from, and whether a reload (SIGHUP) changes it."""
     loaded = load_inference_settings(config, {})
     if as_json:
-        rows = {key: {"value": value, "source": source} for key, value, source in loaded.rows()}
+        rows = {
+            key: {"value": value, "source": source, "live": is_live(key, LIVE_KEYS)}
+            for key, value, source in loaded.rows()
+        }
         typer.echo(json.dumps(rows, indent=2))
     else:
         Console().print(_table(loaded))
@@ -163,10 +184,10 @@ def config_check(config: ConfigOption = None) -> None:
 
 def _table(loaded: LoadedSettings[InferenceSettings]) -> Table:
     table = Table(box=None)
-    for name in ("setting", "value", "from"):
+    for name in ("setting", "value", "from", ""):
         table.add_column(name, overflow="fold")
-    for row in loaded.rows():
-        table.add_row(*row)
+    for key, value, source in loaded.rows():
+        table.add_row(key, value, source, "live" if is_live(key, LIVE_KEYS) else "")
     return table
 
 

@@ -6,6 +6,7 @@ TurnTimeoutError if a turn takes longer than it was given.
 
 import asyncio
 import time
+import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -14,7 +15,15 @@ from typing import Any, Self, TypeAlias
 
 import grpc
 
-from shared.errors import DeadlineError, ExhaustedError, ReportedError, UnavailableError
+from shared.access.addresses import is_unix
+from shared.access.channels import ClientCredentials, aio_channel_of
+from shared.errors import (
+    ConflictError,
+    DeadlineError,
+    ExhaustedError,
+    ReportedError,
+    UnavailableError,
+)
 from shared.grpc_status import error_from_rpc
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.pb.inference.v1 import inference_pb2_grpc
@@ -22,7 +31,9 @@ from shared.runtime_dir import MAX_MESSAGE_BYTES
 
 CALL_S = 30.0  # deadline of everything but a turn
 TURN_S = 600.0
-RETRY_S = 1.0  # after a refusal without a hint: gRPC's own, when a great many ask at once
+MAX_WHY = 300  # of gRPC's own words about a connection
+RETRY_S = 1.0  # without a hint: gRPC's own refusal, when a great many ask at once; nobody there
+SESSION_BUSY = "session_busy"
 
 
 class NotRunningError(UnavailableError):
@@ -84,16 +95,20 @@ class InferenceClient:
 
     Args:
         address: "unix:/path" or "host:port".
+        credentials: what a TCP port asks for: a token, a certificate.
+
+    Raises:
+        InvalidInputError: the address is none.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, credentials: ClientCredentials | None = None) -> None:
         self.address = address
         options = [
             ("grpc.use_local_subchannel_pool", 1),  # a restarted service is not backed off from
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ]
-        self._channel = grpc.aio.insecure_channel(address, options=options)
+        self._channel = aio_channel_of(address, credentials, options)
         self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
 
     async def __aenter__(self) -> Self:
@@ -150,22 +165,27 @@ class InferenceClient:
         self,
         request: pb.SubmitTurnRequest,
         timeout_s: float = TURN_S,
-        on_refused: Callable[[ExhaustedError], None] = lambda _: None,
+        on_refused: Callable[[ReportedError], None] = lambda _: None,
     ) -> TurnResult:
-        """Run a turn to its end, coming back as hinted while the service is full.
+        """Run a turn to its end, coming back as hinted while the service is full or not there.
+
+        It is the same turn each time, by its session and its request id, which it is given if it
+        has none: it is answered once, and an answer that was lost on the way comes again.
 
         Raises:
-            ReportedError: something else is wrong, or it is still full after `timeout_s`.
+            ReportedError: something else is wrong, or it is no better after `timeout_s`.
         """
-        end_s = time.monotonic() + timeout_s
+        same, end_s = _identifiable(request), time.monotonic() + timeout_s
+        was_lost = False
         while True:
             left_s = end_s - time.monotonic()
             try:
-                return await self.submit(request, timeout_s=left_s)
-            except ExhaustedError as error:
+                return await self.submit(same, timeout_s=left_s)
+            except (ConflictError, ExhaustedError, UnavailableError) as error:
                 retry_s = RETRY_S if error.retry_after_s is None else error.retry_after_s
-                if not error.retryable or retry_s >= left_s:
+                if not _passes(error, was_lost=was_lost) or retry_s >= left_s:
                     raise
+                was_lost |= isinstance(error, UnavailableError)
                 on_refused(error)
             await asyncio.sleep(retry_s)
 
@@ -243,8 +263,33 @@ class InferenceClient:
     def _reported(self, error: grpc.aio.AioRpcError) -> ReportedError:
         reported = error_from_rpc(error)
         if isinstance(reported, UnavailableError) and not reported.remedy:  # not the service's word
-            return NotRunningError(
-                f"no inference service answers at {self.address}",
-                "start one with: inference-svc serve --model DIR (or name its --address)",
-            )
+            return _no_answer(self.address, reported)
         return reported
+
+
+def _no_answer(address: str, reported: ReportedError) -> NotRunningError:
+    if is_unix(address):
+        return NotRunningError(
+            f"no inference service answers at {address}",
+            "start one with: inference-svc serve --model DIR (or name its --address)",
+        )
+    return NotRunningError(
+        f"no inference service answers at {address} ({reported.message[:MAX_WHY]})",
+        "check its --listen, and --tls-ca, --tls-cert and --token-file",
+    )
+
+
+def _identifiable(request: pb.SubmitTurnRequest) -> pb.SubmitTurnRequest:
+    """The request with ids, so that the service knows it again."""
+    same = pb.SubmitTurnRequest()
+    same.CopyFrom(request)
+    same.session_id = request.session_id or f"s-{uuid.uuid4().hex}"
+    same.request_id = request.request_id or f"r-{uuid.uuid4().hex}"
+    return same
+
+
+def _passes(error: ReportedError, *, was_lost: bool) -> bool:
+    """Whether the same turn may well be taken later."""
+    if isinstance(error, ConflictError):  # our own, whose end we did not hear of, is being stopped
+        return was_lost and error.reason == SESSION_BUSY
+    return error.retryable

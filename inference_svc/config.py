@@ -4,24 +4,57 @@ The environment prefix is INFERENCE: INFERENCE_SCHEDULER__MAX_RUNNING=4.
 """
 
 import os
-import re
 from collections.abc import Mapping
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from inference_svc.core.rates.load_or_recompute import LoadPolicy
+from inference_svc.core.tenant_limits import TenantBounds
 from inference_svc.core.truncation import MAX_SINK_TOKENS
+from inference_svc.openai.settings import OpenAISettings
+from shared.access.addresses import check_guarded, is_tcp
+from shared.access.settings import ClientName, ClientSettings, Tenants, TlsSettings
 from shared.config import LoadedSettings, load_settings
+from shared.observing_settings import MetricsSettings, TracingSettings
 from shared.runtime_dir import MAX_MESSAGE_BYTES, MAX_SOCKET_PATH, default_runtime_dir
-from shared.setting_types import Duration, Section, TenantWeights
+from shared.session_key import DEFAULT_TENANT
+from shared.setting_types import (
+    CountOrNone,
+    Duration,
+    RateOrNone,
+    Section,
+    TenantName,
+    TenantWeights,
+    to_list,
+)
 
 ENV_PREFIX = "INFERENCE"
+# What a reload changes in a running service (shared/reload.py); all else waits for the next start.
+LIVE_KEYS: tuple[str, ...] = (
+    "server.drain_s",
+    "cache.load_policy",
+    "overflow.policy",
+    "overflow.ratio",
+    "overflow.sink_tokens",
+    "overflow.split_frames",
+    "overflow.drop_system",
+    "compression.policy",
+    "compression.keep_ratio",
+    "scheduler.default_max_tokens",
+    "scheduler.tenant_weights",
+    "limits",
+    "tenants",
+    "clients",
+    "log.level",
+)
 SYSTEM_NAME = "inference-svc"  # of RuntimeDirectory= and StateDirectory=
 SOCKET = "inference.sock"
 MOST_TURNS = 65536
-LOOPBACK = re.compile(r"^(127\.0\.0\.1|localhost|\[::1\]):\d{1,5}$")
+RoleList = Annotated[tuple[Literal["client", "reader"], ...], BeforeValidator(to_list)]
+BOUNDS = tuple(known.name for known in fields(TenantBounds))
 
 
 def default_listen(environ: Mapping[str, str] = os.environ) -> str:
@@ -68,24 +101,27 @@ class ServerSettings(Section):
     """Where and how clients are served.
 
     Attributes:
-        listen: "unix:/absolute/path", or "host:port" on the loopback: there is no other guard yet.
+        listen: "unix:/absolute/path", or "host:port" for clients with a token or a certificate.
         drain_s: how long running turns may go on after SIGTERM.
+        socket_tenants: that whoever may open the Unix socket may name; the first is meant if none
+            is named; "*": all, for a gateway that knows its own clients.
+        socket_group: that may open the Unix socket; "": the group of the service.
     """
 
     listen: str = Field(default_factory=default_listen)
     state_dir: Path = Field(default_factory=default_state_dir)
     max_message_bytes: int = Field(default=MAX_MESSAGE_BYTES, ge=65536)
     drain_s: Duration = Field(default=30.0, ge=0)
+    socket_tenants: Tenants = (DEFAULT_TENANT,)
+    socket_group: str = ""
 
     @field_validator("listen")
     @classmethod
     def _usable(cls, value: str) -> str:
         path = value.removeprefix("unix:")
         is_socket = value.startswith("unix:/") and len(path.encode()) <= MAX_SOCKET_PATH
-        if not is_socket and not LOOPBACK.match(value):
-            raise ValueError(
-                f"write unix:/path (at most {MAX_SOCKET_PATH} bytes) or 127.0.0.1:port"
-            )
+        if not is_socket and not is_tcp(value):
+            raise ValueError(f"write unix:/path (at most {MAX_SOCKET_PATH} bytes) or host:port")
         return value
 
 
@@ -189,6 +225,39 @@ class SchedulerSettings(Section):
     prefault: bool = True
 
 
+class TenantSettings(Section):
+    """One tenant's limits in place of the defaults; a key that is not given changes nothing.
+
+    Attributes:
+        turns_per_minute: that begin.
+        tokens_per_minute: that are computed: of prompts, as far as they are not found in the cache,
+            and of answers.
+        max_turns: under way at once, waiting ones included.
+        max_sessions: that are kept.
+    """
+
+    turns_per_minute: RateOrNone = Field(default=None, gt=0)
+    tokens_per_minute: RateOrNone = Field(default=None, gt=0)
+    max_turns: CountOrNone = Field(default=None, ge=0)
+    max_sessions: CountOrNone = Field(default=None, ge=0)
+
+
+class LimitSettings(TenantSettings):
+    """Limits of each tenant that has none of its own, and of each client.
+
+    Attributes:
+        max_streams_per_client: turns that one client follows at once.
+    """
+
+    max_streams_per_client: int = Field(default=1024, ge=1)
+
+
+class InferenceClientSettings(ClientSettings):
+    """One client that comes with a token or a certificate."""
+
+    roles: RoleList = ("client",)
+
+
 class LogSettings(Section):
     """What is logged, to stderr."""
 
@@ -210,7 +279,23 @@ class InferenceSettings(Section):
     overflow: OverflowSettings = OverflowSettings()
     compression: CompressionSettings = CompressionSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
+    limits: LimitSettings = LimitSettings()
+    tenants: Mapping[TenantName, TenantSettings] = Field(default_factory=dict)
+    clients: Mapping[ClientName, InferenceClientSettings] = Field(default_factory=dict)
+    tls: TlsSettings = TlsSettings()
+    openai: OpenAISettings = OpenAISettings()
+    metrics: MetricsSettings = MetricsSettings()
+    tracing: TracingSettings = TracingSettings()
     log: LogSettings = LogSettings()
+
+    def tenant_bounds(self) -> tuple[TenantBounds, dict[str, TenantBounds]]:
+        """The limits of tenants that are not named, and those of the others."""
+        default = TenantBounds(**{name: getattr(self.limits, name) for name in BOUNDS})
+        named = {
+            name: replace(default, **given.model_dump(include=given.model_fields_set))
+            for name, given in self.tenants.items()
+        }
+        return default, named
 
 
 def load_inference_settings(
@@ -220,5 +305,12 @@ def load_inference_settings(
 
     Raises:
         InvalidSettingsError: listing every problem.
+        UnguardedError: anybody could connect.
     """
-    return load_settings(InferenceSettings, toml_path, ENV_PREFIX, flags)
+    loaded = load_settings(InferenceSettings, toml_path, ENV_PREFIX, flags)
+    settings = loaded.settings
+    check_guarded(settings.server.listen, settings.tls, settings.clients)
+    settings.metrics.check_guarded(settings.tls, settings.clients)
+    if settings.openai.listen:
+        check_guarded(settings.openai.listen, settings.tls, settings.clients)
+    return loaded

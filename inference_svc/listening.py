@@ -1,16 +1,15 @@
-"""The address the service listens on: a Unix socket guarded by its mode, or a loopback port."""
+"""The address the service listens on: a Unix socket guarded by its group, or a guarded TCP port."""
 
-import errno
-import os
-import socket
 from pathlib import Path
 
 import grpc
 
 from inference_svc.core.errors import ListenError
-
-SOCKET_MODE = 0o660  # user and group: the guard of a Unix socket (D16)
-UNIX = "unix:"
+from shared.access.addresses import UNIX, is_unix
+from shared.access.credentials import server_credentials
+from shared.access.settings import TlsSettings
+from shared.access.sockets import open_to_group
+from shared.unix_path import SocketInUseError, claim_path
 
 
 def prepare_socket(listen: str) -> None:
@@ -19,43 +18,36 @@ def prepare_socket(listen: str) -> None:
     Raises:
         ListenError: another service answers there, or the directory cannot be used.
     """
-    if not listen.startswith(UNIX):
+    if not is_unix(listen):
         return
-    path = Path(listen.removeprefix(UNIX))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not os.access(path.parent, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, "the directory is not writable")
-        if not path.exists():
-            return
-        if not path.is_socket():
-            raise FileExistsError(errno.EEXIST, "it is no socket")
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.connect(str(path))
-    except ConnectionRefusedError:
-        path.unlink(missing_ok=True)  # left behind by a service that was killed
-    except OSError as error:
+        claim_path(Path(listen.removeprefix(UNIX)))
+    except SocketInUseError as error:
         raise ListenError(
-            f"the socket {path} cannot be used ({error.strerror})",
-            "give --listen a path in a directory this user may write",
+            error.message, "give --listen another path, in a directory this user may write"
         ) from error
-    else:
-        raise ListenError(
-            f"the socket {path} is in use by another service",
-            "stop that one, or give --listen another path",
-        )
 
 
-def bind(server: grpc.aio.Server, listen: str) -> int:
-    """Bind the server and set the socket's mode; return the port, which is chosen for port 0.
+def bind(server: grpc.aio.Server, listen: str, tls: TlsSettings, group: str = "") -> int:
+    """Bind the server; return the port, which is chosen for port 0.
+
+    Args:
+        server: not started yet.
+        listen: "unix:/path" or "host:port".
+        tls: of a TCP port.
+        group: that may open a Unix socket; "": the group it has.
 
     Raises:
-        ListenError: the address cannot be bound.
+        ConfigError: the address cannot be bound, the group or the TLS files cannot be used.
     """
     try:
-        port: int = server.add_insecure_port(listen)
-        if listen.startswith(UNIX):
-            Path(listen.removeprefix(UNIX)).chmod(SOCKET_MODE)
+        if is_unix(listen):
+            port: int = server.add_insecure_port(listen)
+            open_to_group(Path(listen.removeprefix(UNIX)), group)
+        elif tls.is_on:
+            port = server.add_secure_port(listen, server_credentials(tls))
+        else:
+            port = server.add_insecure_port(listen)
     except (RuntimeError, OSError) as error:
         raise ListenError(
             f"cannot listen on {listen}", "choose an address that is free, with --listen"

@@ -6,7 +6,7 @@ imported only when the start is not refused already: that takes seconds.
 """
 
 import asyncio
-import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +15,26 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from inference_svc.config import InferenceSettings, ModelSettings
+from inference_svc.config import LIVE_KEYS, InferenceSettings, ModelSettings
 from inference_svc.core.errors import UnknownModelError
 from inference_svc.listening import bind, prepare_socket
 from inference_svc.runtime.turns.transcript import TranscriptStore
+from shared import systemd
+from shared.access.addresses import is_unix
+from shared.access.clients import ClientBook, Clients
+from shared.access.identity import Identity, socket_identity
+from shared.access.interceptor import AccessInterceptor
+from shared.access.server_options import server_options
+from shared.config import LoadedSettings
+from shared.errors import ConfigError
 from shared.grpc_status import ReportedErrorInterceptor
 from shared.kvd_client import KvdClient
 from shared.log import get_logger
 from shared.pb.inference.v1 import inference_pb2, inference_pb2_grpc
+from shared.reload import LiveSettings
+from shared.rpc_observer import RpcMetrics, RpcObserver
+from shared.tracing import start_tracing
+from shared.version import __version__
 
 if TYPE_CHECKING:
     from inference_svc.assembly import Model, ServiceParts
@@ -31,27 +43,53 @@ SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 # Beyond the turns that may wait: those that are refused, which get our own answer rather than
 # gRPC's, and calls other than SubmitTurn.
 SPARE_RPCS = 4096
+MAX_CONNECTIONS = 4096  # a client needs one, however many turns it follows
 RETRY_S = 1.0  # after kvd's client failed in a way it should not
 STOP_GRACE_S = 1.0  # for RPCs that have been answered to reach their clients
 
 log = get_logger(__name__)
 
 
-def run(settings: InferenceSettings) -> None:
+def run(
+    loaded: LoadedSettings[InferenceSettings],
+    read_again: Callable[[], LoadedSettings[InferenceSettings]],
+) -> None:
     """Serve until SIGTERM or SIGINT.
+
+    Args:
+        loaded: the settings to start with.
+        read_again: reads them anew, for a reload.
 
     Raises:
         ConfigError: the start was refused.
     """
+    settings = loaded.settings
     prepare_socket(settings.server.listen)
     transcripts = TranscriptStore(settings.server.state_dir / "sessions")
     transcripts.open()
+    tracing = start_tracing(settings.tracing, "inference-svc", __version__)
     try:
         if settings.model.path is None:
             raise UnknownModelError("no model is named", "give --model a model directory")
-        uvloop.run(_serve(settings, _load(settings.model, settings.model.path), transcripts))
+        model = _load(settings.model, settings.model.path)
+        live = LiveSettings(loaded, read_again, LIVE_KEYS)
+        uvloop.run(_serve(live, model, transcripts))
+    except BaseExceptionGroup as failed:  # a task group's: also of what refuses a start
+        refusal = _refusal_in(failed)
+        if refusal is None:
+            raise
+        raise refusal from failed
     finally:
+        tracing.close()
         transcripts.close()
+
+
+def _refusal_in(failed: BaseExceptionGroup[BaseException]) -> ConfigError | None:
+    """Why the start was refused, if that is it."""
+    found: BaseException | None = failed.split(ConfigError)[0]
+    while isinstance(found, BaseExceptionGroup):
+        found = found.exceptions[0]
+    return found if isinstance(found, ConfigError) else None
 
 
 def _load(settings: ModelSettings, path: Path) -> "Model":
@@ -74,45 +112,75 @@ def _load(settings: ModelSettings, path: Path) -> "Model":
     return Model(loaded, calibration)
 
 
-async def _serve(settings: InferenceSettings, model: "Model", transcripts: TranscriptStore) -> None:
+async def _serve(
+    live: LiveSettings[InferenceSettings], model: "Model", transcripts: TranscriptStore
+) -> None:
+    from inference_svc import life, live_settings
     from inference_svc.assembly import assemble
+    from inference_svc.metric_values import Calls, make_exporter
+    from inference_svc.openai.serving import serving_openai
+    from shared.http_observer import observing
+    from shared.operations_http import Operations, serving_operations
 
-    stopped = asyncio.Event()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signum, stopped.set)
+    signals, settings = life.Signals(), live.loaded.settings
+    signals.listen()
+    await asyncio.to_thread(transcripts.count_sessions)
     parts = assemble(settings, model, transcripts)
-    server, health_servicer = _make_server(settings, parts)
+    live_settings.follow(live, parts)
+    book = ClientBook(Clients(settings.clients))
+    live.on_change(lambda changed: book.use(Clients(changed.clients)))
+    calls = Calls()
+    operations = Operations(
+        make_exporter(parts, calls), lambda: "" if parts.front.is_ready else "draining", book
+    )
+    server, health_servicer = _make_server(settings, parts, book, calls.rpcs)
     try:
-        bind(server, settings.server.listen)
+        bind(server, settings.server.listen, settings.tls, settings.server.socket_group)
         async with asyncio.TaskGroup() as tasks:
             lives = [tasks.create_task(parts.engine.run()), tasks.create_task(parts.turns.run())]
             if parts.client is not None:
                 lives.append(tasks.create_task(_stay_attached(parts.client)))
             lives.append(tasks.create_task(parts.engine_parts.prefault()))
-            await server.start()
-            await _set_health(health_servicer, health_pb2.HealthCheckResponse.SERVING)
-            log.info("ready", listen=settings.server.listen, model=model.loaded.name)
-            await stopped.wait()
-            log.info("draining", drain_s=settings.server.drain_s)
-            await _set_health(health_servicer, health_pb2.HealthCheckResponse.NOT_SERVING)
-            await _drain(parts, settings.server.drain_s)
-            await server.stop(STOP_GRACE_S)
-            for life in lives:
-                life.cancel()
+            lives.append(tasks.create_task(life.reload_when_told(signals, live.reload)))
+            lives.append(tasks.create_task(life.beat()))
+            async with (
+                serving_operations(settings.metrics, settings.tls, operations),
+                serving_openai(
+                    settings, parts.front, model.loaded.tokenizer, book, [observing(calls.http)]
+                ),
+            ):
+                await server.start()  # last: who finds gRPC serving finds the rest, too
+                await _set_health(health_servicer, is_ready=True)
+                log.info("ready", listen=settings.server.listen, model=model.loaded.name)
+                systemd.notify(systemd.READY)
+                await signals.stop.wait()
+                systemd.notify(systemd.STOPPING)
+                await _set_health(health_servicer, is_ready=False)
+                drain_s = live.loaded.settings.server.drain_s
+                await life.drain(parts.turns, parts.engine, drain_s, signals)
+                await server.stop(STOP_GRACE_S)
+            for task in lives:
+                task.cancel()
     finally:
         await server.stop(None)
         parts.close()
     log.info("stopped")
 
 
-def _make_server(settings: InferenceSettings, parts: "ServiceParts") -> tuple[grpc.aio.Server, Any]:
+def _make_server(
+    settings: InferenceSettings, parts: "ServiceParts", book: ClientBook, rpcs: RpcMetrics
+) -> tuple[grpc.aio.Server, Any]:
     server = grpc.aio.server(
-        interceptors=[ReportedErrorInterceptor("inference")],
-        options=[
-            ("grpc.so_reuseport", 0),  # a port in use must be an error, not a second service
-            ("grpc.max_receive_message_length", settings.server.max_message_bytes),
-            ("grpc.max_send_message_length", settings.server.max_message_bytes),
+        interceptors=[
+            RpcObserver(rpcs),
+            ReportedErrorInterceptor("inference"),
+            AccessInterceptor(book, {SERVICE: "client"}, _own(settings)),
         ],
+        options=server_options(
+            settings.server.max_message_bytes,
+            MAX_CONNECTIONS,
+            is_tcp=not is_unix(settings.server.listen),
+        ),
         maximum_concurrent_rpcs=2 * settings.scheduler.max_turns + SPARE_RPCS,
     )
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
@@ -122,6 +190,13 @@ def _make_server(settings: InferenceSettings, parts: "ServiceParts") -> tuple[gr
         (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
     )
     return server, health_servicer
+
+
+def _own(settings: InferenceSettings) -> Identity | None:
+    """Who comes by the Unix socket; None for TCP, where everybody has to say."""
+    if not is_unix(settings.server.listen):
+        return None
+    return socket_identity("socket", settings.server.socket_tenants, {"client", "reader"})
 
 
 # -------------------------------------------------------------------------------------------- life
@@ -137,18 +212,8 @@ async def _stay_attached(client: KvdClient) -> None:
         await asyncio.sleep(RETRY_S)
 
 
-async def _set_health(servicer: Any, status: int) -> None:
-    for name in ("", SERVICE):
-        await servicer.set(name, status)
-
-
-async def _drain(parts: "ServiceParts", drain_s: float) -> None:
-    """Let turns and then saves finish; what is left after the deadline is cancelled."""
-    parts.turns.refuse_new()
-    try:
-        async with asyncio.timeout(drain_s):
-            await parts.turns.wait_idle()
-            await parts.engine.wait_idle()
-    except TimeoutError:
-        parts.turns.cancel_all()
-        log.warning("drain_deadline_passed")
+async def _set_health(servicer: Any, *, is_ready: bool) -> None:
+    """Say that the event loop answers (""), and whether turns are taken (our service's name)."""
+    statuses = health_pb2.HealthCheckResponse
+    await servicer.set("", statuses.SERVING)
+    await servicer.set(SERVICE, statuses.SERVING if is_ready else statuses.NOT_SERVING)

@@ -5,7 +5,7 @@ InvalidInputError   invalid_sampling, input_too_long, empty_turn, invalid_input,
 NotFoundError       unknown_session, unknown_turn
 ConflictError       session_busy, cancelled
 StateError          turn_mismatch, no_chat_template, session_ended, session_exists
-ExhaustedError      queue_full
+ExhaustedError      queue_full, rate_limited, too_many_turns, too_many_sessions
 DeadlineError       deadline_exceeded
 UnavailableError    draining
 ReportedError       engine_failed
@@ -137,6 +137,25 @@ class QueueFullError(ExhaustedError):
         super().__init__(message, remedy, details=details, retry_after_s=retry_after_s)
 
 
+class RateLimitedError(ExhaustedError):
+    """A tenant has used up its turns or tokens of the last minute."""
+
+    reason = "rate_limited"
+
+
+class TooManyTurnsError(ExhaustedError):
+    """A tenant has as many turns under way as it may."""
+
+    reason = "too_many_turns"
+
+
+class TooManySessionsError(ExhaustedError):
+    """A tenant keeps as many sessions as it may; waiting does not help."""
+
+    reason = "too_many_sessions"
+    retryable = False
+
+
 class DeadlineExceededError(DeadlineError):
     """The turn's deadline, or those of all RPCs that followed it, passed before it was complete."""
 
@@ -144,7 +163,7 @@ class DeadlineExceededError(DeadlineError):
 
 
 class DrainingError(UnavailableError):
-    """The service is about to stop."""
+    """The service is about to stop; a turn that it hands back has left its session as it was."""
 
     reason = "draining"
 

@@ -3,9 +3,8 @@
 Pure. Invariants: 1. the first turn of a session's queue runs, the others wait; 2. a session without
 turns has no entry; 3. the bounds hold.
 
-Who is refused is told when to come back, each later than the one before by what a place takes to
-become free: a thousand clients that came back together would nearly all be refused again. After
-MAX_RETRY_S it begins anew: the pace may be estimated too slow, and places must not stay empty.
+Who is refused is told when to come back (`return_times.py`), each tenant by itself: one that asks
+again and again does not make others wait.
 """
 
 from collections import deque
@@ -13,10 +12,11 @@ from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from inference_svc.core.errors import QueueFullError, SessionBusyError
+from inference_svc.core.return_times import ReturnTimes
 from shared.session_key import SessionKey
-from shared.units import NS_PER_S
 
 MAX_RETRY_S = 10.0
+MAX_RETURNS = 1024  # tenants that are remembered, unless more have been refused just now
 MIN_PACE_S = 0.005  # between two clients that come back: refusing them costs something, too
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class SessionTurns(Generic[T]):
         self._max_turns = max_turns
         self._max_turns_per_session = max_turns_per_session
         self._retry_after_s = retry_after_s
-        self._last_return_ns = 0  # when the client that was refused last may come back
+        self._returns: dict[str, ReturnTimes] = {}  # by tenant
         self._queues: dict[SessionKey, deque[T]] = {}
         self._num_turns = 0
 
@@ -65,7 +65,7 @@ class SessionTurns(Generic[T]):
                 "submit again when it has finished, or with wait = true",
             )
         if self._num_turns >= self._max_turns or len(queue) >= self._max_turns_per_session:
-            raise self._refusal(len(queue), now_ns)
+            raise self._refusal(key.tenant, len(queue), now_ns)
         self._queues.setdefault(key, deque()).append(turn)
         self._num_turns += 1
         return not queue
@@ -81,13 +81,11 @@ class SessionTurns(Generic[T]):
             return None
         return queue[0] if was_running else None
 
-    def _refusal(self, num_in_session: int, now_ns: int) -> QueueFullError:
-        latest_ns = now_ns + int(MAX_RETRY_S * NS_PER_S)
-        pace_ns = int(max(MIN_PACE_S, self._retry_after_s()) * NS_PER_S)
-        return_ns = max(now_ns, self._last_return_ns) + pace_ns
-        if return_ns > latest_ns:
-            return_ns = min(now_ns + pace_ns, latest_ns)
-        self._last_return_ns = return_ns
+    def _refusal(self, tenant: str, num_in_session: int, now_ns: int) -> QueueFullError:
+        if len(self._returns) >= MAX_RETURNS:
+            self._returns = {n: r for n, r in self._returns.items() if r.last_ns > now_ns}
+        returns = self._returns.setdefault(tenant, ReturnTimes())
+        pace_s = min(max(MIN_PACE_S, self._retry_after_s()), MAX_RETRY_S)
         if num_in_session >= self._max_turns_per_session:
             remedy = "submit again later, or raise scheduler.max_turns_per_session"
         else:
@@ -96,7 +94,7 @@ class SessionTurns(Generic[T]):
             f"{self._num_turns} turns are under way, {num_in_session} of this session",
             remedy,
             queue_length=self._num_turns,
-            retry_after_s=(return_ns - now_ns) / NS_PER_S,
+            retry_after_s=returns.next_s(now_ns, pace_s, pace_s, MAX_RETRY_S),
         )
 
     def check(self) -> None:

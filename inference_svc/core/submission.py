@@ -35,6 +35,7 @@ class TokenInput:
 
 
 MIN_PRIORITY, MAX_PRIORITY = -100, 100
+CHARACTERS_PER_TOKEN = 4  # of most languages and tokenizers, about
 MAX_DEADLINE_S = 365 * 86400.0  # later ones than in a year are none
 
 TurnInput: TypeAlias = TextInput | ChatInput | TokenInput
@@ -74,6 +75,7 @@ class Submission:
         deadline_ns: monotonic clock; the turn fails if it is not answered by then. None: no hurry.
         overflow: what goes when the window is full.
         compression: what goes when the turn is over; None: nothing.
+        client: who submits it, by the name of its identity.
     """
 
     key: SessionKey
@@ -90,3 +92,16 @@ class Submission:
     deadline_ns: int | None = None
     overflow: OverflowPolicy = field(default_factory=OverflowPolicy)
     compression: CompressionPolicy | None = None
+    client: str = ""
+
+    @property
+    def most_tokens(self) -> int:
+        """About how many tokens it may cost: those of its input and of the longest answer."""
+        if isinstance(self.input, TokenInput):
+            num_input = len(self.input.token_ids)
+        elif isinstance(self.input, TextInput):
+            num_input = len(self.input.text) // CHARACTERS_PER_TOKEN
+        else:
+            num_characters = sum(len(content) for _, content in self.input.messages)
+            num_input = num_characters // CHARACTERS_PER_TOKEN
+        return num_input + self.sampling.max_tokens

@@ -155,6 +155,12 @@ def encode_transcript(transcript: Transcript) -> bytes:
     return b"".join([*lines, encode_end()] if transcript.has_ended else lines)
 
 
+def decode_header(line: bytes) -> Header | None:
+    """Whose file it is, by its first line; None if that is torn or damaged."""
+    record = _record(line)
+    return Header(**record["header"]) if record is not None and "header" in record else None
+
+
 def decode_transcript(data: bytes) -> tuple[Transcript | None, int]:
     """Read a file; return the transcript (None: not even a header) and the bytes that are good.
 

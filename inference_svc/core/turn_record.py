@@ -44,6 +44,11 @@ class Usage:
     dropped_tokens: int = 0
     compressed_tokens: int = 0
 
+    @property
+    def computed_tokens(self) -> int:
+        """What the model was fed and what it answered."""
+        return self.recomputed_tokens + self.new_tokens + self.output_tokens
+
 
 @dataclass(frozen=True)
 class TurnRecord:

@@ -111,6 +111,10 @@ class Scheduler:
         """When a place in the queue is likely free."""
         return self._estimates.retry_after_s()
 
+    def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
+        """Share the service otherwise among tenants; what waits keeps its place."""
+        self._queue.weights = weights
+
     # ------------------------------------------------------------------------------ requests
 
     def submit(self, request: Request) -> None:

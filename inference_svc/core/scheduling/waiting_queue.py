@@ -30,10 +30,13 @@ class WaitingQueue:
     Args:
         weights: of tenants; 1 for one that is not there.
         feed: is told who waits, and who does not any more.
+
+    Attributes:
+        weights: as above, of requests to come; a reload sets it.
     """
 
     def __init__(self, weights: Mapping[str, float], feed: QueueFeed) -> None:
-        self._weights = weights
+        self.weights = weights
         self._feed = feed
         self._order: SortedList[Rank] = SortedList()
         self._requests: dict[int, Request] = {}
@@ -114,7 +117,7 @@ class WaitingQueue:
     def _cost(self, request: Request) -> float:
         """Virtual time of a request: the tokens it may compute, over its tenant's weight."""
         new_tokens = max(1, request.prompt_tokens - request.history_tokens)
-        weight = self._weights.get(request.key.tenant, 1.0)
+        weight = self.weights.get(request.key.tenant, 1.0)
         return (new_tokens + request.max_tokens) / weight
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from inference_svc.core.counters import Counters
 from inference_svc.core.errors import EngineFailedError
 from inference_svc.core.rates.rates import Rates, pairs
+from inference_svc.core.turn_measures import TurnMeasures
 from inference_svc.runtime.compute.model_runner import Chunk, ModelRunner
 from inference_svc.runtime.compute.sampling import Sampled
 from inference_svc.runtime.engine.engine_job import EngineJob
@@ -59,12 +60,14 @@ class Stepper:
         compute_thread: WorkerThread,
         counters: Counters,
         rates: Rates,
+        measures: TurnMeasures,
     ) -> None:
         self.busy_s = 0.0
         self._runner = runner
         self._compute_thread = compute_thread
         self._counters = counters
         self._rates = rates
+        self._measures = measures
 
     async def step(
         self, inputs: Sequence[StepInput], clock: StepClock | None = None
@@ -89,7 +92,9 @@ class Stepper:
             else:
                 log.exception("step_failed", num_requests=len(inputs))
         else:
-            self._rates.steps.note(*_work_of(inputs, computed.starts), computed.seconds)
+            num_tokens, num_pairs = _work_of(inputs, computed.starts)
+            self._rates.steps.note(num_tokens, num_pairs, computed.seconds)
+            self._measures.stepped(len(inputs), num_tokens, computed.seconds)
             self.busy_s += computed.seconds
             return computed.outputs
         return [output for single in inputs for output in await self.step([single])]

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -72,6 +73,8 @@ class EngineJob:
         in_batch: set when its first step is planned.
         is_kept: its answer was accepted; the save releases it.
         num_failed_loads: that failed after they were announced.
+        context: of the task that made the job: what is done for it elsewhere belongs to its trace,
+            and is logged with its session.
     """
 
     request: Request
@@ -93,6 +96,7 @@ class EngineJob:
     is_kept: bool = False
     is_started: bool = False
     num_failed_loads: int = 0
+    context: Context = field(default_factory=copy_context)
     _token_bytes: bytearray = field(default_factory=bytearray)
 
     @property

@@ -15,7 +15,7 @@ The scheduler and all jobs belong to the event loop. Invariants:
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from inference_svc.core.counters import Counters
 from inference_svc.core.discards import Range, merge_ranges
@@ -125,6 +125,10 @@ class EngineLoop:
             "saves_under_way": self._memory.num_saving,
             "compute_busy_s": self._stepper.busy_s,
         }
+
+    def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
+        """Share the service otherwise among tenants; what waits keeps its place."""
+        self._scheduler.set_tenant_weights(weights)
 
     async def wait_idle(self) -> None:
         """Wait until nothing is computed, loaded, saved or dropped."""

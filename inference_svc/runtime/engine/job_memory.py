@@ -67,7 +67,7 @@ class JobMemory:
         """Begin to save a buffer that is about to be filled."""
         stream = job.saves = self._saves.open(job.key, buffer, job.request.lineage)
         self.num_saving += 1
-        self._tasks.create_task(self._save(job, stream, buffer))
+        self._tasks.create_task(self._save(job, stream, buffer), context=job.context.copy())
 
     async def _save(self, job: EngineJob, stream: SaveStream, buffer: WriteBuffer) -> None:
         try:

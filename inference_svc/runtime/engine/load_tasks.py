@@ -19,6 +19,7 @@ from inference_svc.runtime.engine.job_memory import JobMemory
 from inference_svc.runtime.engine.loads import Load, Loads
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.store.saves import Saves
+from shared.tracing import child_span
 from shared.units import NS_PER_S
 
 
@@ -67,7 +68,8 @@ class LoadTasks:
         """Load an admitted job. What it has of a resident is its own at once."""
         loading = self._newest[job.request.number] = _Loading(job.request)
         load = self._loads.begin_resident(job, admission) if admission.resident_tokens else None
-        self._tasks.create_task(self._run(job, admission, load, loading))
+        running = self._run(job, admission, load, loading)
+        self._tasks.create_task(running, context=job.context.copy())
 
     def is_loading(self, job: EngineJob) -> bool:
         """Whether a load still uses the job's memory, or is about to give it some."""
@@ -88,17 +90,11 @@ class LoadTasks:
     ) -> None:
         request = job.request
         try:
-            if load is None:
-                await self._saves.settled(job.key)
-                load = await self._loads.begin(job)
-            if request.state is RequestState.LOADING:
-                loading.gate = load.gate
-                await self._announce(job, load)
-                await self._loads.finish(job, load)
-                if self._newest.get(request.number) is loading:
-                    self._finished(job, admission)
-            else:
-                await self._loads.give_up(load)
+            with child_span("load") as span:
+                await self._load(job, admission, load, loading)
+                span.set_attributes(
+                    {f"kv.{k}_tokens": n for k, n in job.outcome.tier_tokens.items()}
+                )
         except Exception as error:  # noqa: BLE001  # the turn's, which logs it
             self._failed(job, error)
         finally:
@@ -107,6 +103,21 @@ class LoadTasks:
             if request.is_over and not job.is_kept:
                 self._ended(job)
             self._changed()
+
+    async def _load(
+        self, job: EngineJob, admission: Admission, load: Load | None, loading: _Loading
+    ) -> None:
+        if load is None:
+            await self._saves.settled(job.key)
+            load = await self._loads.begin(job)
+        if job.request.state is not RequestState.LOADING:
+            await self._loads.give_up(load)
+            return
+        loading.gate = load.gate
+        await self._announce(job, load)
+        await self._loads.finish(job, load)
+        if self._newest.get(job.request.number) is loading:
+            self._finished(job, admission)
 
     async def _announce(self, job: EngineJob, load: Load) -> None:
         """Let the scheduler know what will be there; from now on the job may start."""

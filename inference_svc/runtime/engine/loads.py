@@ -63,7 +63,11 @@ class Load:
 
 
 class Loads:
-    """See the module docstring."""
+    """See the module docstring.
+
+    Attributes:
+        policy: of jobs that have none of their own; a reload sets it.
+    """
 
     def __init__(
         self,
@@ -83,7 +87,7 @@ class Loads:
         self._load_thread = load_thread
         self._counters = counters
         self._num_layers = num_layers
-        self._policy = policy
+        self.policy = policy
         self._preload = preload
         # Beyond the buffer nothing is loaded before the turn is in the batch.
         is_held_back = preload.buffer_layers < num_layers
@@ -139,7 +143,7 @@ class Loads:
     def _policy_of(self, job: EngineJob) -> LoadPolicy:
         if job.num_failed_loads >= MOST_FAILED_LOADS:
             return LoadPolicy.NEVER
-        return job.load_policy or self._policy
+        return job.load_policy or self.policy
 
     # ------------------------------------------------------------------------------- residents
 

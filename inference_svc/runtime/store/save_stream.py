@@ -19,6 +19,7 @@ from inference_svc.runtime.store.session_store import SessionStore
 from shared.block_key import TOKEN_BYTES
 from shared.lineage import Lineage
 from shared.session_key import SessionKey
+from shared.tracing import child_span
 
 
 @dataclass(frozen=True)
@@ -129,10 +130,11 @@ class SaveStream:
     async def _store_piece(self, piece: _Piece) -> None:
         if len(piece.token_ids) // TOKEN_BYTES <= self._saved_token:  # less is kept than is stored
             return
-        reason = await self._store.save(
-            *(self._key, piece.token_ids, self._saved_token, self._buffer, piece.clock),
-            lineage=self._lineage,
-        )
+        with child_span("save", {"kv.from_token": self._saved_token}):
+            reason = await self._store.save(
+                *(self._key, piece.token_ids, self._saved_token, self._buffer, piece.clock),
+                lineage=self._lineage,
+            )
         self.refused_reason = reason
         if reason == "":
             self._saved_token = self._end_of_blocks(len(piece.token_ids) // TOKEN_BYTES)

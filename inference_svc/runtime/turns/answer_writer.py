@@ -15,13 +15,15 @@ from inference_svc.runtime.engine.engine_job import EngineJob, LoadOutcome
 from inference_svc.runtime.turns.detokenize import Detokenizer
 from inference_svc.runtime.turns.turn import Turn
 from inference_svc.runtime.turns.turn_prompt import Prompt
+from shared.histogram import Histogram
 from shared.units import NS_PER_S
 
 
 class AnswerWriter:
     """The engine's sink for one turn.
 
-    How much of the history was reused is known at the end only: a load may still fail.
+    How much of the history was reused is known at the end only: a load may still fail. The times
+    between its tokens are counted in `itl_s`.
 
     Attributes:
         tokens: the answer so far, as it was shown.
@@ -35,6 +37,7 @@ class AnswerWriter:
         tokenizer: Any | None,
         prompt_ids: Sequence[int],
         history_tokens: int,
+        itl_s: Histogram,
     ) -> None:
         self.tokens: list[AnswerToken] = []
         self.finish_reason: FinishReason | None = None
@@ -43,6 +46,8 @@ class AnswerWriter:
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, prompt_ids)
         self._history_tokens = history_tokens
+        self._itl_s = itl_s
+        self._sampled_ns = 0  # when the last token was
         self._prompt_tokens = len(prompt_ids)
 
     def started(self, request: Request, outcome: LoadOutcome) -> None:
@@ -54,6 +59,10 @@ class AnswerWriter:
 
     def sampled(self, token: Sampled) -> bool:
         """See TurnSink."""
+        now_ns = time.monotonic_ns()
+        if self._sampled_ns:
+            self._itl_s.observe((now_ns - self._sampled_ns) / NS_PER_S)
+        self._sampled_ns = now_ns
         text = self._detokenizer.push(token.token_id)
         shown, self.finish_reason = self._answer.push(
             AnswerToken(token.token_id, text, token.logprob, token.top)

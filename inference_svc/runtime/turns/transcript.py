@@ -7,14 +7,16 @@ file system's commit.
 Invariants:
     1. a transcript in memory is never ahead of its file;
     2. one session's reads and writes are serialised, so that a read never overtakes a write;
-    3. the cache is bounded; what is evicted from it is read again.
+    3. the cache is bounded; what is evicted from it is read again;
+    4. once they are counted, the sessions of each tenant are those that have a file.
 """
 
 import asyncio
 import fcntl
 import hashlib
 import os
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 
 import aiofiles
@@ -24,6 +26,7 @@ from inference_svc.core.errors import TranscriptError, UnknownSessionError
 from inference_svc.core.transcript_format import (
     Header,
     Transcript,
+    decode_header,
     decode_transcript,
     encode_discard,
     encode_end,
@@ -37,6 +40,7 @@ from shared.session_key import SessionKey
 
 MAX_CACHED_TOKENS = 8_000_000  # about half a gigabyte of Python integers at the very worst
 LOCK_FILE = "lock"  # held by the service that owns the directory
+MAX_HEADER_BYTES = 4096  # of a file's first line: names are 128 at most
 NUM_LOCKS = 64  # sessions that share one only wait for each other's file
 
 log = get_logger(__name__)
@@ -58,6 +62,7 @@ class TranscriptStore:
         self._cache: OrderedDict[SessionKey, Transcript] = OrderedDict()
         self._lock_file: int | None = None
         self._locks = [asyncio.Lock() for _ in range(NUM_LOCKS)]
+        self._num_sessions: Counter[str] = Counter()
 
     def open(self) -> None:
         """Make the directory, see that it can be written, and lock it until `close`.
@@ -79,6 +84,14 @@ class TranscriptStore:
                 f"the transcript directory {self._directory} is not writable ({error.strerror})",
                 "give --state-dir a directory this user may write",
             ) from error
+
+    def count_sessions(self) -> None:
+        """Count each tenant's sessions; blocks for as long as reading every file's first line."""
+        self._num_sessions = Counter(header.tenant for header in _headers(self._directory))
+
+    def num_sessions(self, tenant: str) -> int:
+        """How many sessions a tenant has."""
+        return self._num_sessions[tenant]
 
     def close(self) -> None:
         """Unlock the directory."""
@@ -178,6 +191,7 @@ class TranscriptStore:
                 await asyncio.to_thread(_unlink, self._path(key))
             except OSError as error:
                 raise _unavailable(key, error) from error
+            self._num_sessions[key.tenant] -= 1
 
     async def _read(self, key: SessionKey) -> Transcript | None:
         """Read a file into the cache; a torn last line is cut off, so that appending is safe."""
@@ -213,6 +227,7 @@ class TranscriptStore:
                 await asyncio.to_thread(os.fsync, file.fileno())
             if size == 0:
                 await asyncio.to_thread(_sync_directory, self._directory)
+                self._num_sessions[key.tenant] += 1
         except OSError as error:
             if size is not None:
                 await self._cut(key, size)
@@ -242,6 +257,17 @@ class TranscriptStore:
 
     def _lock(self, key: SessionKey) -> asyncio.Lock:
         return self._locks[hash(key) % NUM_LOCKS]
+
+
+def _headers(directory: Path) -> Iterator[Header]:
+    for path in directory.glob("*.jsonl"):
+        try:
+            with path.open("rb") as file:
+                header = decode_header(file.readline(MAX_HEADER_BYTES))
+        except OSError:  # whoever uses the session is told
+            continue
+        if header is not None:
+            yield header
 
 
 def _unlink(path: Path) -> None:

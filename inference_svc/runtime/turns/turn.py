@@ -1,7 +1,9 @@
 """One turn under way: a log of events that any number of clients follow from its beginning.
 
 The log is bounded by the length of the answer. A turn whose last follower leaves is cancelled,
-unless it is being recorded, or undone, already. Its deadline is the latest of its followers'.
+unless it is being recorded, or undone, already. Its deadline is the latest of its followers'. A
+turn that is handed back ends with an error in place of what it would have said: its client is to
+submit it again.
 """
 
 import asyncio
@@ -26,6 +28,7 @@ class Turn:
         may_run: set when the turns before it in its session are over.
         is_settled: being written to the transcript: it can no longer be cancelled.
         is_cancelled: asked to stop: nobody should join it.
+        handed_back: what its followers get in place of a last event; None: nothing of that kind.
         task: the task that runs it; None for the replay of a recorded turn.
         deadline_ns: monotonic clock, None for no hurry; it only ever moves away.
         request: its request in the engine, once it is there.
@@ -36,6 +39,7 @@ class Turn:
         self.may_run = asyncio.Event()
         self.is_settled = False
         self.is_cancelled = False
+        self.handed_back: ReportedError | None = None
         self.task: asyncio.Task[ReportedError | None] | None = None
         self.deadline_ns = submission.deadline_ns
         self.request: Request | None = None
@@ -52,7 +56,7 @@ class Turn:
 
     def close(self, error: ReportedError | None = None) -> None:
         """End the log; followers get the error after the last event, unless that is Finished."""
-        if not (self._events and isinstance(self._events[-1], Finished)):
+        if not self.is_answered:
             self._error = error
         self._is_over = True
         self._wake_followers()
@@ -74,6 +78,24 @@ class Turn:
         self.is_cancelled = True
         return self.task.cancel()
 
+    def hand_back(self, error: ReportedError) -> bool:
+        """Stop the turn and let its followers have the error; return whether it will."""
+        if not self.cancel():
+            return False
+        self.handed_back = error
+        return True
+
+    @property
+    def has_started(self) -> bool:
+        """Whether anything of it has been computed."""
+        return self.request is not None and self.request.started_ns > 0
+
+    @property
+    def computed_tokens(self) -> int:
+        """What it has cost; 0 of one that failed or has not started."""
+        last = self._events[-1] if self._events else None
+        return last.usage.computed_tokens if isinstance(last, Finished) and self.has_started else 0
+
     def allow_until(self, deadline_ns: int | None) -> None:
         """Take the deadline of one more submission of this turn, if it is later."""
         if self.deadline_ns is None or (deadline_ns is not None and deadline_ns < self.deadline_ns):
@@ -81,6 +103,11 @@ class Turn:
         self.deadline_ns = deadline_ns
         if self.request is not None:
             self.request.deadline_ns = deadline_ns
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether its last event has been published."""
+        return bool(self._events) and isinstance(self._events[-1], Finished)
 
     async def wait_for_session(self) -> bool:
         """Wait until the turn may run; return False if its deadline passes before."""

@@ -32,9 +32,7 @@ from inference_svc.runtime.turns.answer_writer import AnswerWriter
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn import Turn
 from inference_svc.runtime.turns.turn_prompt import MidTurnCut, Prompt, PromptMaker, TurnLimits
-from shared.log import get_logger
-
-log = get_logger(__name__)
+from inference_svc.runtime.turns.turn_report import TurnReport
 
 
 class TurnRunner:
@@ -48,6 +46,7 @@ class TurnRunner:
         tokenizer: Any | None,
         limits: TurnLimits,
         counters: Counters,
+        report: TurnReport,
     ) -> None:
         self._engine = engine
         self._transcripts = transcripts
@@ -55,6 +54,7 @@ class TurnRunner:
         self._tokenizer = tokenizer
         self._limits = limits
         self._counters = counters
+        self._report = report
         self._numbers = count(1)
 
     async def answer(self, turn: Turn) -> None:
@@ -87,7 +87,12 @@ class TurnRunner:
         sampling = replace(submission.sampling, max_tokens=max_tokens)
         answer = GrowingAnswer(sampling, self._limits.eos_ids)
         writer = AnswerWriter(
-            turn, answer, self._tokenizer, context.token_ids, context.computed_tokens
+            turn,
+            answer,
+            self._tokenizer,
+            context.token_ids,
+            context.computed_tokens,
+            self._report.measures.itl_s,
         )
         turn.request = Request(
             next(self._numbers),
@@ -133,8 +138,9 @@ class TurnRunner:
             await self._transcripts.append(job.key, record, is_final=job.is_final)
             self._engine.keep(job, writer.computed_ids(job.request))
         except asyncio.CancelledError:
-            writer.finish_reason = FinishReason.CANCELLED
-            self._finish(turn, writer, writer.usage(job), num_turns)
+            if turn.handed_back is None:
+                writer.finish_reason = FinishReason.CANCELLED
+                self._finish(turn, writer, writer.usage(job), num_turns)
             raise
         finally:
             self._engine.drop(job)
@@ -162,34 +168,13 @@ class TurnRunner:
         return policy.drop(num_tokens, scores, protected)
 
     def _finish(self, turn: Turn, writer: AnswerWriter, usage: Usage, num_turns: int) -> None:
-        """Publish the last event and write the turn's canonical log line."""
+        """Publish the last event, and say how the turn ended."""
         text = "".join(token.text for token in writer.tokens)
         reason = str(writer.finish_reason)
         turn.publish(Finished(reason, text, usage, num_turns))
-        submission = turn.submission
-        log.info(
-            "turn",
-            session=str(submission.key),
-            turns=num_turns,
-            request_id=submission.request_id,
-            finish_reason=reason,
-            history_tokens=usage.history_tokens,
-            reused_tokens=usage.reused_tokens,
-            recomputed_tokens=usage.recomputed_tokens,
-            recompute_reason=usage.recompute_reason,
-            new_tokens=usage.new_tokens,
-            output_tokens=usage.output_tokens,
-            dropped_tokens=usage.dropped_tokens,
-            compressed_tokens=usage.compressed_tokens,
-            tier_tokens=dict(usage.tier_tokens),
-            queue_s=round(usage.queue_s, 6),
-            load_s=round(usage.load_s, 6),
-            prefill_s=round(usage.prefill_s, 6),
-            ttft_s=round(usage.ttft_s, 6),
-            total_s=round(usage.total_s, 6),
-            stall_s=round(usage.stall_s, 6),
-            priority=submission.priority,
-            preemptions=usage.preemptions,
+        cancelled = writer.finish_reason is FinishReason.CANCELLED
+        self._report.answered(
+            turn.submission, turn.request, reason, usage, num_turns, cancelled=cancelled
         )
 
     def _count(self, record: TurnRecord) -> None:

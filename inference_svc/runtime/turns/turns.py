@@ -1,12 +1,14 @@
 """Which turns run: one per session at a time, each once, however often it is submitted.
 
 Owns the turns under way and what a repeat of a request id gets: the running turn's events, or the
-recorded result. How a turn is answered is `turn_runner.py`'s business.
+recorded result; neither counts against its tenant's limits. How a turn is answered is
+`turn_runner.py`'s business.
 """
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -19,7 +21,6 @@ from inference_svc.core.errors import (
     EngineFailedError,
     InvalidDiscardError,
     QueueFullError,
-    RequestIdReusedError,
     SessionBusyError,
     SessionExistsError,
     TurnCancelledError,
@@ -27,18 +28,19 @@ from inference_svc.core.errors import (
 )
 from inference_svc.core.expected_session import ExpectedSession
 from inference_svc.core.session_turns import SessionTurns
-from inference_svc.core.stopping import AnswerToken
 from inference_svc.core.submission import Submission
+from inference_svc.core.tenant_limits import Place, TenantLimits
 from inference_svc.core.transcript_format import Transcript
-from inference_svc.core.turn_events import Accepted, Finished, Started, Tokens
-from inference_svc.core.turn_record import TurnRecord
 from inference_svc.runtime.engine.engine_loop import EngineLoop
+from inference_svc.runtime.turns.repeats import check_same, replay
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn import Turn
+from inference_svc.runtime.turns.turn_report import TurnReport, turn_span
 from inference_svc.runtime.turns.turn_runner import TurnRunner
-from shared.errors import ReportedError
+from shared.errors import ExhaustedError, ReportedError
 from shared.log import get_logger
 from shared.session_key import SessionKey
+from shared.tracing import fail_span
 
 T = TypeVar("T")
 
@@ -54,13 +56,17 @@ class Turns:
         transcripts: TranscriptStore,
         engine: EngineLoop,
         session_turns: SessionTurns[Turn],
+        limits: TenantLimits,
         counters: Counters,
+        report: TurnReport,
     ) -> None:
         self._runner = runner
         self._transcripts = transcripts
         self._engine = engine
         self._session_turns = session_turns
+        self._limits = limits
         self._counters = counters
+        self._report = report
         self._held: set[SessionKey] = set()  # sessions that are being changed, but by a turn
         self._is_draining = False
         self._idle = asyncio.Event()
@@ -74,18 +80,26 @@ class Turns:
         async with self._tasks:
             await asyncio.Event().wait()
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether it is about to stop, and takes no turns."""
+        return self._is_draining
+
     def refuse_new(self) -> None:
-        """Accept no more turns: the service is about to stop."""
+        """Accept no more turns, and give those back that have not started."""
         self._is_draining = True
+        self._hand_back([turn for turn in self._session_turns if not turn.has_started])
 
     async def wait_idle(self) -> None:
         """Wait until no turn is under way."""
         await self._idle.wait()
 
-    def cancel_all(self) -> None:
-        """Stop every turn that is not being recorded."""
-        for turn in list(self._session_turns):
-            turn.cancel()
+    def hand_back_all(self) -> None:
+        """Stop every turn that is not being recorded; its client is to submit it again."""
+        self._hand_back(list(self._session_turns))
+
+    def _hand_back(self, turns: Sequence[Turn]) -> None:
+        self._counters.add("turns_handed_back", sum(turn.hand_back(_draining()) for turn in turns))
 
     # ----------------------------------------------------------------------------------- turns
 
@@ -105,10 +119,11 @@ class Turns:
             return joined
         record = transcript.find(submission.request_id) if transcript else None
         if record is not None:
-            _check_same(submission, record.request_digest)
+            check_same(submission, record.request_digest)
             self._counters.add("turns_replayed")
-            return _replay(submission, record)
-        return self._start(submission)
+            self._report.replayed(submission, record)
+            return replay(submission, record)
+        return self._start(submission, opens_session=transcript is None)
 
     def cancel(self, key: SessionKey, request_id: str) -> int:
         """Stop the session's turns, or the one of a request id; return how many.
@@ -131,34 +146,51 @@ class Turns:
     def _find_running(self, submission: Submission) -> Turn | None:
         for turn in self._session_turns.of(submission.key):
             if turn.submission.request_id == submission.request_id and not turn.is_cancelled:
-                _check_same(submission, turn.submission.digest)
+                check_same(submission, turn.submission.digest)
                 turn.allow_until(submission.deadline_ns)
                 return turn
         return None
 
-    def _start(self, submission: Submission) -> Turn:
+    def _start(self, submission: Submission, *, opens_session: bool) -> Turn:
         key = submission.key
         if self._is_draining:
-            raise DrainingError("the service is about to stop", "submit again in a moment")
+            raise _draining()
         if key in self._held:
             raise _busy(key)
-        turn = Turn(submission)
+        turn, now_ns = Turn(submission), time.monotonic_ns()
+        opens = key.session_id if opens_session else ""
         try:
-            runs_now = self._session_turns.enter(
-                key, turn, time.monotonic_ns(), wait=submission.waits
-            )
-        except QueueFullError:
-            self._counters.add("turns_refused")
+            self._check_limits(submission, opens, now_ns)
+            runs_now = self._session_turns.enter(key, turn, now_ns, wait=submission.waits)
+        except ExhaustedError as error:
+            queue_full = isinstance(error, QueueFullError)
+            self._counters.add("turns_refused" if queue_full else f"refused_{error.reason}")
             raise
+        place = self._limits.enter(key.tenant, submission.most_tokens, opens, now_ns)
         if runs_now:
             turn.may_run.set()
         self._idle.clear()
         turn.task = self._tasks.create_task(self._run(turn))
         # Not a `finally` in the task: a task cancelled before its first step never gets there.
-        turn.task.add_done_callback(partial(self._ended, turn))
+        turn.task.add_done_callback(partial(self._ended, turn, place))
         return turn
 
+    def _check_limits(self, submission: Submission, opens: str, now_ns: int) -> None:
+        tenant = submission.key.tenant
+        num_sessions = self._transcripts.num_sessions(tenant)
+        refusal = self._limits.refuse(tenant, submission.most_tokens, opens, num_sessions, now_ns)
+        if refusal is not None:
+            raise refusal
+
     async def _run(self, turn: Turn) -> ReportedError | None:
+        """Answer the turn within its span; return why it failed."""
+        with turn_span(turn.submission) as span:
+            error = await self._answer(turn)
+            if error is not None:
+                fail_span(span, error.reason)
+        return error
+
+    async def _answer(self, turn: Turn) -> ReportedError | None:
         """Wait for the session, then answer the turn; return why it failed."""
         try:
             if not await turn.wait_for_session():
@@ -178,26 +210,21 @@ class Turns:
             )
         return None
 
-    def _ended(self, turn: Turn, task: "asyncio.Task[ReportedError | None]") -> None:
+    def _ended(self, turn: Turn, place: Place, task: "asyncio.Task[ReportedError | None]") -> None:
         """End the turn's events and let the next turn of its session go."""
+        error: ReportedError | None
         if task.cancelled():
-            self._counters.add("turns_cancelled")
-            turn.close(
-                TurnCancelledError("the turn was cancelled before it began", "submit it again")
+            error = turn.handed_back or TurnCancelledError(
+                "the turn was cancelled before it began", "submit it again"
             )
+            self._counters.add("turns_cancelled", turn.handed_back is None)
         else:
             error = task.result()
-            turn.close(error)
-            if error is not None:
-                self._counters.add("turns_failed")
-                key, request_id = turn.submission.key, turn.submission.request_id
-                log.info(
-                    "turn",
-                    session=str(key),
-                    request_id=request_id,
-                    finish_reason="failed",
-                    error=error.reason,
-                )
+            self._counters.add("turns_failed", error is not None)
+        turn.close(error)
+        if error is not None and not turn.is_answered:
+            self._report.failed(turn.submission, error)
+        self._limits.leave(place, turn.computed_tokens, time.monotonic_ns())
         following = self._session_turns.leave(turn.submission.key, turn)
         if following is not None:
             following.may_run.set()
@@ -225,7 +252,8 @@ class Turns:
             raise exists
         last_turn = num_turns if at_turn is None else at_turn
         fork = partial(self._transcripts.fork, key, new_session_id, last_turn)
-        forked = await self._change(new_key, fork)
+        with self._opening(new_key):
+            forked = await self._change(new_key, fork)
         if forked is None:
             raise exists
         return forked
@@ -291,6 +319,21 @@ class Turns:
 
         await self._change(key, end)
 
+    @contextmanager
+    def _opening(self, key: SessionKey) -> Iterator[None]:
+        """Count a session that is opened, but by a turn."""
+        tenant, num_sessions = key.tenant, self._transcripts.num_sessions(key.tenant)
+        now_ns = time.monotonic_ns()
+        refusal = self._limits.refuse_session(tenant, key.session_id, num_sessions, now_ns)
+        if refusal is not None:
+            self._counters.add(f"refused_{refusal.reason}")
+            raise refusal
+        self._limits.open_session(tenant, key.session_id, now_ns)
+        try:
+            yield
+        finally:
+            self._limits.session_opened(tenant, key.session_id)
+
     async def _change(self, key: SessionKey, change: Callable[[], Awaitable[T]]) -> T:
         """Change a session that has no turn under way, to the end: also if the caller leaves.
 
@@ -323,29 +366,8 @@ async def _outcome(
         return (), error
 
 
-def _replay(submission: Submission, record: TurnRecord) -> Turn:
-    """A turn that is over, with the events of its record."""
-    logprobs = record.logprobs or (None,) * len(record.output_ids)
-    top = record.top_logprobs or ((),) * len(record.output_ids)
-    rows = zip(record.output_ids, record.pieces, logprobs, top, strict=True)
-    usage = record.usage
-    turn = Turn(submission)
-    turn.publish(
-        Accepted(submission.key.session_id, record.turn, record.request_id, 0, is_replayed=True),
-        Started(usage.history_tokens, usage.reused_tokens, usage.queue_s),
-        Tokens(tuple(AnswerToken(*row) for row in rows)),
-        Finished(record.finish_reason, record.text, usage, record.turn + 1),
-    )
-    turn.close()
-    return turn
-
-
-def _check_same(submission: Submission, digest: str) -> None:
-    if submission.digest != digest:
-        raise RequestIdReusedError(
-            f"request id {submission.request_id!r} was used with another input or sampling",
-            "make a new request id for each new turn",
-        )
+def _draining() -> DrainingError:
+    return DrainingError("the service is about to stop", "submit again in a moment")
 
 
 def _busy(key: SessionKey) -> SessionBusyError:

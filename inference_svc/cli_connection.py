@@ -1,0 +1,67 @@
+"""Options of commands that call a service, and the one that makes tokens for clients."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from inference_svc.client import InferenceClient
+from inference_svc.config import default_listen
+from shared.access.channels import read_credentials
+from shared.access.tokens import make_token, token_text
+
+Address = Annotated[
+    str,
+    typer.Option(
+        envvar="INFERENCE_ADDRESS",
+        help="Where the service listens: unix:/path or host:port.",
+        default_factory=default_listen,
+    ),
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(envvar="INFERENCE_TOKEN_FILE", help="File with the token to come with."),
+]
+TlsCa = Annotated[
+    Path | None,
+    typer.Option(envvar="INFERENCE_TLS_CA_FILE", help="PEM: who signed the certificate."),
+]
+TlsCert = Annotated[
+    Path | None, typer.Option(envvar="INFERENCE_TLS_CERT_FILE", help="PEM: own certificate.")
+]
+TlsKey = Annotated[
+    Path | None, typer.Option(envvar="INFERENCE_TLS_KEY_FILE", help="PEM: key of the certificate.")
+]
+
+
+def client_of(
+    address: str,
+    token_file: Path | None,
+    tls_ca: Path | None,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+) -> InferenceClient:
+    """The client that a command line describes.
+
+    Raises:
+        InvalidInputError: the address is none, or a file cannot be read.
+    """
+    is_named = any((token_file, tls_ca, tls_cert, tls_key))
+    credentials = read_credentials(token_file, tls_ca, tls_cert, tls_key) if is_named else None
+    return InferenceClient(address, credentials)
+
+
+def token(
+    name: Annotated[str, typer.Argument(help="What the settings call the client.")] = "NAME",
+    file: Annotated[
+        Path | None, typer.Option(help="Write it to this new file, which only you can read.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+) -> None:
+    """Make a token for a client, and say what the settings need of it.
+
+    Nothing is kept but the file: the settings need only the digest.
+    """
+    told = make_token(file)
+    typer.echo(json.dumps(told, indent=2) if as_json else token_text(name, told))

@@ -1,0 +1,266 @@
+"""What each tenant may have: turns and tokens a minute, turns at once, sessions kept. Pure.
+
+A rate is a bucket that holds a minute's worth and fills all the time. A turn takes one from the
+bucket of turns when it begins. It may begin while the bucket of tokens is not empty; it reserves
+there what it may need, which can leave a debt, and settles when it has ended: tokens that it
+computed (prompt and answer) stay taken, tokens that it found in the cache cost nothing.
+
+Invariants (`check`): 1. a tenant's turns are counted from `enter` to `leave`, and so are sessions
+that they open, until they are there; 2. a tenant that is idle and owes nothing has no entry, at the
+latest when the next sweep has passed; 3. nothing of one tenant is seen by another.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from inference_svc.core.errors import RateLimitedError, TooManySessionsError, TooManyTurnsError
+from inference_svc.core.return_times import ReturnTimes
+from shared.errors import ExhaustedError
+from shared.units import NS_PER_S
+
+MINUTE_S = 60.0
+MAX_RETRY_S = MINUTE_S  # those who are refused are spread over so much
+MIN_PACE_S = 0.005  # between two clients that come back: refusing them costs something, too
+SWEEP = 1024  # entries that are new since the last look at which of them are needed
+
+
+@dataclass(frozen=True)
+class TenantBounds:
+    """A tenant's limits; None: no bound."""
+
+    turns_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+    max_turns: int | None = None
+    max_sessions: int | None = None
+
+
+class Bucket:
+    """Fills at a rate up to a minute's worth; may be left with a debt."""
+
+    def __init__(self, per_minute: float | None, now_ns: int) -> None:
+        self._per_minute = per_minute
+        self._level = self.capacity
+        self._filled_ns = now_ns
+
+    @property
+    def capacity(self) -> float:
+        """A minute's worth, and one at least."""
+        return max(1.0, self._per_minute or 0.0)
+
+    def level(self, now_ns: int) -> float:
+        """What is in it; below 0: a debt."""
+        if self._per_minute is not None:
+            passed_s = max(0, now_ns - self._filled_ns) / NS_PER_S
+            level = self._level + self._per_minute * passed_s / MINUTE_S
+            self._level = min(self.capacity, level)
+        self._filled_ns = now_ns
+        return self._level
+
+    def take(self, amount: float, now_ns: int) -> None:
+        """Take something out, or give it back (below 0)."""
+        if self._per_minute is not None:
+            self._level = min(self.capacity, self.level(now_ns) - amount)
+
+    def set_rate(self, per_minute: float | None, now_ns: int) -> None:
+        """Fill at another rate from now on; one that had no bound begins full."""
+        had_bound, level = self._per_minute is not None, self.level(now_ns)
+        self._per_minute = per_minute
+        self._level = min(level, self.capacity) if had_bound else self.capacity
+
+    def wait_s(self, wanted: float, now_ns: int) -> float:
+        """How long until so much is in it; 0 if it is."""
+        if self._per_minute is None:
+            return 0.0
+        missing = min(wanted, self.capacity) - self.level(now_ns)
+        return max(0.0, missing * MINUTE_S / self._per_minute)
+
+    def pace_s(self, amount: float) -> float:
+        """How long so much takes to come in."""
+        return amount * MINUTE_S / self._per_minute if self._per_minute is not None else 0.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a turn under way holds of its tenant's limits.
+
+    Attributes:
+        tokens: reserved.
+        opens: the session it opens; "" for one that is there.
+    """
+
+    tenant: str
+    tokens: float
+    opens: str
+
+
+@dataclass
+class _Tenant:
+    bounds: TenantBounds
+    turns: Bucket
+    tokens: Bucket
+    num_turns: int = 0
+    opening: Counter[str] = field(default_factory=Counter)
+    returns: ReturnTimes = field(default_factory=ReturnTimes)
+
+    def is_needed(self, now_ns: int) -> bool:
+        """Whether a fresh entry in its place would be another."""
+        buckets = (self.turns, self.tokens)
+        owes = any(bucket.level(now_ns) < bucket.capacity for bucket in buckets)
+        return bool(self.num_turns or self.opening) or owes or self.returns.last_ns > now_ns
+
+
+class TenantLimits:
+    """See the module docstring.
+
+    Args:
+        default: of tenants that are not named.
+        named: of the others.
+        turn_s: how long a turn takes at present, for who is told to come back.
+    """
+
+    def __init__(
+        self,
+        default: TenantBounds,
+        named: Mapping[str, TenantBounds],
+        turn_s: Callable[[], float] = lambda: 1.0,
+    ) -> None:
+        self._default = default
+        self._named = named
+        self._turn_s = turn_s
+        self._tenants: dict[str, _Tenant] = {}
+        self._sweep_at = SWEEP
+
+    def __len__(self) -> int:
+        return len(self._tenants)
+
+    def set_bounds(
+        self, default: TenantBounds, named: Mapping[str, TenantBounds], now_ns: int
+    ) -> None:
+        """Put other limits into force; turns under way go on."""
+        self._default, self._named = default, named
+        for name, tenant in self._tenants.items():
+            tenant.bounds = self._bounds(name)
+            tenant.turns.set_rate(tenant.bounds.turns_per_minute, now_ns)
+            tenant.tokens.set_rate(tenant.bounds.tokens_per_minute, now_ns)
+
+    def refuse(
+        self, name: str, tokens: float, opens: str, num_sessions: int, now_ns: int
+    ) -> ExhaustedError | None:
+        """Why a turn may not begin now; None if it may. Changes nothing but hints.
+
+        Args:
+            name: of the tenant.
+            tokens: it may need.
+            opens: the session it opens; "" for one that is there.
+            num_sessions: that the tenant has.
+            now_ns: the time.
+        """
+        refusal = self.refuse_session(name, opens, num_sessions, now_ns) if opens else None
+        if refusal is not None:
+            return refusal
+        tenant = self._tenant(name, now_ns)
+        bounds = tenant.bounds
+        if bounds.max_turns is not None and tenant.num_turns >= bounds.max_turns:
+            pace_s = max(MIN_PACE_S, self._turn_s())
+            wait_s = tenant.returns.next_s(now_ns, pace_s, pace_s, MAX_RETRY_S)
+            return _too_many_turns(name, tenant.num_turns, wait_s)
+        wait_s = max(tenant.turns.wait_s(1.0, now_ns), tenant.tokens.wait_s(1.0, now_ns))
+        if wait_s:
+            pace_s = max(MIN_PACE_S, tenant.turns.pace_s(1.0), tenant.tokens.pace_s(tokens))
+            return _rate_limited(
+                name, bounds, tenant.returns.next_s(now_ns, wait_s, pace_s, MAX_RETRY_S)
+            )
+        return None
+
+    def refuse_session(
+        self, name: str, opens: str, num_sessions: int, now_ns: int
+    ) -> ExhaustedError | None:
+        """Why a tenant that has so many sessions may not open this one; None if it may."""
+        tenant = self._tenant(name, now_ns)
+        most, num_kept = tenant.bounds.max_sessions, num_sessions + len(tenant.opening)
+        if most is None or opens in tenant.opening or num_kept < most:
+            return None
+        return _too_many_sessions(name, num_kept)
+
+    def enter(self, name: str, tokens: float, opens: str, now_ns: int) -> Place:
+        """Count a turn that begins, which `refuse` did not; it owes `leave`."""
+        tenant = self._tenant(name, now_ns)
+        # Not more than a minute's worth: who asks for endless answers does not wait endlessly.
+        place = Place(name, min(tokens, tenant.tokens.capacity), opens)
+        tenant.num_turns += 1
+        if opens:
+            self.open_session(name, opens, now_ns)
+        tenant.turns.take(1.0, now_ns)
+        tenant.tokens.take(place.tokens, now_ns)
+        return place
+
+    def leave(self, place: Place, used_tokens: float, now_ns: int) -> None:
+        """Count a turn out, and settle what it has used."""
+        tenant = self._tenants[place.tenant]
+        tenant.num_turns -= 1
+        if place.opens:
+            self.session_opened(place.tenant, place.opens)
+        tenant.tokens.take(used_tokens - place.tokens, now_ns)
+
+    def open_session(self, name: str, session_id: str, now_ns: int) -> None:
+        """Count a session that is being opened; owes `session_opened`."""
+        self._tenant(name, now_ns).opening[session_id] += 1
+
+    def session_opened(self, name: str, session_id: str) -> None:
+        """Count it out: it is there, or it is not going to be."""
+        opening = self._tenants[name].opening
+        opening[session_id] -= 1
+        if not opening[session_id]:
+            del opening[session_id]
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken."""
+        for tenant in self._tenants.values():
+            assert tenant.num_turns >= 0
+            assert all(count > 0 for count in tenant.opening.values())
+
+    def _bounds(self, name: str) -> TenantBounds:
+        return self._named.get(name, self._default)
+
+    def _tenant(self, name: str, now_ns: int) -> _Tenant:
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            if len(self._tenants) >= self._sweep_at:
+                self._sweep(now_ns)
+            bounds = self._bounds(name)
+            turns = Bucket(bounds.turns_per_minute, now_ns)
+            tokens = Bucket(bounds.tokens_per_minute, now_ns)
+            tenant = self._tenants[name] = _Tenant(bounds, turns, tokens)
+        return tenant
+
+    def _sweep(self, now_ns: int) -> None:
+        self._tenants = {n: t for n, t in self._tenants.items() if t.is_needed(now_ns)}
+        self._sweep_at = 2 * len(self._tenants) + SWEEP
+
+
+def _too_many_sessions(name: str, num_sessions: int) -> TooManySessionsError:
+    return TooManySessionsError(
+        f"tenant {name} has {num_sessions} sessions",
+        "delete some of them, or raise the tenant's max_sessions",
+        details={"num_sessions": str(num_sessions)},
+    )
+
+
+def _too_many_turns(name: str, num_turns: int, wait_s: float) -> TooManyTurnsError:
+    return TooManyTurnsError(
+        f"tenant {name} has {num_turns} turns under way",
+        "submit again later, or raise the tenant's max_turns",
+        details={"num_turns": str(num_turns)},
+        retry_after_s=wait_s,
+    )
+
+
+def _rate_limited(name: str, bounds: TenantBounds, wait_s: float) -> RateLimitedError:
+    allowed = {"turns": bounds.turns_per_minute, "tokens": bounds.tokens_per_minute}
+    named = [f"{value:g} {what}" for what, value in allowed.items() if value is not None]
+    return RateLimitedError(
+        f"tenant {name} has used up its {' and '.join(named)} a minute",
+        "submit again later, or raise the tenant's limits",
+        retry_after_s=wait_s,
+    )

@@ -1,0 +1,101 @@
+"""What the process hears from outside while it serves, and how its turns end when it stops.
+
+SIGTERM, SIGINT   drain: turns that have not started are handed back at once, those that run go
+                  on until server.drain_s, their KV is saved; then the process ends
+a second one      everything that is left is handed back at once
+SIGHUP            the settings are read again (`live_settings.py`)
+"""
+
+import asyncio
+import signal
+from collections.abc import Callable
+
+from inference_svc.config import InferenceSettings
+from inference_svc.runtime.engine.engine_loop import EngineLoop
+from inference_svc.runtime.turns.turns import Turns
+from shared import systemd
+from shared.errors import ReportedError
+from shared.log import get_logger
+from shared.reload import Changes
+
+log = get_logger(__name__)
+
+
+class Signals:
+    """Signals of the supervisor, as events.
+
+    Attributes:
+        stop: the service is to drain and end.
+        at_once: it is not to wait for anything.
+        reload: the settings are to be read again.
+    """
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        self.at_once = asyncio.Event()
+        self.reload = asyncio.Event()
+
+    def listen(self) -> None:
+        """Take the signals of the running loop's process."""
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, self._stopped)
+        loop.add_signal_handler(signal.SIGHUP, self.reload.set)
+
+    def _stopped(self) -> None:
+        (self.at_once if self.stop.is_set() else self.stop).set()
+
+
+async def beat() -> None:
+    """Tell the watchdog again and again that the event loop answers; return if there is none."""
+    interval_s = systemd.watchdog_interval_s()
+    while interval_s is not None:
+        systemd.notify(systemd.WATCHDOG)
+        await asyncio.sleep(interval_s)
+
+
+async def reload_when_told(
+    signals: Signals, reload: Callable[[], Changes[InferenceSettings]]
+) -> None:
+    """Reload at each SIGHUP; what is wrong with the settings is logged, and changes nothing."""
+    while True:
+        await signals.reload.wait()
+        signals.reload.clear()
+        if signals.stop.is_set():
+            return  # what is about to end is not ready again
+        systemd.notify(systemd.reloading())
+        try:
+            changes = reload()
+            log.info(
+                "settings_reloaded", applied=changes.applied, needs_restart=changes.needs_restart
+            )
+        except ReportedError as error:
+            log.error("settings_not_reloaded", error=str(error))  # noqa: TRY400  # no bug of ours
+        systemd.notify(systemd.READY)
+
+
+async def drain(turns: Turns, engine: EngineLoop, drain_s: float, signals: Signals) -> None:
+    """Let what runs finish and be saved; hand back what has not started, and what takes too long.
+
+    Args:
+        turns: of the service.
+        engine: likewise.
+        drain_s: how long it may take.
+        signals: `at_once` ends it.
+    """
+    log.info("draining", drain_s=drain_s)
+    turns.refuse_new()
+    idle = asyncio.create_task(_idle(turns, engine))
+    hurry = asyncio.create_task(signals.at_once.wait())
+    await asyncio.wait((idle, hurry), timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
+    if not idle.done():
+        log.warning("drain_cut_short", told_to=signals.at_once.is_set())
+        turns.hand_back_all()
+    for task in (idle, hurry):
+        task.cancel()
+
+
+async def _idle(turns: Turns, engine: EngineLoop) -> None:
+    """Until every turn is over, and its KV is saved."""
+    await turns.wait_idle()
+    await engine.wait_idle()

@@ -1,0 +1,90 @@
+"""Where the values of the service's metrics come from, at a scrape. Nothing is counted here."""
+
+from dataclasses import dataclass, field
+from functools import partial
+
+from inference_svc.assembly import ServiceParts
+from inference_svc.core.turn_measures import TurnMeasures
+from inference_svc.metrics import METRICS
+from shared.http_observer import HttpMetrics
+from shared.metric_export import MetricExporter, Scrape
+from shared.process_values import fill_process
+from shared.rpc_observer import RpcMetrics
+
+KVD_STATES = ("attached", "detached", "off")
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What the servers count."""
+
+    rpcs: RpcMetrics = field(default_factory=RpcMetrics)
+    http: HttpMetrics = field(default_factory=HttpMetrics)
+
+
+def make_exporter(parts: ServiceParts, calls: Calls) -> MetricExporter:
+    """The exporter of the service's table."""
+    return MetricExporter(METRICS, partial(_fill, parts, calls))
+
+
+def _fill(parts: ServiceParts, calls: Calls, scrape: Scrape) -> None:
+    engine_parts = parts.engine_parts
+    _fill_model(scrape, parts)
+    scrape.put("inference_ready", parts.front.is_ready)
+    for state in KVD_STATES:
+        scrape.put("inference_kvd_state", engine_parts.store.state == state, state)
+    scrape.put("inference_running_turns", parts.engine.num_running)
+    scrape.put("inference_waiting_turns", parts.engine.num_waiting)
+    scrape.put_counters(
+        {
+            **engine_parts.counters.snapshot(),
+            **parts.engine.gauges(),
+            **engine_parts.rates.as_dict(),
+        }
+    )
+    _fill_measures(scrape, engine_parts.measures)
+    scrape.put_tally("inference_rpcs_total", calls.rpcs.ended)
+    scrape.put_histogram("inference_rpc_seconds", calls.rpcs.seconds)
+    scrape.put_tally("inference_http_requests_total", calls.http.ended)
+    scrape.put_histogram("inference_http_request_seconds", calls.http.seconds)
+    fill_process(scrape)
+
+
+def _fill_model(scrape: Scrape, parts: ServiceParts) -> None:
+    about = parts.front.describe()
+    scrape.put(
+        "inference_model_info",
+        1,
+        about.name,
+        about.fingerprint,
+        about.architecture,
+        about.dtype,
+        about.device,
+        about.version,
+    )
+
+
+def _fill_measures(scrape: Scrape, measures: TurnMeasures) -> None:
+    for name, tally in (
+        ("inference_turn_ends_total", measures.ended),
+        ("inference_refused_turns_total", measures.refused),
+        ("inference_tenant_turns_total", measures.tenant_turns),
+        ("inference_tenant_tokens_total", measures.tenant_tokens),
+        ("inference_reused_tokens_total", measures.reused_tokens),
+        ("inference_recomputed_tokens_total", measures.recomputed_tokens),
+    ):
+        scrape.put_tally(name, tally)
+    for name, histogram in (
+        ("inference_ttft_seconds", measures.ttft_s),
+        ("inference_tpot_seconds", measures.tpot_s),
+        ("inference_itl_seconds", measures.itl_s),
+        ("inference_e2e_seconds", measures.total_s),
+        ("inference_queue_seconds", measures.queue_s),
+        ("inference_prefill_seconds", measures.prefill_s),
+        ("inference_load_seconds", measures.load_s),
+        ("inference_stall_seconds", measures.stall_s),
+        ("inference_step_turns", measures.step_turns),
+        ("inference_step_tokens", measures.step_tokens),
+        ("inference_step_seconds", measures.step_s),
+    ):
+        scrape.put_histogram(name, histogram)

@@ -1,0 +1,298 @@
+"""The one table of the service's metrics. Pure; metric_values.py fills it at each scrape.
+
+A tenant is a label only if the settings name it; all others are "other". `history` is what became
+of what a session had said before: "none" (nothing was), "reused", "partial", "recomputed".
+"""
+
+from shared.metric_table import Metric, MetricTable
+from shared.process_metrics import PROCESS_METRICS
+
+METRICS = MetricTable(
+    (
+        Metric(
+            "inference_model_info",
+            "info",
+            "What is served",
+            ("model", "fingerprint", "architecture", "dtype", "device", "version"),
+        ),
+        Metric("inference_ready", "gauge", "1 while new turns are taken"),
+        Metric(
+            "inference_kvd_state",
+            "gauge",
+            "1 for the state of the connection with kvd, 0 for the others",
+            ("state",),
+        ),
+        # ------------------------------------------------------------------------------ turns
+        Metric(
+            "inference_turns_total",
+            "counter",
+            "Turns by outcome; those handed back or expired are among the failed ones",
+            ("outcome",),
+            {
+                "finished": "turns_finished",
+                "cancelled": "turns_cancelled",
+                "failed": "turns_failed",
+                "replayed": "turns_replayed",
+                "handed_back": "turns_handed_back",
+                "expired": "expired",
+            },
+        ),
+        Metric(
+            "inference_turn_ends_total",
+            "counter",
+            "Turns by how they ended: a finish reason, or the slug of an error",
+            ("reason",),
+        ),
+        Metric(
+            "inference_limit_refusals_total",
+            "counter",
+            "Turns, sessions and streams that a limit refused",
+            ("limit",),
+            {
+                "queue": "turns_refused",
+                "rate": "refused_rate_limited",
+                "turns": "refused_too_many_turns",
+                "sessions": "refused_too_many_sessions",
+                "streams": "refused_too_many_streams",
+            },
+        ),
+        Metric(
+            "inference_refused_turns_total",
+            "counter",
+            "Turns that were not begun, by the slug of the error",
+            ("reason",),
+        ),
+        Metric(
+            "inference_tenant_turns_total",
+            "counter",
+            "Turns by tenant and outcome",
+            ("tenant", "outcome"),
+        ),
+        Metric(
+            "inference_tenant_tokens_total",
+            "counter",
+            "Tokens by tenant: computed ones of prompts, reused ones, and output",
+            ("tenant", "kind"),
+        ),
+        Metric("inference_running_turns", "gauge", "Turns that are being computed"),
+        Metric("inference_waiting_turns", "gauge", "Turns that are not admitted yet"),
+        Metric(
+            "inference_preemptions_total",
+            "counter",
+            "Times that a turn gave its place to others, to go on later",
+            (),
+            {"": "preempted"},
+        ),
+        # ---------------------------------------------------------------------------- latency
+        Metric(
+            "inference_ttft_seconds",
+            "histogram",
+            "From a turn's arrival to its first token",
+            ("history",),
+        ),
+        Metric(
+            "inference_tpot_seconds",
+            "histogram",
+            "Mean time per token of an answer after its first",
+        ),
+        Metric("inference_itl_seconds", "histogram", "Time between two tokens of an answer"),
+        Metric(
+            "inference_e2e_seconds",
+            "histogram",
+            "From a turn's arrival to its last token",
+            ("history",),
+        ),
+        Metric("inference_queue_seconds", "histogram", "From a turn's arrival to its admission"),
+        Metric(
+            "inference_prefill_seconds",
+            "histogram",
+            "From the first step of a turn to its first token",
+            ("history",),
+        ),
+        Metric(
+            "inference_load_seconds",
+            "histogram",
+            "From a turn's admission to the last row of its history, if it has one",
+        ),
+        Metric(
+            "inference_stall_seconds",
+            "histogram",
+            "How long computing waited for layers of a history that were still being loaded",
+        ),
+        # ----------------------------------------------------------------------------- tokens
+        Metric(
+            "inference_tokens_total",
+            "counter",
+            "Tokens by kind: history is reused or recomputed, new ones computed, output answered",
+            ("kind",),
+            {
+                "history": "history_tokens",
+                "reused": "reused_tokens",
+                "recomputed": "recomputed_tokens",
+                "new": "new_tokens",
+                "output": "output_tokens",
+                "stored": "stored_tokens",
+                "dropped": "dropped_tokens",
+                "compressed": "compressed_tokens",
+            },
+        ),
+        Metric(
+            "inference_reused_tokens_total",
+            "counter",
+            "Reused tokens by the tier where they were found",
+            ("tier",),
+        ),
+        Metric(
+            "inference_recomputed_tokens_total",
+            "counter",
+            "Recomputed tokens by reason",
+            ("reason",),
+        ),
+        # ------------------------------------------------------------------------------ store
+        Metric(
+            "inference_loads_total",
+            "counter",
+            "Loads from kvd by what came of them",
+            ("result",),
+            {
+                "hit": "load_hits",
+                "miss": "load_misses",
+                "refused": "loads_refused",
+                "error": "load_errors",
+                "failed_late": "load_failed_late",
+                "retried": "loads_retried",
+            },
+        ),
+        Metric(
+            "inference_saves_total",
+            "counter",
+            "Turns by what came of saving their KV",
+            ("result",),
+            {
+                "saved": "saves",
+                "refused": "saves_refused",
+                "error": "save_errors",
+                "dropped": "save_dropped",
+            },
+        ),
+        Metric(
+            "inference_saves_under_way",
+            "gauge",
+            "Saves that are not over",
+            (),
+            {"": "saves_under_way"},
+        ),
+        # ---------------------------------------------------------------------- working memory
+        Metric(
+            "inference_kv_rows",
+            "gauge",
+            "Rows of the working KV: all there are, free ones, those reserved for turns, and those "
+            "of idle sessions",
+            ("state",),
+            {
+                "pool": "pool_rows",
+                "free": "pool_free_rows",
+                "reserved": "reserved_rows",
+                "resident": "resident_rows",
+            },
+        ),
+        Metric(
+            "inference_resident_sessions",
+            "gauge",
+            "Idle sessions whose KV is in memory",
+            (),
+            {"": "resident_sessions"},
+        ),
+        Metric(
+            "inference_resident_events_total",
+            "counter",
+            "Turns that found their session's KV in memory, those that moved it to a larger place, "
+            "and sessions that had to leave it",
+            ("event",),
+            {"hit": "resident_hits", "moved": "moves", "evicted": "residents_evicted"},
+        ),
+        Metric(
+            "inference_pool_misses_total",
+            "counter",
+            "Rows that found no room in the pool: only slower",
+            (),
+            {"": "pool_misses"},
+        ),
+        Metric(
+            "inference_discards_total",
+            "counter",
+            "Times that a session gave up tokens, and what became of their KV",
+            ("event",),
+            {
+                "overflow": "overflows",
+                "client": "discards",
+                "shifted": "shifts",
+                "shift_failed": "shifts_failed",
+                "stored": "store_discards",
+                "store_failed": "store_discards_failed",
+            },
+        ),
+        # -------------------------------------------------------------------------- computing
+        Metric(
+            "inference_steps_total",
+            "counter",
+            "Forward passes; failed ones were computed again, turn by turn",
+            ("result",),
+            {"begun": "steps", "failed": "steps_failed"},
+        ),
+        Metric("inference_step_turns", "histogram", "Turns in a forward pass: the batch"),
+        Metric("inference_step_tokens", "histogram", "Tokens in a forward pass"),
+        Metric("inference_step_seconds", "histogram", "Computing a forward pass, without stalls"),
+        Metric(
+            "inference_compute_busy_seconds_total",
+            "counter",
+            "Time spent computing",
+            (),
+            {"": "compute_busy_s"},
+        ),
+        Metric(
+            "inference_prefill_tokens_per_second",
+            "gauge",
+            "How fast prompts are computed, by what was measured",
+            (),
+            {"": "prefill_tokens_per_s"},
+        ),
+        Metric(
+            "inference_step_estimate_seconds",
+            "gauge",
+            "What a step is taken to cost: as such, per token, per pair of tokens that attend",
+            ("part",),
+            {"step": "step_constant_s", "token": "step_token_s", "pair": "step_pair_s"},
+        ),
+        Metric(
+            "inference_load_tokens_per_second",
+            "gauge",
+            "How fast history is loaded, by what was measured, by tier",
+            ("tier",),
+            {tier: f"load_tokens_per_s_{tier}" for tier in ("dram", "ssd")},
+        ),
+        Metric(
+            "inference_load_latency_seconds",
+            "gauge",
+            "What a load takes however short it is, by tier",
+            ("tier",),
+            {tier: f"load_latency_s_{tier}" for tier in ("dram", "ssd")},
+        ),
+        # ------------------------------------------------------------------------------- calls
+        Metric("inference_rpcs_total", "counter", "gRPC calls", ("method", "code")),
+        Metric("inference_rpc_seconds", "histogram", "gRPC calls, to their last byte", ("method",)),
+        Metric(
+            "inference_http_requests_total",
+            "counter",
+            "HTTP requests of clients",
+            ("method", "route", "status"),
+        ),
+        Metric(
+            "inference_http_request_seconds",
+            "histogram",
+            "HTTP requests of clients, to their last byte",
+            ("route",),
+        ),
+        *PROCESS_METRICS,
+    )
+)

@@ -1,0 +1,123 @@
+"""What is done when an answer has ended, or is given up: it is remembered, its session tidied up.
+
+A session that is made for one request alone (a fork; any that the client does not want stored) is
+noted before it exists, and goes when the turn fails, its client leaves, or, not to be stored, when
+it has its answer. What a kill leaves of them goes at the next start.
+
+A session that nobody named is known by its history alone, so nobody would ever delete it: there are
+so many of them, and the one that was used longest ago goes for a new one.
+"""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from inference_svc.core.turn_events import Finished
+from inference_svc.front import Front
+from inference_svc.openai.history_chain import HistoryChain
+from inference_svc.openai.known import KnownResponse, Point
+from inference_svc.openai.messages import ASSISTANT, Message
+from inference_svc.openai.places import Caller, Place
+from inference_svc.openai.remembered import Remembered
+from inference_svc.openai.wanted_turn import WantedTurn
+from shared.access.identity import ANY, Identity
+from shared.errors import ReportedError
+from shared.log import get_logger
+
+CLEANER = Identity("openai", "internal", (ANY,), frozenset())  # removes what a kill left
+
+MAX_TRIES = 8  # sessions that are busy, or gone already, make no room
+
+log = get_logger(__name__)
+
+
+class Endings:
+    """See the module docstring.
+
+    Args:
+        front: of the service.
+        remembered: between requests.
+        max_sessions: that nobody named.
+    """
+
+    def __init__(self, front: Front, remembered: Remembered, max_sessions: int) -> None:
+        self._front = front
+        self._remembered = remembered
+        self._max_sessions = max_sessions
+        self._tasks = asyncio.TaskGroup()
+
+    async def run(self) -> None:
+        """Remove what a kill left, then hold the tasks that tidy up, until cancelled."""
+        async with self._tasks:
+            for tenant, session_id in await self._remembered.passing():
+                self.spawn(self.remove(Caller(CLEANER, tenant), session_id))
+            await asyncio.Event().wait()
+
+    def chain(self, caller: Caller) -> HistoryChain:
+        """The digests of a caller's histories."""
+        return HistoryChain(self._remembered.key, caller.tenant, self._front.model)
+
+    async def remember(
+        self, caller: Caller, wanted: WantedTurn, place: Place, finished: Finished
+    ) -> None:
+        """Remember an answer and what it answers."""
+        if not place.is_named:
+            await self._remembered.use_session(caller.tenant, place.session_id)
+            for tenant, oldest in await self._remembered.take_oldest(self._max_sessions):
+                self.spawn(self.remove(Caller(CLEANER, tenant), oldest))
+        at = Point(place.session_id, finished.turns, wanted.request_id, place.is_named)
+        history = None
+        if place.history is not None:
+            chain = self.chain(caller)
+            said = (*wanted.messages[place.first :], Message(ASSISTANT, finished.text))
+            history = chain.along(place.history, said)[-1]
+            own = chain.within(history, place.session_id)
+            await self._remembered.keep_histories([(history, at), (own, at)])
+        if wanted.facts is not None:
+            known = KnownResponse(at, history, wanted.facts)
+            await self._remembered.keep_response(caller.tenant, wanted.response_id, known)
+
+    async def make_room(self, caller: Caller) -> bool:
+        """Remove the tenant's oldest session that nobody named; return whether there was one."""
+        for _ in range(MAX_TRIES):
+            oldest = await self._remembered.take_oldest_of(caller.tenant)
+            if oldest and await self.remove(caller, oldest):
+                return True
+        return False
+
+    async def begin_passing(self, caller: Caller, session_id: str) -> None:
+        """Note, before a session is made, that it is for one request."""
+        await self._remembered.begin_passing(caller.tenant, session_id)
+
+    async def end_passing(self, caller: Caller, session_id: str) -> None:
+        """Note that it is there to stay."""
+        await self._remembered.end_passing(caller.tenant, session_id)
+
+    async def remove(self, caller: Caller, session_id: str, turns: int | None = None) -> bool:
+        """Remove a session; return whether it is. With `turns`: if it has no more than these."""
+        is_removed = False
+        try:
+            found, _ = await self._front.get_session(caller.identity, caller.tenant, session_id)
+            if turns is None or len(found.turns) <= turns:
+                await self._front.delete(caller.identity, caller.tenant, session_id)
+                is_removed = True
+        except ReportedError as error:  # most likely it never came into being
+            log.debug("openai_session_not_removed", session=session_id, reason=error.reason)
+        await self._remembered.end_passing(caller.tenant, session_id)
+        return is_removed
+
+    def spawn(self, work: Coroutine[Any, Any, object]) -> None:
+        """Tidy up beside everything else."""
+        task = _logged(work)
+        try:
+            self._tasks.create_task(task)
+        except RuntimeError:  # the service stops: the next start does it
+            task.close()
+            work.close()
+
+
+async def _logged(work: Coroutine[Any, Any, object]) -> None:
+    try:
+        await work
+    except Exception:
+        log.exception("openai_tidying_failed")

@@ -1,0 +1,178 @@
+"""What OpenAI's clients see of an error: a status, headers and a body. Pure.
+
+The body is OpenAI's: {"error": {"message", "type", "param", "code"}}; the message ends with the
+remedy, and `code` is the error's reason, or OpenAI's own word where it has one. Errors that only
+this API has:
+
+InvalidInputError   invalid_value, unsupported_value, unknown_parameter, invalid_json
+NotFoundError       model_not_found, response_not_found, unknown_url
+StateError          history_unknown
+ExhaustedError      too_many_requests
+DeadlineError       request_timeout
+ReportedError       request_too_large, method_not_allowed
+
+*Source:* OpenAI API reference, "Error codes"; `x-should-retry` and `retry-after-ms` are what its
+Python and JavaScript clients read.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from shared.errors import (
+    DeadlineError,
+    ExhaustedError,
+    InvalidInputError,
+    NotFoundError,
+    ReportedError,
+    StateError,
+)
+
+_STATUS_BY_CODE: Mapping[str, int] = {
+    "INVALID_ARGUMENT": 400,
+    "UNAUTHENTICATED": 401,
+    "PERMISSION_DENIED": 403,
+    "NOT_FOUND": 404,
+    "ABORTED": 409,
+    "FAILED_PRECONDITION": 409,
+    "RESOURCE_EXHAUSTED": 429,
+    "INTERNAL": 500,
+    "UNAVAILABLE": 503,
+    "DEADLINE_EXCEEDED": 504,
+}
+_STATUS_BY_REASON: Mapping[str, int] = {
+    "request_too_large": 413,
+    "method_not_allowed": 405,
+    "request_timeout": 408,
+    "no_chat_template": 400,  # of the model: no later request fares better
+}
+_OPENAI_CODES: Mapping[str, str] = {  # OpenAI's words for what we call otherwise
+    "unauthenticated": "invalid_api_key",
+    "input_too_long": "context_length_exceeded",
+    "rate_limited": "rate_limit_exceeded",
+    "engine_failed": "server_error",
+}
+_TYPES: Mapping[int, str] = {
+    403: "permission_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+
+class RequestError(InvalidInputError):
+    """A value of the request is off.
+
+    Args:
+        param: its path in the body, as in "messages[2].content"; "" for the body itself.
+    """
+
+    reason = "invalid_value"
+
+    def __init__(self, message: str, remedy: str, param: str = "") -> None:
+        super().__init__(message, remedy)
+        self.param = param
+
+
+class UnsupportedValueError(RequestError):
+    """Something that OpenAI has and this service has not; it is never ignored silently."""
+
+    reason = "unsupported_value"
+
+
+class UnknownParameterError(RequestError):
+    """A member of the body that nobody knows."""
+
+    reason = "unknown_parameter"
+
+
+class InvalidJsonError(RequestError):
+    """The body is not a JSON object."""
+
+    reason = "invalid_json"
+
+
+class UnknownModelNameError(NotFoundError):
+    """The service serves another model."""
+
+    reason = "model_not_found"
+
+
+class UnknownResponseError(NotFoundError):
+    """No such response, or it is another tenant's."""
+
+    reason = "response_not_found"
+
+
+class UnknownUrlError(NotFoundError):
+    """Nothing is served there."""
+
+    reason = "unknown_url"
+
+
+class UnknownHistoryError(StateError):
+    """A session was named, and the messages tell another history than the session's."""
+
+    reason = "history_unknown"
+
+
+class TooManyRequestsError(ExhaustedError):
+    """More requests at once than the service takes."""
+
+    reason = "too_many_requests"
+
+
+class SlowRequestError(DeadlineError):
+    """The body did not come in time."""
+
+    reason = "request_timeout"
+
+
+class RequestTooLargeError(ReportedError):
+    """The body is larger than the service takes."""
+
+    reason = "request_too_large"
+    grpc_code = "INVALID_ARGUMENT"
+
+
+class MethodNotAllowedError(ReportedError):
+    """The path is right, the method is not."""
+
+    reason = "method_not_allowed"
+    grpc_code = "INVALID_ARGUMENT"
+
+
+def unknown_response(response_id: str) -> UnknownResponseError:
+    """Another tenant's is not there either."""
+    return UnknownResponseError(
+        f"there is no response {response_id[:80]!r}", "send the whole conversation as input"
+    )
+
+
+def status_of(error: ReportedError) -> int:
+    """The HTTP status of an error."""
+    return _STATUS_BY_REASON.get(error.reason) or _STATUS_BY_CODE.get(error.grpc_code, 500)
+
+
+def error_object(error: ReportedError) -> dict[str, Any]:
+    """What stands under "error"."""
+    status = status_of(error)
+    return {
+        "message": str(error),
+        "type": _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error"),
+        "param": (error.param or None) if isinstance(error, RequestError) else None,
+        "code": _OPENAI_CODES.get(error.reason, error.reason),
+    }
+
+
+def error_headers(error: ReportedError) -> dict[str, str]:
+    """Whether, and when, the same request is worth another try."""
+    headers = {"x-should-retry": "true" if error.retryable else "false"}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+        headers["retry-after-ms"] = str(max(0, math.ceil(error.retry_after_s * 1000)))
+    if status_of(error) == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return headers

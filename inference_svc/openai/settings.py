@@ -1,0 +1,46 @@
+"""Settings of the OpenAI-compatible API: the section [openai]."""
+
+from pydantic import Field, field_validator
+
+from shared.access.addresses import is_tcp, is_unix
+from shared.runtime_dir import MAX_SOCKET_PATH
+from shared.setting_types import ByteSize, Duration, Section, TextList
+
+MIB = 2**20
+
+
+class OpenAISettings(Section):
+    """Where the API is served, and what a request may cost.
+
+    Attributes:
+        listen: "unix:/path" or "host:port"; "": it is not served.
+        aliases: further names that requests may call the model by.
+        temperature: of requests that name none; OpenAI's default, where gRPC's is 0.
+        max_body_bytes: of a request.
+        body_s: how long a client may take to send a request's body.
+        write_s: how long a client may take to read what was sent, before it is given up.
+        max_requests: at once; more are refused.
+        max_connections: at once; more are closed.
+        max_sessions: that requests opened without naming them; the one that was used longest ago is
+            deleted for a new one.
+        max_remembered: histories, and responses, that are known again; the oldest go first.
+    """
+
+    listen: str = ""
+    aliases: TextList = ()
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    max_body_bytes: ByteSize = Field(default=4 * MIB, ge=4096)
+    body_s: Duration = Field(default=30.0, gt=0, le=3600)
+    write_s: Duration = Field(default=30.0, gt=0, le=3600)
+    max_requests: int = Field(default=256, ge=1, le=65536)
+    max_connections: int = Field(default=1024, ge=1, le=65536)
+    max_sessions: int = Field(default=10_000, ge=1)
+    max_remembered: int = Field(default=100_000, ge=16)
+
+    @field_validator("listen")
+    @classmethod
+    def _usable(cls, value: str) -> str:
+        is_long = len(value.removeprefix("unix:").encode()) > MAX_SOCKET_PATH
+        if value and not is_tcp(value) and (not is_unix(value) or is_long):
+            raise ValueError(f"write unix:/path (at most {MAX_SOCKET_PATH} bytes) or host:port")
+        return value

@@ -1,0 +1,171 @@
+"""What is said of a turn when it is over: its canonical log line, its measures, its spans.
+
+Each turn has one line, `turn`, however it ended, and so has each that was turned away; `trace_id`
+is in it as in every line of the request that submitted it. The spans under the turn's own are made
+when it is over, from the instants that the request has noted; `load` and `save` are made where
+that is done, because kvd's spans come under them.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import structlog
+from opentelemetry import trace
+from opentelemetry.trace import Span
+
+from inference_svc.core.errors import TurnCancelledError
+from inference_svc.core.scheduling.request import Request
+from inference_svc.core.submission import Submission
+from inference_svc.core.turn_measures import TurnMeasures
+from inference_svc.core.turn_record import TurnRecord, Usage
+from shared.errors import ReportedError
+from shared.log import get_logger
+from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.session_key import DEFAULT_TENANT
+from shared.tracing import child_span, past_span
+
+MAX_NAME = 128  # characters of a name that nobody has checked
+
+log = get_logger(__name__)
+
+
+class TurnReport:
+    """See the module docstring."""
+
+    def __init__(self, measures: TurnMeasures) -> None:
+        self.measures = measures
+
+    def answered(
+        self,
+        submission: Submission,
+        request: Request | None,
+        finish_reason: str,
+        usage: Usage,
+        num_turns: int,
+        *,
+        cancelled: bool = False,
+    ) -> None:
+        """A turn has its answer, or what there was of it when its client left."""
+        key = submission.key
+        self.measures.answered(key.tenant, finish_reason, usage, cancelled=cancelled)
+        _annotate(trace.get_current_span(), request, finish_reason, usage)
+        log.info(
+            "turn",
+            **_who(submission),
+            turns=num_turns,
+            finish_reason=finish_reason,
+            history_tokens=usage.history_tokens,
+            reused_tokens=usage.reused_tokens,
+            recomputed_tokens=usage.recomputed_tokens,
+            recompute_reason=usage.recompute_reason,
+            new_tokens=usage.new_tokens,
+            output_tokens=usage.output_tokens,
+            dropped_tokens=usage.dropped_tokens,
+            compressed_tokens=usage.compressed_tokens,
+            tier_tokens=dict(usage.tier_tokens),
+            queue_s=round(usage.queue_s, 6),
+            load_s=round(usage.load_s, 6),
+            prefill_s=round(usage.prefill_s, 6),
+            ttft_s=round(usage.ttft_s, 6),
+            tpot_s=round(usage.tpot_s, 6),
+            total_s=round(usage.total_s, 6),
+            stall_s=round(usage.stall_s, 6),
+            priority=submission.priority,
+            preemptions=usage.preemptions,
+        )
+
+    def replayed(self, submission: Submission, record: TurnRecord) -> None:
+        """A repeat was answered with the recorded result."""
+        self.measures.ended.add("replayed")
+        log.info(
+            "turn",
+            **_who(submission),
+            turns=record.turn + 1,
+            finish_reason="replayed",
+            output_tokens=len(record.output_ids),
+        )
+
+    def failed(self, submission: Submission, error: ReportedError) -> None:
+        """A turn that was begun has no answer: it failed, was cancelled or handed back."""
+        cancelled = isinstance(error, TurnCancelledError)
+        self.measures.failed(submission.key.tenant, error.reason, cancelled=cancelled)
+        log.info(
+            "turn",
+            **_who(submission),
+            finish_reason="cancelled" if cancelled else "failed",
+            error=error.reason,
+            retryable=error.retryable,
+        )
+
+    def turned_away(self, client: str, asked: pb.SubmitTurnRequest, error: ReportedError) -> None:
+        """A turn was not begun; what it asked for may be nonsense."""
+        self.measures.turned_away(asked.tenant or DEFAULT_TENANT, error.reason)
+        log.info(
+            "turn",
+            session=asked.session_id[:MAX_NAME],
+            tenant=asked.tenant[:MAX_NAME],
+            client=client,
+            request_id=asked.request_id[:MAX_NAME],
+            finish_reason="refused",
+            error=error.reason,
+            retryable=error.retryable,
+        )
+
+
+@contextmanager
+def turn_span(submission: Submission) -> Iterator[Span]:
+    """The span of a turn that runs in this task; log lines of the task say whose turn it is."""
+    key = submission.key
+    structlog.contextvars.bind_contextvars(session=str(key), request_id=submission.request_id)
+    attributes = {
+        "session.id": key.session_id,
+        "tenant": key.tenant,
+        "client": submission.client,
+        "request.id": submission.request_id,
+    }
+    with child_span("turn", attributes) as span:
+        yield span
+
+
+def _who(submission: Submission) -> dict[str, str]:
+    key = submission.key
+    return {
+        "session": str(key),
+        "tenant": key.tenant,
+        "client": submission.client,
+        "request_id": submission.request_id,
+    }
+
+
+def _annotate(span: Span, request: Request | None, finish_reason: str, usage: Usage) -> None:
+    """Say in the turn's span how it went, and add those of its phases."""
+    if request is None or not span.is_recording():
+        return
+    span.set_attributes(
+        {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.response.finish_reasons": [finish_reason],
+            "gen_ai.usage.input_tokens": usage.history_tokens + usage.new_tokens,
+            "gen_ai.usage.output_tokens": usage.output_tokens,
+            "kv.history_tokens": usage.history_tokens,
+            "kv.reused_tokens": usage.reused_tokens,
+            "kv.recomputed_tokens": usage.recomputed_tokens,
+            "kv.recompute_reason": usage.recompute_reason,
+            "ttft_s": usage.ttft_s,
+            "tpot_s": usage.tpot_s,
+            "stall_s": usage.stall_s,
+            "preemptions": usage.preemptions,
+        }
+    )
+    for name, instants in (
+        ("queue", (request.arrived_ns, request.admitted_ns)),
+        ("prefill", (request.started_ns, request.first_token_ns)),
+        ("decode", (request.first_token_ns, request.finished_ns)),
+    ):
+        _add_phase(span, name, instants)
+
+
+def _add_phase(span: Span, name: str, instants: Sequence[int]) -> None:
+    began_ns, ended_ns = instants
+    if began_ns and ended_ns:  # else it did not come so far
+        past_span(span, name, began_ns, ended_ns, {})

@@ -1,0 +1,35 @@
+"""What turns get that do not say: from the settings, checked against the model. Pure."""
+
+from inference_svc.config import InferenceSettings
+from inference_svc.core.compression.registry import check_compression, make_compression
+from inference_svc.core.errors import InvalidCompressionError, UnsupportedModelError
+from inference_svc.core.submission import TurnDefaults
+from inference_svc.core.truncation import OverflowPolicy
+
+
+def turn_defaults(settings: InferenceSettings, attention_mode: str) -> TurnDefaults:
+    """What turns get that do not say.
+
+    Raises:
+        UnsupportedModelError: the compression policy does not go with the model.
+    """
+    overflow, compression = settings.overflow, settings.compression
+    policy = make_compression(compression.policy, compression.keep_ratio)
+    try:
+        if policy is not None:
+            check_compression(policy, attention_mode)
+    except InvalidCompressionError as error:
+        raise UnsupportedModelError(error.message, error.remedy) from error
+    return TurnDefaults(
+        settings.scheduler.default_max_tokens,
+        OverflowPolicy(
+            overflow.policy,
+            overflow.ratio,
+            overflow.sink_tokens,
+            overflow.split_frames,
+            overflow.drop_system,
+        ),
+        compression.policy,
+        compression.keep_ratio,
+        attention_mode,
+    )
