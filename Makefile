@@ -36,7 +36,8 @@ test-failed: $(VENV)/.installed
 test-long: $(VENV)/.installed
 	$(BIN)/pytest -m 'not systemd' --timeout 3600
 
-# kvd under a real systemd, booted in a container: needs root, and a Debian mirror the first time.
+# The pair under a real systemd, booted in a container: needs root, and a Debian mirror the first time.
+# SYSTEMD_SUITE=trixie for systemd 257; inference services take part where both Pythons are of one version.
 SYSTEMD_SUITE ?= bookworm
 SYSTEMD_CACHE ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/cachedattention/systemd
 test-systemd: $(VENV)/.installed
