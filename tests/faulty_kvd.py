@@ -27,9 +27,12 @@ from kvd.tiers.faults import WritePoint
 from kvd.tiers.manifest import Manifest
 from shared.child_process import wait_serving
 from shared.log import configure_logging
+from shared.reload import fixed
 from shared.runtime_dir import OPERATOR_SOCKET
 from tests.processes import KvdProcess
 
+# Reached by what needs a key only: see tests/fault/test_erase_kills.py.
+ERASE_POINTS = (WritePoint.SLOT_WIPED, WritePoint.KEYS_DROPPED, WritePoint.WAL_TRUNCATED)
 CHECK_S = 0.1  # between two checks; what tests store is small
 
 
@@ -127,12 +130,12 @@ class FaultyKvd(KvdProcess):
         return self.is_running
 
     def _command(self) -> list[str]:
-        return ["-m", "tests.faulty_kvd", "--faults", json.dumps(self.faults)]
+        return ["tests.faulty_kvd", "--faults", json.dumps(self.faults)]
 
 
 async def _main(settings: config.Settings, faults: InjectedFaults) -> None:
     stop = asyncio.Event()
-    daemon = CheckedDaemon(settings, faults)
+    daemon = CheckedDaemon(fixed(settings), faults)
 
     def interrupt() -> None:
         daemon.keeps_dram = False
@@ -143,7 +146,8 @@ async def _main(settings: config.Settings, faults: InjectedFaults) -> None:
     await daemon.run(stop)
 
 
-def _run() -> None:
+def main() -> None:
+    """Run it as its command line says."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=json.loads, default={})
     names = ("runtime_dir", "state_dir", "dram.bytes", "ssd.bytes", "log.level", "log.format")
@@ -158,4 +162,4 @@ def _run() -> None:
 
 
 if __name__ == "__main__":
-    _run()
+    main()

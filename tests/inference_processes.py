@@ -1,14 +1,28 @@
 """The real `inference-svc serve` as a child process of a test."""
 
 import asyncio
-from collections.abc import Sequence
+import signal
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self
 
 from inference_svc.client import InferenceClient
+from shared.access.channels import ClientCredentials
 from shared.child_process import ChildProcess
+from tests.warm_python import WarmProcess, WarmPython
 
 STATE_S = 60.0
+# What a service imports on its way: see tests/warm_python.py.
+SERVICE = WarmPython(
+    "inference_svc.cli",
+    "inference_svc.server",
+    "inference_svc.assembly",
+    "inference_svc.runtime.model.calibration",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+)
 
 
 class InferenceProcess:
@@ -17,6 +31,9 @@ class InferenceProcess:
     Args:
         directory: short (a socket lies in it); transcripts and logs survive restarts there.
         kvd_runtime_dir: of a kvd; None: `--mode recompute`.
+        environ: what it has in its environment beside ours.
+        address: where it listens; "": at a socket in `directory`.
+        credentials: of its clients.
     """
 
     def __init__(
@@ -25,8 +42,11 @@ class InferenceProcess:
         directory: Path,
         kvd_runtime_dir: Path | None = None,
         flags: Sequence[str] = (),
+        environ: Mapping[str, str] = MappingProxyType({}),
+        address: str = "",
+        credentials: ClientCredentials | None = None,
     ) -> None:
-        self.address = f"unix:{directory}/inference.sock"
+        self.address = address or f"unix:{directory}/inference.sock"
         self.log_path = directory / "inference.log"
         cache = ["--mode", "recompute"]
         if kvd_runtime_dir is not None:
@@ -39,7 +59,10 @@ class InferenceProcess:
             *cache,
             *flags,
         ]
-        self._child = ChildProcess("inference", tuple(arguments), self.address, self.log_path)
+        self._child = _WarmChild(
+            "inference", tuple(arguments), self.address, self.log_path, environ, credentials
+        )
+        self._credentials = credentials
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -60,9 +83,29 @@ class InferenceProcess:
         """End it with SIGKILL and wait."""
         await self._child.kill()
 
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send it a signal and return at once."""
+        self._child.send_signal(number)
+
+    async def exit_code(self) -> int:
+        """Wait until it has ended by itself, or by a signal."""
+        return await self._child.wait()
+
+    def rss_bytes(self) -> int:
+        """Its resident memory."""
+        return self._child.rss_bytes()
+
     def client(self) -> InferenceClient:
         """A new connection."""
-        return InferenceClient(self.address)
+        return InferenceClient(self.address, self._credentials)
+
+
+class _WarmChild(ChildProcess):
+    """A service that need not import torch first."""
+
+    def _spawn(self, log: int) -> WarmProcess:
+        module, *arguments = map(str, self._arguments)
+        return SERVICE.spawn(module, arguments, self._whole_environ, log)
 
 
 async def wait_kvd_state(client: InferenceClient, state: str) -> None:

@@ -12,6 +12,7 @@ from inference_svc.core.rates.rates import Rates
 from inference_svc.core.sampling_params import SamplingParams
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.scheduling.scheduler import Scheduler, SchedulerLimits
+from inference_svc.core.turn_measures import TurnMeasures
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.compute.sampling import Sampler
 from inference_svc.runtime.compute.stepping import Stepper
@@ -238,7 +239,9 @@ class Engine:
             preload=preload or PreloadPolicy(is_layerwise=True, buffer_layers=num_layers),
         )
         shifts = SlabShifts(calibration, self.threads[1])
-        stepper = Stepper(FaultyRunner(*model), self.threads[0], self.counters, rates)
+        stepper = Stepper(
+            FaultyRunner(*model), self.threads[0], self.counters, rates, TurnMeasures()
+        )
         self.loop = EngineLoop(
             *(self.scheduler, stepper, loads, saves, residents, shifts, self.pool, store),
             self.counters,

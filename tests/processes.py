@@ -4,7 +4,6 @@ import asyncio
 import io
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -14,8 +13,11 @@ import pytest
 from kvd.cli import main
 from shared.child_process import wait_serving
 from shared.runtime_dir import OPERATOR_SOCKET
+from tests.warm_python import AnyProcess, WarmPython, wait_ended
 
 EXIT_S = 60.0
+# What kvd imports on its way: see tests/warm_python.py.
+KVD = WarmPython("kvd.cli", "kvd.daemon", "tests.faulty_kvd", "uvloop")
 
 
 class KvdProcess:
@@ -38,7 +40,7 @@ class KvdProcess:
             # Not /dev/shm: what a killed kvd leaves there would outlive the test.
             "KVD_DRAM__DIRECTORY": str(directory / "shm"),
         }
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: AnyProcess | None = None
 
     @property
     def pid(self) -> int:
@@ -50,7 +52,7 @@ class KvdProcess:
         """Start it and return when health says that it serves."""
         await self.spawn()
         assert self._process is not None
-        exited = asyncio.ensure_future(self._process.wait())
+        exited = asyncio.ensure_future(wait_ended(self._process))
         ready = asyncio.ensure_future(wait_serving(f"unix:{self.runtime_dir / OPERATOR_SOCKET}"))
         await asyncio.wait((exited, ready), return_when=asyncio.FIRST_COMPLETED)
         exited.cancel()
@@ -62,28 +64,28 @@ class KvdProcess:
     async def spawn(self) -> None:
         """Start it and return at once."""
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        options = (
+            *("--log-level", "debug", "--log-format", "json"),
+            *("--runtime-dir", str(self.runtime_dir), "--state-dir", str(self.state_dir)),
+            *self._flags,
+        )
+        module, *arguments = self._command()
         with self.log_path.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *self._command(),
-                *("--log-level", "debug", "--log-format", "json"),
-                *("--runtime-dir", str(self.runtime_dir), "--state-dir", str(self.state_dir)),
-                *self._flags,
-                env=self._environment,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+            self._process = self._run(module, (*arguments, *options), log.fileno())
+
+    def _run(self, module: str, arguments: Sequence[str], log: int) -> AnyProcess:
+        """Start `python -m MODULE ARGUMENTS`."""
+        return KVD.spawn(module, arguments, self._environment, log)
 
     def _command(self) -> list[str]:
-        """What the interpreter is to run."""
-        return ["-m", "kvd", "serve"]
+        """The module to run, and its first arguments."""
+        return ["kvd.cli", "serve"]
 
     async def exit_code(self) -> int:
         """Wait for its end."""
         assert self._process is not None
         async with asyncio.timeout(EXIT_S):
-            return await self._process.wait()
+            return await wait_ended(self._process)
 
     async def stop(self) -> int:
         """End it with SIGTERM, as a supervisor would, and return its exit code."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import grpc
 
 from kvd.data_socket import DataSocket, Peer
+from kvd.engine_users import EngineUsers
 from kvd.tiers.arena import Arena
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore
 from shared.kv_layout import KVLayout
@@ -134,7 +135,7 @@ async def small_kvd(
     store = ArenaStore(options, directory, num_words=4)
     kept = store.find().get(layout.fingerprint)
     arena = store.adopt(layout, kept).arena if kept else store.create(layout, NUM_SLOTS)
-    data_socket = DataSocket(directory / DATA_SOCKET, (), max_peers=4)
+    data_socket = DataSocket(directory / DATA_SOCKET, EngineUsers(), max_peers=4)
     kvd = SmallKvd(arena, data_socket, confirms=confirms)
     if not may_attach:
         kvd.may_attach.clear()
@@ -142,7 +143,7 @@ async def small_kvd(
     kvd_pb2_grpc.add_EngineServicer_to_server(kvd, server)
     (directory / ENGINE_SOCKET).unlink(missing_ok=True)
     server.add_insecure_port(f"unix:{directory / ENGINE_SOCKET}")
-    with data_socket.listen(0o660) as listener:
+    with data_socket.listen() as listener:
         await server.start()
         serving = asyncio.create_task(data_socket.serve(listener, kvd.gone.append))
         try:

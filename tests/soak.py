@@ -154,9 +154,9 @@ def _operate(runtime_dir: Path, what: str, name: str) -> None:
     key = kvd_pb2.SessionKey(session_id=name)
     with connect(runtime_dir) as client:
         if what == "list":
-            client.sessions("", "", 0)
+            client.sessions(kvd_pb2.SessionFilter())
         elif what == "flush":
-            client.flush(key, dry_run=False)
+            client.flush(kvd_pb2.FlushRequest(session=key))
         else:
             client.pin(key, soft=what == "soft_pin")
             client.unpin(key)

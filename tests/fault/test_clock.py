@@ -39,12 +39,13 @@ class ShiftedKvd(FaultyKvd):
             return await self.exit_code()
         return await super().stop()
 
-    def _command(self) -> list[str]:
+    def _run(self, module, arguments, log):
         if not self.offset_s:
-            return super()._command()
-        shift = ["unshare", "--time", f"--boottime={self.offset_s}", "--fork", "--kill-child"]
-        code = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
-        return ["-c", code, *shift, sys.executable, *super()._command()]
+            return super()._run(module, arguments, log)
+        shift = ("unshare", "--time", f"--boottime={self.offset_s}", "--fork", "--kill-child")
+        command = (*shift, sys.executable, "-m", module, *arguments)
+        environment, quiet = self._environment, subprocess.DEVNULL
+        return subprocess.Popen(command, env=environment, stdin=quiet, stdout=log, stderr=log)
 
 
 def _only_child(pid: int) -> int:

@@ -16,6 +16,7 @@ from kvd.config import DramSettings, Settings, SsdSettings
 from kvd.daemon import Daemon
 from kvd.tiers.faults import WritePoint
 from shared.child_process import wait_serving
+from shared.reload import fixed
 from tests.kvd_polling import all_clean, eventually, reader_stats
 from tests.processes import KvdProcess
 from tests.synthetic_engine import attached_engine, key_of
@@ -62,7 +63,7 @@ async def _daemon(
         ssd=SsdSettings(bytes=4 << 20),
     )
     stop = asyncio.Event()
-    running = asyncio.create_task(Daemon(settings, faults).run(stop))
+    running = asyncio.create_task(Daemon(fixed(settings), faults).run(stop))
     try:
         await wait_serving(f"unix:{where.runtime_dir}/operator.sock")
         yield where

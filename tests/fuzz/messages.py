@@ -169,6 +169,7 @@ def _values(field: FieldDescriptor, *, is_right: bool) -> st.SearchStrategy:
         FieldDescriptor.TYPE_SINT32: st.integers(-(1 << 31), (1 << 31) - 1),
         FieldDescriptor.TYPE_DOUBLE: _double,
         FieldDescriptor.TYPE_BOOL: st.booleans(),
+        FieldDescriptor.TYPE_ENUM: st.integers(-1, 5) | _uint32.map(lambda drawn: drawn >> 1),
         FieldDescriptor.TYPE_STRING: _text,
         FieldDescriptor.TYPE_BYTES: _bytes,
     }[field.type]

@@ -7,8 +7,13 @@ import grpc
 import pytest
 
 from inference_svc.client import InferenceClient, NotRunningError, TurnTimeoutError, turn_request
-from inference_svc.core.errors import QueueFullError, SessionEndedError
-from shared.errors import DeadlineError, ExhaustedError, StateError
+from inference_svc.core.errors import (
+    DrainingError,
+    QueueFullError,
+    SessionBusyError,
+    SessionEndedError,
+)
+from shared.errors import ConflictError, DeadlineError, ExhaustedError, StateError
 from shared.grpc_status import ReportedErrorInterceptor
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.pb.inference.v1 import inference_pb2_grpc
@@ -19,10 +24,15 @@ class Service(inference_pb2_grpc.InferenceServicer):
 
     def __init__(self, *errors):
         self.errors = list(errors)
-        self.num_calls = 0
+        self.ids = []
+
+    @property
+    def num_calls(self):
+        """Turns that were submitted."""
+        return len(self.ids)
 
     async def SubmitTurn(self, request, context):  # noqa: N802
-        self.num_calls += 1
+        self.ids.append((request.session_id, request.request_id))
         error = self.errors.pop(0) if self.errors else None
         if error is not None:
             raise error
@@ -83,8 +93,30 @@ async def test_patience_ends_with_the_time_it_was_given(short_dir):
     assert service.num_calls == 1
 
 
+async def test_a_turn_that_was_handed_back_is_submitted_again(short_dir):
+    """Under the same ids, also if the client gave none: it is answered once."""
+    service, refusals = Service(DrainingError("the service is about to stop", "again")), []
+    async with serving(service, short_dir) as client:
+        result = await client.submit_patiently(turn_request("Hi"), on_refused=refusals.append)
+    assert ([refusal.reason for refusal in refusals], result.text) == (["draining"], "done")
+    first, second = service.ids
+    assert first == second
+    assert all(first)
+
+
+async def test_a_lost_turn_may_find_itself_under_way(short_dir):
+    """It waits for its own end; but another's turn in the session is an answer, not a delay."""
+    busy = SessionBusyError("busy", "wait")
+    service = Service(DrainingError("about to stop", "again"), busy)
+    async with serving(service, short_dir) as client:
+        assert (await client.submit_patiently(turn_request("Hi"))).text == "done"
+        service.errors = [busy]
+        with pytest.raises(ConflictError):
+            await client.submit_patiently(turn_request("Hi"))
+
+
 async def test_other_errors_are_not_waited_out(short_dir):
-    """Only a full service gets better by itself."""
+    """Only a service that is full or not there gets better by itself."""
     service = Service(SessionEndedError("over", "fork it"))
     async with serving(service, short_dir) as client:
         with pytest.raises(StateError):

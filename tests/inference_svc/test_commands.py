@@ -16,6 +16,7 @@ from inference_svc.core.counters import COUNTERS
 from inference_svc.core.errors import ListenError
 from inference_svc.listening import prepare_socket
 from inference_svc.status_view import format_gauge, status_tables
+from shared.access.addresses import UnguardedError
 from shared.config import InvalidSettingsError
 from shared.pb.inference.v1 import inference_pb2 as pb
 
@@ -37,7 +38,8 @@ def test_flags_win_over_the_environment():
     """And what is not given keeps its default."""
     shown = run("config", "show", "--json", INFERENCE_SCHEDULER__MAX_RUNNING="3")
     rows = json.loads(shown.stdout)
-    assert rows["scheduler.max_running"] == {"value": "3", "source": "env"}
+    assert rows["scheduler.max_running"] == {"value": "3", "source": "env", "live": False}
+    assert rows["log.level"]["live"]
     assert rows["cache.mode"]["source"] == "default"
     settings = load_inference_settings(None, {"scheduler.max_running": 5}).settings
     assert settings.scheduler.max_running == 5
@@ -46,11 +48,11 @@ def test_flags_win_over_the_environment():
 def test_config_check_lists_every_problem_in_one_line(tmp_path):
     """Unknown keys, bad values and bad addresses, each with what is accepted."""
     path = tmp_path / "inference.toml"
-    path.write_text('[cache]\nmodus = "x"\nmode = "fast"\n[server]\nlisten = "0.0.0.0:80"\n')
+    path.write_text('[cache]\nmodus = "x"\nmode = "fast"\n[server]\nlisten = "anywhere"\n')
     checked = run("config", "check", "--config", str(path))
     assert checked.returncode == 78
     (line,) = checked.stderr.splitlines()
-    for said in ("cache.modus", "did you mean cache.mode", "'fast'", "0.0.0.0:80", "127.0.0.1"):
+    for said in ("cache.modus", "did you mean cache.mode", "'fast'", "anywhere", "host:port"):
         assert said in line
 
 
@@ -66,7 +68,7 @@ def test_the_shipped_settings_file_says_the_defaults():
     """But for the paths, which are the system's; and it is no second source of truth."""
     shipped = load_inference_settings(SHIPPED, {}).settings
     defaults = load_inference_settings(None, {}).settings
-    for section in ("cache", "scheduler", "log"):
+    for section in ("cache", "scheduler", "overflow", "compression", "limits", "log"):
         written = getattr(shipped, section).model_dump()
         for key, value in getattr(defaults, section).model_dump().items():
             assert key == "kvd_runtime_dir" or written[key] == value, key
@@ -95,11 +97,21 @@ def test_values_that_cannot_be_are_named_with_what_is_accepted(key, value, said)
     assert said in str(refused.value)
 
 
-@pytest.mark.parametrize("listen", ["unix:relative", "unix:/" + "x" * 120, "10.0.0.1:1", "80"])
+@pytest.mark.parametrize("listen", ["unix:relative", "unix:/" + "x" * 120, "host:port", "80"])
 def test_addresses_that_cannot_be_served(listen):
-    """A socket path must be absolute and short, a port on the loopback."""
+    """A socket path must be absolute and short, a port has a host."""
     with pytest.raises(InvalidSettingsError, match=r"server\.listen"):
         load_inference_settings(None, {"server.listen": listen})
+
+
+def test_a_port_that_anybody_could_use_is_refused():
+    """TCP is for clients that are known; tokens go over TLS or stay on the machine."""
+    client = {"clients.a.token_sha256": ("0" * 64,), "clients.a.tenants": ("a",)}
+    with pytest.raises(UnguardedError, match="anybody could connect"):
+        load_inference_settings(None, {"server.listen": "127.0.0.1:1"})
+    with pytest.raises(UnguardedError, match="overheard"):
+        load_inference_settings(None, {"server.listen": "10.0.0.1:1", **client})
+    load_inference_settings(None, {"server.listen": "127.0.0.1:1", **client})
 
 
 def test_serve_without_a_model_is_one_line(tmp_path):

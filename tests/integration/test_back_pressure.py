@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 import pytest_asyncio
 
@@ -105,14 +104,6 @@ async def submit_all(
     return await asyncio.gather(*(client.submit(r, on_event=on_event) for r in requests))
 
 
-def process_of(service: InferenceProcess) -> psutil.Process:
-    """The service as the system sees it."""
-    (process,) = (
-        child for child in psutil.Process().children() if service.address in child.cmdline()
-    )
-    return process
-
-
 def assert_whole(results: Sequence[TurnResult]) -> None:
     """Every turn has its full answer, in a session of its own."""
     assert {result.finished.finish_reason for result in results} == {"length"}
@@ -122,7 +113,7 @@ def assert_whole(results: Sequence[TurnResult]) -> None:
 
 async def test_a_thousand_open_turns_all_end_in_bounded_memory(roomy):
     """None is lost, none is stuck; memory grows by the working KV and a little for each turn."""
-    process, sizes = process_of(roomy), []
+    sizes = []
 
     async def open_all(client, requests):
         accepted = asyncio.Semaphore(0)
@@ -132,7 +123,7 @@ async def test_a_thousand_open_turns_all_end_in_bounded_memory(roomy):
             if kind == "accepted":
                 accepted.release()
             elif kind == "finished":
-                sizes.append(process.memory_info().rss)
+                sizes.append(roomy.rss_bytes())
 
         names = [f"blocker-{number}" for number in range(MAX_RUNNING)]
         async with blockers(client, names, until="tokens"):
@@ -145,7 +136,7 @@ async def test_a_thousand_open_turns_all_end_in_bounded_memory(roomy):
 
     async with roomy.client() as client:
         first = await submit_all(client, [short_turn(f"first-{n}") for n in range(FIRST_TURNS)])
-        before = process.memory_info().rss
+        before = roomy.rss_bytes()
         results = await open_all(client, [short_turn(f"open-{n}") for n in range(NUM_TURNS)])
         model = await client.get_model()
     assert_whole(first)

@@ -1,6 +1,7 @@
 """Starts that must be refused: one line with the remedy, exit code 78, nothing left behind."""
 
 import os
+import socket
 import sqlite3
 from pathlib import Path
 
@@ -102,14 +103,20 @@ async def test_state_of_a_newer_release(tmp_path: Path) -> None:
 
 async def test_port_in_use(tmp_path: Path) -> None:
     """A TCP port that somebody has is named."""
-    async with running_kvd(tmp_path / "a", "--dram", "1MB", "--tcp", "127.0.0.1:47391"):
-        line = await _refused(KvdProcess(tmp_path / "b", ("--tcp", "127.0.0.1:47391")))
-    assert "cannot listen on 127.0.0.1:47391" in line
+    config = tmp_path / "kvd.toml"
+    config.write_text(f'[clients.ops]\ntoken_sha256 = ["{"0" * 64}"]\ntenants = ["*"]\n')
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        line = await _refused(KvdProcess(tmp_path, ("--config", str(config), "--tcp", address)))
+    assert f"cannot listen on {address}" in line
 
 
-async def test_only_loopback_is_served_over_tcp(tmp_path: Path) -> None:
-    """An address that others can reach is refused: nothing guards it."""
-    assert "access.tcp" in await _refused(KvdProcess(tmp_path, ("--tcp", "0.0.0.0:47392")))
+async def test_an_unguarded_port_is_refused(tmp_path: Path) -> None:
+    """Without a client that could come no port is opened, not even a local one."""
+    for host in ("0.0.0.0", "127.0.0.1"):  # noqa: S104
+        line = await _refused(KvdProcess(tmp_path, ("--tcp", f"{host}:47392")))
+        assert f"anybody could connect to {host}:47392" in line
+        assert "[clients.NAME]" in line
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -31,7 +31,7 @@ from tests.mixed_pair import EXTENT_BYTES, Setting, until_settled
 from tests.models import WINDOW_TOKENS
 from tests.pair import BLOCK_TOKENS, SLOT_BYTES, Pair, until
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
 POLICIES = ("lru", "lookahead_queue", "predictive")
 WHOLE_QUEUE = ("lookahead_queue", "predictive")

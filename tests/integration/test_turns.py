@@ -327,13 +327,6 @@ async def test_input_that_cannot_be_right_is_refused(client, request_, reason):
     await refused(client.submit(request_), InvalidInputError, reason)
 
 
-async def test_tenants_do_not_share_sessions(client):
-    """The same id of another tenant is another session."""
-    await client.submit(turn_request("Hi", "shared", sampling=GREEDY))
-    with pytest.raises(NotFoundError):
-        await client.get_session("shared", tenant="other")
-
-
 async def test_sessions_survive_a_restart_of_the_service(tiny_model, short_dir):
     """After SIGKILL another process continues each session from its transcript."""
     service = InferenceProcess(tiny_model, short_dir)

@@ -5,7 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from kvd import cli_stats_views, cli_tiers, cli_views
+from kvd import cli_events, cli_session_views, cli_stats_views, cli_tiers, cli_views
+from kvd.cli_rates import Rates
 from kvd.errors import CorruptionFoundError, UnverifiedError
 from shared.pb.kvd.v1 import kvd_pb2
 
@@ -34,7 +35,7 @@ def test_pins_and_ttl_of_a_session_are_shown():
     """Hard and soft pins have different words, and the TTL says whose it is."""
     soft = _session(pin=kvd_pb2.PIN_SOFT, ttl_source=kvd_pb2.TTL_SOURCE_TENANT)
     hard = _session(pin=kvd_pb2.PIN_HARD, ttl_source=kvd_pb2.TTL_SOURCE_SESSION)
-    shown = [_text(cli_views.session_table(info)) for info in (soft, hard)]
+    shown = [_text(cli_session_views.session_table(info)) for info in (soft, hard)]
     assert "soft-pinned" in shown[0]
     assert "its tenant's" in shown[0]
     assert "soft" not in shown[1]
@@ -49,7 +50,7 @@ def test_copies_of_a_block_are_shown():
         kvd_pb2.BlockInfo(tiers=[kvd_pb2.TIER_DRAM, kvd_pb2.TIER_SSD], hashed=True),
         kvd_pb2.BlockInfo(tiers=[kvd_pb2.TIER_SSD], hashed=True),
     )
-    _, first, second, third = _text(cli_views.blocks_table(blocks)).splitlines()
+    _, first, second, third = _text(cli_session_views.blocks_table(blocks, 200)).splitlines()
     assert first.rstrip().endswith("dram, dirty, not hashed")
     assert second.rstrip().endswith("dram+ssd, unverified")
     assert third.rstrip().endswith(" ssd")
@@ -65,14 +66,16 @@ def test_a_quarantined_lease_stands_out():
         process_status="stopped",
         quarantined=True,
     )
-    (row,) = _text(cli_views.leases_table([lease])).splitlines()[1:]
+    (row,) = _text(cli_views.leases_table([lease], 200)).splitlines()[1:]
     for word in ("store", "77", "svc stopped", "quarantined"):
         assert word in row
 
 
 def test_stats_without_any_layout():
     """A kvd that has never seen an engine has tables too."""
-    assert "kvd 1" in _text(*cli_stats_views.stats_tables(kvd_pb2.GetStatsResponse(version="1")))
+    assert "kvd 1" in _text(
+        *cli_stats_views.stats_tables(kvd_pb2.GetStatsResponse(version="1"), 200)
+    )
 
 
 def test_stats_show_the_largest_tenants():
@@ -82,7 +85,7 @@ def test_stats_show_the_largest_tenants():
         for number in range(100)
     ]
     stats = kvd_pb2.GetStatsResponse(layouts=[kvd_pb2.LayoutStats(tenants=tenants)])
-    text = _text(*cli_stats_views.stats_tables(stats))
+    text = _text(*cli_stats_views.stats_tables(stats, 200))
     assert "t99" in text
     assert "t79 " not in text
     assert "20 of 100" in text
@@ -100,9 +103,46 @@ def test_stats_show_what_was_read_ahead():
         "prefetch_cancelled": 2,
     }
     layout = kvd_pb2.LayoutStats(model="ab12", counters=counters)
-    text = _text(*cli_stats_views.stats_tables(kvd_pb2.GetStatsResponse(layouts=[layout])))
+    text = _text(*cli_stats_views.stats_tables(kvd_pb2.GetStatsResponse(layouts=[layout]), 200))
     (row,) = [line for line in text.splitlines() if line.split()[:1] == ["ab12"] and "41" in line]
     assert row.split() == ["ab12", "3.0", "MB", "5.0", "MB", "41", "29", "7", "5", "2"]
+
+
+def test_an_event_is_a_line():
+    """Today's time, or the date too; the tenant if it is not the default one."""
+    key = kvd_pb2.SessionKey(tenant="acme", session_id="a")
+    event = kvd_pb2.Event(unix_s=1e9, name="session_cut", session=key, fields={"num_tokens": "3"})
+    today = cli_events.event_line(event, 1e9)
+    assert today.split()[1:] == ["session_cut", "acme/a", "tokens=3"]
+    assert len(today.split()[0]) == len("12:34:56")
+    later = cli_events.event_line(event, 1e9 + 86400)
+    assert later.endswith(today)
+    assert len(later) == len(today) + len("09-09 ")
+    event.session.tenant = "default"
+    assert cli_events.event_line(event, 1e9).split()[2] == "a"
+    assert cli_events.event_line(kvd_pb2.Event(name="restored"), 0.0).split()[1:] == [
+        "restored",
+        "-",
+    ]
+
+
+def test_what_was_counted_between_two_looks():
+    """By kvd's own clock; after a restart everything since that."""
+
+    def look(pid, uptime_s, **counters):
+        layout = kvd_pb2.LayoutStats(layout="ff", counters=counters)
+        process = kvd_pb2.ProcessStats(pid=pid, uptime_s=uptime_s, cpu_s=uptime_s / 2)
+        return kvd_pb2.GetStatsResponse(layouts=[layout], process=process)
+
+    now = look(7, 30.0, load_hits=60, load_misses=20)
+    rates = Rates(now, look(7, 10.0, load_hits=50, load_misses=20))
+    assert (rates.seconds, rates.count("ff", "load_hits"), rates.cpu_share) == (20.0, 10, 0.5)
+    assert rates.share("ff", "load_hits", "load_misses") == 1.0
+    assert rates.per_second("ff", "load_hits", "load_misses") == 0.5
+    for other in (Rates(now), Rates(now, look(6, 10.0, load_hits=50)), Rates(now, now)):
+        assert other.count("ff", "load_hits") == 60
+        assert not other.is_of_interval
+    assert Rates(now, look(7, 29.0)).share("gone", "load_hits", "load_misses") is None
 
 
 def test_progress_is_a_share_of_all_copies():

@@ -6,14 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from kvd.config import ENV_PREFIX, LayoutSettings, Settings, TenantSettings, load
+from kvd.config import (
+    ENV_PREFIX,
+    EngineUserSettings,
+    KvdClientSettings,
+    LayoutSettings,
+    Settings,
+    TenantSettings,
+    is_live,
+    load,
+)
 from kvd.core.records import TTL_NEVER_NS
 from shared.config import InvalidSettingsError, load_settings
 from shared.units import NS_PER_S
 from tests.synthetic_engine import small_layout
 
 SHIPPED = Path(__file__).parents[2] / "systemd" / "kvd.toml"
-EXAMPLE_LINE = re.compile(r"^#(\[|[a-z_]+ = )")  # a setting that is commented out
+EXAMPLE_LINE = re.compile(r"^#(\[|[a-z0-9_]+ = )")  # a setting that is commented out
 
 
 def _load(tmp_path: Path, text: str) -> Settings:
@@ -48,11 +57,14 @@ def test_the_shipped_file_explains_every_key():
 
 
 def test_the_shipped_examples_hold_every_key_of_tables_by_name(tmp_path):
-    """Tables by tenant and layout are commented out; in force they load, and no key is missing."""
+    """Tables by name are commented out; in force they load, and no key is missing."""
     settings = _load(tmp_path, _with_examples())
     (tenant,), (layout,) = settings.tenants.values(), settings.layouts.values()
     assert tenant.model_fields_set == set(TenantSettings.model_fields)
     assert layout.model_fields_set == set(LayoutSettings.model_fields)
+    (user,), (client,) = settings.engine_users.values(), settings.clients.values()
+    assert user.model_fields_set == set(EngineUserSettings.model_fields)
+    assert client.model_fields_set == set(KvdClientSettings.model_fields)
 
 
 def test_a_tenants_own_values(tmp_path):
@@ -113,8 +125,10 @@ def _with_examples() -> str:
         ("eviction.policy", "magic", "choose one of fifo, lookahead, lookahead_queue, lru, pred"),
         ("prefetch.in_flight_bytes", "fast", "is not a size"),
         ("prefetch.returning", "perhaps", "boolean"),
-        ("access.tcp", "0.0.0.0:80", "pattern"),
-        ("access.allowed_uids", "me", "integer"),
+        ("access.tcp", "no address", "host:port"),
+        ("access.allowed_uids", "nobody-here", "no user"),
+        ("clients.a.tenants", "", "name the tenants"),
+        ("clients.a.roles", "boss", "'reader' or 'operator'"),
         ("log.level", "loud", "'debug', 'info'"),
     ],
 )
@@ -124,3 +138,44 @@ def test_bad_values_name_what_is_accepted(key, value, accepted):
         load(None, {key: value})
     for part in (key, value, accepted):
         assert part in str(error.value)
+
+
+def test_what_a_client_or_a_user_cannot_be(tmp_path):
+    """What is no digest is not repeated; an unknown user and half of TLS are named."""
+    text = (
+        '[clients.a]\ntenants = ["*"]\ntoken_sha256 = ["kvt_oops"]\n[clients.b]\ntenants = ["x"]\n'
+        '[engine_users.nobody-here]\ntenants = ["a"]\n[tls]\nkey = "key.pem"\n'
+    )
+    with pytest.raises(InvalidSettingsError) as error:
+        _load(tmp_path, text)
+    for part in ("64 hex digits", "clients.b", "kvd token", "no user 'nobody-here'", "tls.key"):
+        assert part in str(error.value)
+    assert "oops" not in str(error.value)
+
+
+def test_users_are_known_by_name_and_number(tmp_path):
+    """Both say whose engines may attach, and of which tenants."""
+    text = (
+        '[access]\nallowed_uids = [1001, "root"]\n'
+        '[engine_users.root]\ntenants = ["a"]\n[engine_users.1002]\ntenants = ["b", "c"]\n'
+    )
+    settings = _load(tmp_path, text)
+    assert set(settings.engine_uids()) == {0, 1001, 1002}
+    assert settings.engine_tenants() == {0: ("a",), 1002: ("b", "c")}
+
+
+def test_the_shipped_file_says_what_a_reload_changes():
+    """The comment of each key that is live says so, and of no other."""
+    section, comment = "", ""
+    told: dict[str, bool] = {}
+    before = ""
+    for line in SHIPPED.read_text().splitlines():
+        if heading := re.match(r"#?\[([\w.]+)\]$", line):
+            section = heading[1]
+        elif key := re.match(r"#?([a-z0-9_]+) = ", line):
+            told[f"{section}.{key[1]}" if section else key[1]] = "(live)" in comment
+        elif line.startswith("# "):
+            comment = comment + line if before.startswith("# ") else line
+        before = line
+    assert len(told) > 60
+    assert told == {key: is_live(key) for key in told}

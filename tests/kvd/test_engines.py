@@ -69,7 +69,7 @@ def process():
 def peer_of(pid):
     """A connected peer, as the data socket makes it."""
     watch = watch_identity(ProcessIdentity(pid, start_ticks_of(pid), b""))
-    peer = Peer("token", pid, watch)
+    peer = Peer("token", pid, os.getuid(), watch)
     watch.start(peer.gone.set)
     return peer
 

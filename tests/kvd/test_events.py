@@ -4,31 +4,79 @@ import pytest
 
 from kvd.core.actions import Emit
 from kvd.errors import LimitReachedError
-from kvd.events import MAX_WAITING, EventHub
+from kvd.events import (
+    EVENTS_LOST,
+    EVERY_EVENT,
+    MAX_RECENT,
+    MAX_WAITING,
+    EventFilter,
+    EventHub,
+)
 from shared.session_key import SessionKey
 
 KEY = SessionKey("tenant", "model", "a")
 
 
-def test_every_watcher_hears_every_event():
+async def test_every_watcher_hears_every_event():
     """An event carries its name, session and facts to all who watch."""
     hub = EventHub(max_watchers=2)
     with hub.watch() as one, hub.watch() as two:
         hub.publish(Emit("session_stored", KEY, {"num_tokens": "3"}))
-        for queue in (one, two):
-            event = queue.get_nowait()
+        for watcher in (one, two):
+            event = await watcher.next()
             assert (event.name, event.session.session_id) == ("session_stored", "a")
             assert dict(event.fields) == {"num_tokens": "3"}
 
 
-def test_a_slow_watcher_loses_the_oldest():
-    """The queue is bounded; what is newest is kept."""
+async def test_a_slow_watcher_loses_the_oldest():
+    """The queue is bounded; what is newest is kept, and the watcher hears how many it has lost."""
     hub = EventHub(max_watchers=1)
-    with hub.watch() as queue:
+    with hub.watch() as watcher:
         for number in range(MAX_WAITING + 5):
             hub.publish(Emit(f"event_{number}"))
-        assert queue.qsize() == MAX_WAITING
-        assert queue.get_nowait().name == "event_5"
+        assert len(watcher) == MAX_WAITING
+        lost = await watcher.next()
+        assert (lost.name, dict(lost.fields)) == (EVENTS_LOST, {"num_events": "5"})
+        assert (await watcher.next()).name == "event_5"
+
+
+async def test_a_watcher_hears_what_it_asked_for():
+    """By session, tenant and name; what is about no session is of no tenant."""
+    hub = EventHub(max_watchers=4)
+    other = SessionKey("other", "model", "b")
+    filters = {
+        "tenant": EventFilter(tenants=frozenset({"tenant"})),
+        "session": EventFilter(session_id="b"),
+        "names": EventFilter(names=frozenset({"restored", "session_cut"})),
+    }
+    for emit in (Emit("restored"), Emit("session_cut", KEY), Emit("session_stored", other)):
+        hub.publish(emit)
+    heard = {
+        name: [event.name for event in hub.recent(wanted, 9)] for name, wanted in filters.items()
+    }
+    assert heard == {
+        "tenant": ["session_cut"],
+        "session": ["session_stored"],
+        "names": ["restored", "session_cut"],
+    }
+    assert [event.name for event in hub.recent(EVERY_EVENT, 1)] == ["session_stored"]
+    with hub.watch(filters["session"]) as watcher:
+        hub.publish(Emit("restored"))
+        hub.publish(Emit("session_ended", other))
+        assert (await watcher.next()).name == "session_ended"
+
+
+def test_old_events_are_forgotten():
+    """The log is bounded; of a tenant that is to leave no trace nothing stays in it."""
+    hub = EventHub(max_watchers=1)
+    for number in range(MAX_RECENT + 5):
+        hub.publish(Emit(f"event_{number}"))
+    assert hub.recent(EVERY_EVENT, MAX_RECENT + 5)[0].name == "event_5"
+    hub.publish(Emit("session_cut", KEY))
+    hub.forget("tenant")
+    assert not hub.recent(EventFilter(session_id="a"), 9)
+    hub.forget(None)
+    assert not hub.recent(EVERY_EVENT, 9)
 
 
 def test_watchers_are_bounded():

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvd.io_measures import IoMeasures
 from kvd.load_tracking import LoadTracker
 from kvd.tiers.progress import Progress
 from shared.progress_words import FAILED_BIT, LAYERS_MASK, ProgressWords
@@ -15,7 +16,7 @@ class World:
     def __init__(self, num_words=4):
         self.progress = Progress(num_words)
         self.words = ProgressWords(self.progress.fd, num_words)
-        self.tracker = LoadTracker(self.progress, num_layers=5)
+        self.tracker = LoadTracker(self.progress, num_layers=5, measures=IoMeasures())
         self.num_wakes = 0
 
     def wake(self):

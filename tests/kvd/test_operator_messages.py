@@ -6,6 +6,7 @@ from kvd.core.records import (
     Admission,
     EngineStats,
     LeaseInfo,
+    QueueStats,
     ScrubReport,
     TenantUsage,
     Tier,
@@ -34,6 +35,7 @@ STATS = EngineStats(
     num_hard_pins=20,
     counters={"stores": 1},
 )
+QUEUE = QueueStats(5, 1, 3, 40, 1000)
 VOLUME = VolumeFacts(is_direct=False, buffered_reason="no O_DIRECT", physical_bytes=600)
 
 
@@ -63,7 +65,9 @@ def test_stats_join_the_core_with_its_tiers():
         physical_bytes=70,
     )  # fmt: skip
     tenants = (TenantUsage("a", 5, 0, 1), TenantUsage("b", 6, None, 2))
-    message = layout_stats_message(STATS, LAYOUT, arena, VOLUME, Admission.WRITE_BACK, tenants)
+    message = layout_stats_message(
+        STATS, LAYOUT, arena, VOLUME, Admission.WRITE_BACK, tenants, QUEUE
+    )
     assert [tier.physical_bytes for tier in message.tiers] == [70, 600]
     assert [tier.degraded for tier in message.tiers] == [False, True]
     assert (message.orphan_leases, message.quarantined_slots) == (1, 6)
@@ -74,12 +78,13 @@ def test_stats_join_the_core_with_its_tiers():
         2,
     )
     assert (message.volume.direct, message.volume.admission) == (False, "write_back")
+    assert (message.queue.waiting_jobs, message.queue.eviction_window) == (5, 40)
     assert [(t.has_quota, t.quota_bytes) for t in message.tenants] == [(True, 0), (False, 0)]
 
 
 def test_stats_without_an_arena():
     """A layout without engines has no arena, and no memory allocated."""
-    message = layout_stats_message(STATS, LAYOUT, None, VOLUME, Admission.ON_EVICT, ())
+    message = layout_stats_message(STATS, LAYOUT, None, VOLUME, Admission.ON_EVICT, (), QUEUE)
     assert not message.HasField("arena")
     assert message.tiers[0].physical_bytes == 0
 

@@ -125,7 +125,7 @@ class World:
         stored = self.fill(slot_id, num_tokens)
         extent *= self.volume.shape.sectors_per_extent
         key = bytes([slot_id]) * 16
-        return WriteBlock(op_id, key, slot_id, extent, num_tokens, *_fields(stored)), stored
+        return WriteBlock(op_id, key, slot_id, extent, num_tokens, *_fields(stored), "t"), stored
 
     async def until_idle(self):
         """Wait for the answers, and return them."""

@@ -26,6 +26,7 @@ from kvd.core.actions import (
     UntrackLoad,
     VerifyExtent,
     VerifySlot,
+    WipeSlots,
     WriteBlock,
 )
 from kvd.core.engine import CacheEngine, Limits
@@ -131,7 +132,7 @@ class Extent:
         return is_same and checksums_of(self.rows) == self.stored.checksums
 
 
-Io = ReadBlock | VerifySlot | VerifyExtent | HashSlot | WriteBlock | CompactRows
+Io = ReadBlock | VerifySlot | VerifyExtent | HashSlot | WriteBlock | CompactRows | WipeSlots
 
 
 class CacheWorld:
@@ -262,6 +263,11 @@ class CacheWorld:
             self._finish_read(action, outcome)
         elif isinstance(action, CompactRows):
             self._finish_compaction(action, outcome)
+        elif isinstance(action, WipeSlots):
+            for slot_id in action.slot_ids:
+                assert slot_id not in self.journal, "a slot that is wiped is nobody's"
+                self.slots[slot_id] = []
+            self.engine.wipe_done(action.op_id, outcome, self.now_ns)
         else:
             if outcome is IoOutcome.OK and not self._is_good(action):
                 outcome = IoOutcome.CORRUPT

@@ -1,5 +1,7 @@
 """Under random calls, completions and crashes no load is ever wrong, and nothing leaks."""
 
+import struct
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -17,7 +19,14 @@ from kvd.core.actions import (
     WriteBlock,
 )
 from kvd.core.engine import Limits
-from kvd.core.errors import LeaseLostError, ScrubError, TooManyLeasesError
+from kvd.core.errors import (
+    ErasingError,
+    LeaseLostError,
+    ScrubError,
+    TooManyLeasesError,
+    UnknownLineageError,
+    UnknownSessionError,
+)
 from kvd.core.eviction.registry import POLICIES
 from kvd.core.queue_window import QueueChange, QueuedJob, RunningJob
 from kvd.core.records import (
@@ -49,6 +58,7 @@ from tests.property.expecting_policy import ExpectingPolicy
 
 KEYS = [SessionKey("a", MODEL, name) for name in "xyz"] + [SessionKey("b", MODEL, "x")]
 OWNERS = [1, 2]
+EXPORTER = 9  # the owner of what is exported
 PHRASES = [[0] * 4, [0] * 2, [1] * 5, [0] * 8, [1, 0, 0, 0, 0, 0]]  # few, so that sessions share
 TOKENS = st.sampled_from(PHRASES)
 
@@ -499,6 +509,42 @@ class CacheMachine(RuleBasedStateMachine):
             assert answer.num_sessions + len(answer.skipped_leased) <= max(1, before.num_sessions)
         self.world.pump()
 
+    @precondition(lambda self: len(self.world.index.sessions) > 1)
+    @rule(
+        tenant=st.sampled_from("ab"),
+        at_once=st.integers(1, 3),
+        newest_first=st.booleans(),
+        other=st.sampled_from(KEYS),
+    )
+    def erase(self, tenant, at_once, newest_first, other) -> None:
+        """Nothing of a tenant is left anywhere; its engines' leases are lost or worth nothing."""
+        world, engine = self.world, self.world.engine
+        engine.erase_begin(lambda name: name == tenant, world.now_ns)
+        self.loads = [load for load in self.loads if not self._is_lost(load)]
+        if other.tenant == tenant:
+            with pytest.raises(ErasingError):
+                engine.prepare_load(other, b"", 0, self.ids[1], world.now_ns)
+        else:
+            self.turn(other, [0, 1], 1, is_quiet=True)
+        while not engine.is_erased():
+            engine.erase_step(at_once, world.now_ns)
+            world.pump()
+            world.quiesce(newest_first=newest_first)
+        assert not any(usage.num_sessions for usage in engine.tenants() if usage.tenant == tenant)
+        assert not any(key.tenant == tenant for key in world.index.sessions)
+        engine.wipe(world.now_ns)
+        world.pump()
+        if other.tenant != tenant:
+            self.turn(other, [1], 1, is_quiet=True)
+        world.quiesce(newest_first=newest_first)
+        assert not engine.is_wiping()
+        assert engine.is_wiped()
+        engine.erase_end()
+        world.pump()
+
+    def _is_lost(self, load: Load) -> bool:
+        return self.world.engine.lease_state(load.answer.lease_id) is LeaseState.LOST
+
     # --------------------------------------------------------------------------------------- queue
 
     @rule(
@@ -683,6 +729,63 @@ class CacheMachine(RuleBasedStateMachine):
         if isinstance(action, HashSlot):
             impossible = IoOutcome.CORRUPT
         return IoOutcome.TRANSIENT if outcome is impossible else outcome
+
+    @rule(key=st.sampled_from(KEYS), max_spans=st.integers(1, 3), gives_up=st.booleans())
+    def export(self, key, max_spans, gives_up) -> None:
+        """An operator takes a copy of a session: its rows are those of its tokens."""
+        engine, now_ns = self.world.engine, self.world.now_ns
+        tokens: list[int] = []
+        rows: list[Row] = []
+        with suppress(UnknownSessionError, UnknownLineageError, TooManyLeasesError, ErasingError):
+            export = engine.begin_export(key, now_ns)
+            while not export.is_done:
+                answer = engine.prepare_export(export, max_spans, EXPORTER, now_ns)
+                self.world.pump()
+                if answer.lookup is Lookup.PENDING:
+                    self.world.quiesce()
+                    answer = engine.settle_load(answer.lease_id)
+                if answer.lookup is Lookup.MISS or gives_up:
+                    break
+                for part in engine.exported(export, answer.lease_id):
+                    slot = self.world.slots[part.slot_id]
+                    rows += slot[part.start : part.start + part.num_tokens]
+                    tokens += struct.unpack(f"<{part.num_tokens}I", part.token_ids)
+                engine.complete_load(answer.lease_id, EXPORTER, now_ns)
+                self.world.pump()
+            known = self.conversations[key].known
+            is_right = rows == compute([], tokens) or not export.lineage.is_whole
+            assert is_right or all(
+                known.get(row) == token for row, token in zip(rows, tokens, strict=True)
+            )
+        engine.owner_gone(EXPORTER, now_ns)
+        self.world.pump()
+
+    @rule(
+        max_sessions=st.sampled_from([1, 2, 100]),
+        max_leases=st.sampled_from([3, 100]),
+        ttl_ns=st.sampled_from([None, 10, 50]),
+        admission=st.sampled_from(Admission),
+        quota_blocks=st.sampled_from([None, 2, 4]),
+        watermark=st.sampled_from([0, 0.4]),
+    )
+    def set_limits(
+        self, max_sessions, max_leases, ttl_ns, admission, quota_blocks, watermark
+    ) -> None:
+        """An operator reloads the settings; a restart finds them, too."""
+        quota_bytes = None if quota_blocks is None else quota_blocks * LAYOUT.block_bytes
+        self.world.limits = replace(
+            self.world.limits,
+            max_sessions=max_sessions,
+            max_leases=max_leases,
+            default_ttl_ns=ttl_ns,
+            admission=admission,
+            tenant_limits=lambda tenant: TenantLimits(
+                quota_bytes=quota_bytes if tenant == "a" else None
+            ),
+            watermark=watermark,
+        )
+        self.world.engine.set_limits(self.world.limits, self.world.now_ns)
+        self.world.pump()
 
     @rule(num_extents=st.sampled_from([0, 1, 3, 20]))
     def set_capacity(self, num_extents) -> None:

@@ -2,10 +2,12 @@
 
 import json
 import logging
+import os
 
 import pytest
+import structlog
 
-from shared.log import configure_logging, get_logger
+from shared.log import REDACTED, configure_logging, get_logger
 
 
 @pytest.fixture(autouse=True)
@@ -57,3 +59,64 @@ def test_text_for_people(capsys):
     configure_logging("info", json=False)
     get_logger("a").info("started", port=1)
     assert "started" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_secrets_are_redacted(capsys, as_json):
+    """Neither the name of a secret nor the looks of one gets its value into a line."""
+    configure_logging("info", json=as_json)
+    log = get_logger("a")
+    secret = "tok-1"  # noqa: S105  # of nothing
+    log.info("called", token=secret, headers={"Authorization": "tok-2"}, tokens=12, tier_tokens={})
+    log.info("said", error="refused Bearer tok-3.abcdefgh", parts=["sk-tok-4-abcdefghijklmn"])
+    logging.getLogger("library").warning("got %s", "Authorization: bearer tok-5abcdefgh")
+    written = capsys.readouterr().err
+    assert "tok-" not in written
+    assert written.count(REDACTED) == 5
+    assert "12" in written
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_tracebacks_show_no_values(capsys, as_json):
+    """A traceback has lines of code and the error's message, redacted, and no local variables."""
+    configure_logging("info", json=as_json)
+
+    def fail(mine: int) -> None:
+        raise ValueError("sent Bearer tok-123456789" if mine else "")
+
+    try:
+        fail(40_000_000 + 2_424_242)
+    except ValueError:
+        get_logger("a").exception("failed")
+    written = capsys.readouterr().err
+    assert "ValueError" in written
+    assert "tok-123456789" not in written
+    assert "42424242" not in written
+
+
+def test_journal_lines_have_priorities(tmp_path, monkeypatch):
+    """Where stderr is the journal's stream, a line is JSON behind its priority."""
+    with (tmp_path / "journal").open("w+", encoding="utf-8") as stream:
+        monkeypatch.setattr("sys.stderr", stream)
+        status = os.fstat(stream.fileno())
+        for inode in (status.st_ino, status.st_ino + 1):
+            environ = {"JOURNAL_STREAM": f"{status.st_dev}:{inode}"}
+            configure_logging("debug", json=None, environ=environ)
+            for level in ("debug", "info", "warning", "error"):
+                getattr(get_logger("a"), level)("happened")
+        stream.seek(0)
+        lines = stream.read().splitlines()
+    assert [line[:3] for line in lines[:4]] == ["<7>", "<6>", "<4>", "<3>"]
+    assert {json.loads(line[3:])["event"] for line in lines[:4]} == {"happened"}
+    assert all(line.startswith("{") for line in lines[4:])  # stderr was redirected since
+
+
+def test_bound_values_are_in_each_line(capsys):
+    """What a task has bound, its trace id for one, is in the lines that it writes."""
+    configure_logging("info", json=True)
+    with structlog.contextvars.bound_contextvars(trace_id="abc"):
+        get_logger("a").info("within")
+    get_logger("a").info("outside")
+    within, outside = map(json.loads, capsys.readouterr().err.splitlines())
+    assert within["trace_id"] == "abc"
+    assert "trace_id" not in outside

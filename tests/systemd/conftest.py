@@ -1,6 +1,8 @@
-"""The container, booted once; see prepare.sh, which `make test-systemd` runs before."""
+"""Containers, each booted once; see prepare.sh, which `make test-systemd` runs before."""
 
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -9,19 +11,32 @@ import pytest_asyncio
 from tests.systemd.container import Container
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def booted():
-    """A booted container in which kvd is installed."""
+@asynccontextmanager
+async def _booted(name: str) -> AsyncIterator[Container]:
     cache = os.environ.get("SYSTEMD_CACHE")
     if not cache:
         pytest.skip("needs a prepared root file system: run it by `make test-systemd`")
-    container = Container(Path(cache), os.environ.get("SYSTEMD_SUITE", "bookworm"))
+    container = Container(Path(cache), os.environ.get("SYSTEMD_SUITE", "bookworm"), name)
     try:
         await container.boot()
-        await container.install()
         yield container
     finally:
         await container.stop()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def booted():
+    """A booted container in which the pair is installed."""
+    async with _booted("kvd-test") as container:
+        await container.install()
+        yield container
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def bare():
+    """A booted container in which nothing is installed yet."""
+    async with _booted("kvd-bare") as container:
+        yield container
 
 
 @pytest_asyncio.fixture(loop_scope="session")

@@ -19,7 +19,8 @@ suite=${3:-bookworm}
 mirror=${DEBIAN_MIRROR:-http://deb.debian.org/debian}
 repository=$(cd "$(dirname "$0")/../.." && pwd)
 root=$directory/$suite
-not_for_kvd='torch|transformers|safetensors|jinja2' # of the project's dependencies
+# Of the project's dependencies: they are gigabytes, and taken from PYTHON's environment if they fit.
+not_for_kvd='torch|transformers|safetensors|jinja2'
 
 fail() {
     echo "make test-systemd: $1" >&2
@@ -51,7 +52,6 @@ if [ "$(cat "$root.fit" 2>/dev/null)" != "$fit" ] || [ ! -d "$root" ]; then
     debootstrap --variant=minbase \
         --include=systemd,systemd-sysv,dbus,python3,python3-venv,procps,iproute2 \
         "$suite" "$root.partial" "$mirror" || fail "debootstrap failed: is $mirror reachable?"
-    chroot "$root.partial" useradd --system --user-group --no-create-home kvd
     chroot "$root.partial" python3 -m venv /opt/cachedattention
     # Fetched out here, where pip is configured for this machine's network.
     version=$(chroot "$root.partial" python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')

@@ -59,7 +59,7 @@ def test_the_document_is_json_and_names_its_schema():
     assert document["schema"] == SCHEMA
     assert set(document) == {
         *("schema", "started_unix_s", "elapsed_s", "command", "scale", "machine"),
-        *("arena", "ssd", "latencies", "growths", "queue", "restart", "goals"),
+        *("arena", "ssd", "encryption", "latencies", "growths", "queue", "restart", "goals"),
     }
     assert document["ssd"][0]["ratio"] == {"low": 0.95, "median": 1.0, "high": 1.05}
     assert document["machine"]["filesystem"] == "ext4"

@@ -14,6 +14,7 @@ from tests.kvd.core.turns import (
     A,
     B,
     C,
+    infos,
     load,
     new_world,
     prepare_load,
@@ -245,12 +246,12 @@ class Twin:
     def look(self) -> tuple[object, ...]:
         """Everything an operator can see, but for where on SSD it is."""
         engine = self.world.engine
-        infos = engine.sessions("", "", 99).sessions
-        details = [engine.describe(info.key).blocks for info in infos]
+        listed = infos(engine)
+        details = [engine.describe(info.key).blocks for info in listed]
         blocks = [tuple(replace(b, extent=None, slot_id=None) for b in d) for d in details]
         stats = replace(engine.stats(), counters={})
         evictions = engine.stats().counters["evictions_ssd"]
-        return infos, blocks, stats, evictions, engine.tenants()
+        return listed, blocks, stats, evictions, engine.tenants()
 
 
 def _seen(answer: LoadAnswer) -> object:

@@ -1,76 +1,18 @@
 """What operators see."""
 
-import pytest
-
 from kvd.core.engine import COUNTERS
-from kvd.core.errors import InvalidRequestError
-from kvd.core.listing import MAX_LISTINGS
 from kvd.core.records import Tier
 from tests.kvd.core.turns import (
     ONES,
-    OTHER_TENANT,
     TWOS,
     A,
     B,
     C,
     new_world,
     prepare_store,
+    queue_of,
     store,
 )
-
-
-def test_sessions_are_listed_in_pages_least_recent_first():
-    """The page token goes on where the page ended; the total counts the tenant's sessions."""
-    world = new_world()
-    for key in (C, A, B, OTHER_TENANT):
-        world.now_ns += 1
-        store(world, key, ONES)
-    first = world.engine.sessions("a", "", 2)
-    assert ([info.key for info in first.sessions], first.total) == ([C, A], 3)
-    second = world.engine.sessions("a", first.next_page, 2)
-    assert ([info.key for info in second.sessions], second.next_page) == ([B], "")
-    assert world.engine.sessions("", "", 10).total == 4
-
-
-def test_a_listing_keeps_its_order():
-    """A session that is used, or goes, while it is listed leaves the others in their places."""
-    world = new_world()
-    keys = [A._replace(session_id=str(number)) for number in range(5)]
-    for key in keys:
-        world.now_ns += 1
-        store(world, key, ONES)
-    first = world.engine.sessions("", "", 2)
-    for key in (keys[0], keys[3]):
-        world.now_ns += 1
-        store(world, key, ONES + TWOS)
-    world.engine.flush(keys[2], False, world.now_ns)
-    second = world.engine.sessions("", first.next_page, 1)
-    third = world.engine.sessions("", second.next_page, 9)
-    listed = [info.key for page in (first, second, third) for info in page.sessions]
-    assert listed == [keys[0], keys[1], keys[3], keys[4]]
-
-
-def test_a_listing_that_is_gone_goes_on_where_it_was():
-    """Newer listings take its place, or another kvd does; its token still says how to go on."""
-    world = new_world()
-    for key in (B, C, A):  # all at one time: then by key
-        store(world, key, ONES)
-    world.engine.sessions("", "", 1)
-    first = world.engine.sessions("", "", 2)
-    assert [info.key for info in first.sessions] == [A, B]
-    for _ in range(MAX_LISTINGS):
-        world.engine.sessions("", "", 1)
-    again = world.engine.sessions("", first.next_page, 2)
-    assert ([info.key for info in again.sessions], again.total) == ([C], 3)
-    other = world.engine.sessions("other", first.next_page, 2)
-    assert (other.sessions, other.next_page) == ((), "")
-
-
-@pytest.mark.parametrize("token", ["x", "1/a", "1/1/x/a/b/c", "1/1/1/a/b", "-1/1/1/a/b/c"])
-def test_a_foreign_page_token_is_refused(token):
-    """It is the caller's error, with a remedy."""
-    with pytest.raises(InvalidRequestError, match="first page"):
-        new_world().engine.sessions("", token, 1)
 
 
 def test_a_session_is_described_block_by_block():
@@ -102,3 +44,15 @@ def test_stats_count_bytes_and_leases():
     assert (ssd.capacity_bytes, ssd.used_bytes) == (8 * block_bytes, 0)
     assert (stats.num_leases, stats.num_sessions, stats.dirty_bytes) == (1, 0, 0)
     assert set(stats.counters) == set(COUNTERS)
+
+
+def test_queues_and_windows_are_counted():
+    """Jobs that wait, and how many sessions of mean size fit in DRAM and in both tiers."""
+    world = new_world(num_slots=8, num_extents=8)
+    assert world.engine.queue_stats().prefetch_window == 0
+    store(world, A, ONES + TWOS)
+    world.engine.replace_queue(1, queue_of(A, B, C), world.now_ns)
+    stats = world.engine.queue_stats()
+    assert (stats.waiting_jobs, stats.running_sessions) == (3, 0)
+    assert stats.mean_session_bytes == 2 * world.engine.layout.block_bytes
+    assert (stats.prefetch_window, stats.eviction_window) == (4, 8)

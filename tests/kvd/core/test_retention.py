@@ -5,6 +5,7 @@ import pytest
 from kvd.core.errors import InvalidRequestError, UnknownSessionError
 from kvd.core.records import TTL_NEVER_NS, Pin
 from kvd.core.retention import EXPIRE_BATCH, RECHECK_NS
+from kvd.core.session_filter import SessionFilter
 from kvd.core.tenants import TenantLimits
 from tests.kvd.core.turns import (
     ONES,
@@ -147,7 +148,7 @@ def test_the_nearest_ttl_holds():
     assert left == [50, 20, None, 100]
     assert [info.ttl_source for info in infos] == ["tenant", "session", "tenant", "default"]
     expire(world, 60)
-    assert world.engine.sessions("", "", 9).total == 2
+    assert world.engine.stats().num_sessions == 2
 
 
 @pytest.mark.parametrize("pin", [Pin.SOFT, Pin.HARD])
@@ -180,15 +181,21 @@ def test_pins_are_counted():
     assert (stats.num_soft_pins, stats.num_hard_pins) == (0, 0)
 
 
-def test_very_many_sessions_are_flushed_bit_by_bit():
-    """Each call drops a bounded number, over leased ones; it drops none when none are left."""
+def test_chosen_sessions_are_flushed_bit_by_bit():
+    """Of those named the ones that are still meant go; leased ones are told, and stay."""
     world = new_world()
     keys = [A._replace(session_id=str(number)) for number in range(4)]
     for key in keys:
         store(world, key, ONES)
     prepare_load(world, keys[0], ONES)
-    answers = [world.engine.flush_some(2, world.now_ns) for _ in range(3)]
-    assert [answer.num_sessions for answer in answers] == [2, 1, 0]
-    assert answers[-1].skipped_leased == (keys[0],)
+    world.now_ns += 100
+    load(world, keys[3], ONES)
+    idle = SessionFilter(idle_ns=100)
+    dry = world.engine.flush_selected(keys[1:], idle, True, world.now_ns)
+    answers = [world.engine.flush_selected(keys[2:], idle, False, world.now_ns) for _ in range(2)]
+    assert (dry.num_sessions, [answer.num_sessions for answer in answers]) == (2, [1, 0])
+    everything = SessionFilter()
+    rest = world.engine.flush_selected(keys, everything, False, world.now_ns)
+    assert (rest.num_sessions, rest.skipped_leased) == (2, (keys[0],))
     world.pump()
-    assert world.engine.stats().num_sessions == 1
+    assert world.engine.session_keys() == [keys[0]]

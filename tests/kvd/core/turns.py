@@ -1,10 +1,11 @@
 """Whole loads and stores against a CacheWorld, for tests that are about something else."""
 
 from kvd.core.actions import HashSlot
-from kvd.core.engine import Limits
+from kvd.core.engine import CacheEngine, Limits
 from kvd.core.eviction.registry import POLICIES
 from kvd.core.queue_window import QueueChange, QueuedJob
-from kvd.core.records import LoadAnswer, Lookup, StoreAnswer, Tier
+from kvd.core.records import LoadAnswer, Lookup, SessionInfo, StoreAnswer, Tier
+from kvd.core.session_filter import EVERYTHING
 from shared.session_key import SessionKey
 from tests.property.cache_world import MODEL, CacheWorld, compute, to_bytes
 
@@ -84,6 +85,11 @@ def load(world: CacheWorld, key: SessionKey, tokens: list[int], from_token: int 
         world.engine.complete_load(answer.lease_id, OWNER, world.now_ns)
     world.pump()
     return answer
+
+
+def infos(engine: CacheEngine) -> list[SessionInfo]:
+    """Every session as operators see it, in no particular order."""
+    return engine.session_infos(engine.session_keys(), EVERYTHING, 0)
 
 
 def tiers_of(world: CacheWorld, key: SessionKey) -> list[str]:

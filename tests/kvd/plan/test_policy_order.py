@@ -34,7 +34,7 @@ def outcome_of(policy: str, ssd_slots: int, dram_slots: int = 4) -> Outcome:
     )
 
 
-@pytest.mark.parametrize("ssd_slots", [62, 313])
+@pytest.mark.parametrize("ssd_slots", [62, pytest.param(313, marks=pytest.mark.long)])
 def test_the_more_of_the_queue_a_policy_sees_the_more_hits(ssd_slots):
     """The paper's window beats LRU, the whole queue beats the window, and is as good as any."""
     tok = {

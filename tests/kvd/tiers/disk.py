@@ -3,14 +3,21 @@
 import mmap
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvd.checksums import BlockHasher
 from kvd.core.records import StoredBlock
+from kvd.tiers.extent_format import ToWrite
 from kvd.tiers.faults import NoFaults
 from kvd.tiers.space_budget import SpaceBudget
 from kvd.tiers.staging import Staging
-from kvd.tiers.volume import SegmentVolume, ToWrite
+from kvd.tiers.volume import SegmentVolume
 from shared.kv_layout import Component, KVLayout, Layer
+
+if TYPE_CHECKING:
+    from kvd.encryption.keyring import Keyring
+
+TENANT = "t"
 
 # Slices of 1, 0, 10 and 2 sectors; the last one fills its padding to the byte.
 LAYOUT = KVLayout(
@@ -49,7 +56,7 @@ class Block:
 
     def at(self, extent: int) -> ToWrite:
         """The block on its way to an extent."""
-        return ToWrite(extent, self.key, self.num_tokens, self.stored, self.slot)
+        return ToWrite(extent, self.key, self.num_tokens, self.stored, self.slot, TENANT)
 
     def is_in(self, slot: memoryview) -> bool:
         """Whether another slot's used bytes are this block's."""
@@ -63,6 +70,7 @@ class Disk:
         self.directory = directory
         self.staging = Staging()
         self.made: list[SegmentVolume] = []
+        self.keys: Keyring | None = None  # of the volumes that follow
 
     def volume(
         self, total_bytes=None, extents_per_segment=3, direct="auto", faults=None, layout=LAYOUT
@@ -72,7 +80,7 @@ class Disk:
         budget = SpaceBudget(total_bytes, 0, self.directory)
         faults = faults or NoFaults()
         volume = SegmentVolume(
-            self.directory / "v", layout, extents_per_segment, budget, direct, faults
+            self.directory / "v", layout, extents_per_segment, budget, direct, faults, self.keys
         )
         volume.open()
         self.made.append(volume)

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from kvd.core.records import BlockRecord, Pin, SessionRecord
 from kvd.tiers.faults import NoFaults, WritePoint
-from kvd.tiers.index_database import NewerManifestError, UnusableManifestError
+from kvd.tiers.index_database import SCHEMA_VERSION, NewerManifestError, UnusableManifestError
 from kvd.tiers.manifest import LayoutRow, Manifest
 from shared.kv_layout import Component, KVLayout, Layer
 from shared.session_key import SessionKey
 
 LAYERS = (Layer((Component("k", (8,), "float32"),)),)
 LAYOUT, OTHER = (KVLayout(model, LAYERS, block_tokens=16) for model in ("ab" * 16, "cd" * 16))
+DEADLINE_S = 30.0
 KEY = SessionKey("tenant", LAYOUT.model, "a")
 SPANS = b"\0" + b"k" * 16 + struct.pack("<I", 16)
 SESSION = SessionRecord(KEY, SPANS, last_access_ns=7, ttl_ns=-1, pin=Pin.HARD, ended=True)
@@ -40,6 +41,17 @@ class Recorder(NoFaults):
         if point is WritePoint.INDEX_ROWS and self.num_failures:
             self.num_failures -= 1
             raise OSError(errno.ENOSPC, "injected")
+
+
+class Told(NoFaults):
+    """Sets an event at a write point."""
+
+    def __init__(self, point, event):
+        self.point, self.event = point, event
+
+    def reach(self, point):
+        if point is self.point:
+            self.event.set()
 
 
 @pytest.fixture
@@ -260,12 +272,78 @@ def test_an_older_schema_is_set_aside_with_its_volumes(make, tmp_path, killed):
         assert db.execute("PRAGMA user_version").fetchone() == (1,)
 
 
+def test_schema_2_is_read(make, tmp_path):
+    """It lacks the tenants' keys only; an index of it is taken over as it is."""
+    _fill(make())
+    with sqlite3.connect(tmp_path / "manifest.db") as db:
+        db.execute("DROP TABLE tenant_keys")
+        db.execute("PRAGMA user_version = 2")
+    db.close()
+    found = make()
+    assert _rows(found) == ([BLOCK], [SESSION])
+    assert (found.salts(), found.tenant_keys()) == ({"tenant": b"s" * 32}, {})
+    assert [path.name for path in tmp_path.glob("manifest.db.*")] == []
+
+
+def test_a_tenants_key_takes_the_place_of_its_salt(make):
+    """The salt is in it: in plain it is there no more."""
+    _fill(make())
+    manifest = make()
+    manifest.put_tenant_key("tenant", b"w" * 112)
+    manifest.close()
+    assert (make().salts(), make().tenant_keys()) == ({}, {"tenant": b"w" * 112})
+
+
+def test_a_key_that_is_dropped_is_in_no_file(make, tmp_path):
+    """Neither in a free page nor in the write-ahead log, once that is said; the other is there."""
+    manifest = make()
+    manifest.zero_removed()
+    secrets = [bytes([byte]) * 112 for byte in b"xyz"]
+    for secret in secrets[:2]:
+        manifest.put_tenant_key("tenant", secret)
+    manifest.put_tenant_key("other", secrets[2])
+    committed = threading.Event()
+    manifest.when_committed(committed.set)
+    assert committed.wait(DEADLINE_S)
+    assert _files_with(tmp_path, secrets[1])
+    dropped = threading.Event()
+    manifest.drop_tenant_keys(["tenant"], dropped.set)
+    assert dropped.wait(DEADLINE_S)
+    assert [bool(_files_with(tmp_path, secret)) for secret in secrets] == [False, False, True]
+
+
+def test_a_reader_delays_the_end_of_a_key(make, tmp_path):
+    """While somebody reads what was in the index before, it is not said that the key is gone."""
+    tried = threading.Event()
+    manifest = make(Told(WritePoint.KEYS_DROPPED, tried))
+    manifest.zero_removed()
+    manifest.put_tenant_key("tenant", b"x" * 112)
+    committed = threading.Event()
+    manifest.when_committed(committed.set)
+    assert committed.wait(DEADLINE_S)
+    reader = sqlite3.connect(tmp_path / "manifest.db", isolation_level=None)
+    reader.execute("BEGIN")
+    reader.execute("SELECT count(*) FROM tenant_keys").fetchone()
+    dropped = threading.Event()
+    manifest.drop_tenant_keys(["tenant"], dropped.set)
+    assert tried.wait(DEADLINE_S)
+    assert not dropped.is_set()
+    reader.execute("COMMIT")
+    assert dropped.wait(DEADLINE_S)
+    assert not _files_with(tmp_path, b"x" * 112)
+    reader.close()
+
+
+def _files_with(directory, secret):
+    return [path.name for path in directory.glob("manifest.db*") if secret in path.read_bytes()]
+
+
 def test_a_newer_schema_is_left_alone(make, tmp_path):
     """A newer release's index is neither used nor moved."""
     _fill(make())
     with sqlite3.connect(tmp_path / "manifest.db") as db:
-        db.execute("PRAGMA user_version = 3")
-    with pytest.raises(NewerManifestError, match="schema 3"):
+        db.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    with pytest.raises(NewerManifestError, match=f"schema {SCHEMA_VERSION + 1}"):
         make()
     assert [path.name for path in tmp_path.glob("manifest.db.*")] == []
 

@@ -298,7 +298,7 @@ def test_blocks_side_by_side_go_in_one_write(disk):
         assert disk.read(index * WHOLE, block, None)[0] is IoOutcome.OK
 
     def action(extent, num_tokens=16):
-        return WriteBlock(1, b"", 0, extent, num_tokens, b"", b"")
+        return WriteBlock(1, b"", 0, extent, num_tokens, b"", b"", "t")
 
     assert volume.follows(action(WHOLE), action(0))
     assert not volume.follows(action(2 * WHOLE), action(0))

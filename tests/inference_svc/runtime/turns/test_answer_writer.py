@@ -18,6 +18,7 @@ from inference_svc.runtime.engine.engine_job import EngineJob
 from inference_svc.runtime.turns.answer_writer import AnswerWriter
 from inference_svc.runtime.turns.turn import Turn
 from inference_svc.runtime.turns.turn_prompt import Prompt
+from shared.histogram import Histogram
 from shared.lineage import WHOLE
 from shared.session_key import SessionKey
 from shared.units import NS_PER_S
@@ -48,7 +49,8 @@ async def job():
         )
     )
     request = Request(1, KEY, list(PROMPT), 2, NS_PER_S, history_tokens=HISTORY_TOKENS)
-    writer = AnswerWriter(turn, GrowingAnswer(SAMPLING, frozenset()), None, PROMPT, HISTORY_TOKENS)
+    answer = GrowingAnswer(SAMPLING, frozenset())
+    writer = AnswerWriter(turn, answer, None, PROMPT, HISTORY_TOKENS, Histogram())
     request.admitted_ns = 2 * NS_PER_S
     return EngineJob(
         request=request,

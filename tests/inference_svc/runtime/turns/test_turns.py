@@ -1,4 +1,7 @@
-"""What changes a session is done to its end, whoever waits for it; nobody else is let in before."""
+"""Turns and changes of sessions: done to their ends, refused by their tenants' limits, handed back.
+
+What changes a session is done whoever waits for it; nobody else is let in before.
+"""
 
 import asyncio
 import time
@@ -7,12 +10,30 @@ from contextlib import asynccontextmanager
 import pytest
 
 from inference_svc.core.counters import Counters
-from inference_svc.core.errors import InvalidDiscardError, SessionBusyError, UnknownSessionError
+from inference_svc.core.errors import (
+    DrainingError,
+    InvalidDiscardError,
+    RateLimitedError,
+    SessionBusyError,
+    TooManySessionsError,
+    TooManyTurnsError,
+    UnknownSessionError,
+)
 from inference_svc.core.expected_session import ExpectedSession
+from inference_svc.core.scheduling.request import Request
 from inference_svc.core.session_turns import SessionTurns
+from inference_svc.core.submission import TurnDefaults
+from inference_svc.core.tenant_limits import TenantBounds, TenantLimits
+from inference_svc.core.turn_events import Accepted, Finished, Started
+from inference_svc.core.turn_measures import TurnMeasures
 from inference_svc.core.turn_record import TurnRecord, Usage
+from inference_svc.life import Signals, drain
 from inference_svc.runtime.turns.transcript import TranscriptStore
+from inference_svc.runtime.turns.turn_report import TurnReport
 from inference_svc.runtime.turns.turns import Turns
+from inference_svc.turn_requests import decode_submission
+from shared.errors import ReportedError
+from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.session_key import SessionKey
 
 KEY = SessionKey("default", "model", "s")
@@ -52,13 +73,19 @@ class ToldEngine:
         """See EngineLoop."""
         self.told.append(("end", key))
 
+    async def wait_idle(self):
+        """See EngineLoop."""
+
 
 @asynccontextmanager
 async def turns_of(store, engine):
     """The turns of a service that runs none; one session has one turn."""
     await store.append(KEY, RECORD, is_final=False)
     session_turns = SessionTurns(4, 2, lambda: 1.0)
-    turns = Turns(None, store, engine, session_turns, Counters())
+    limits = TenantLimits(TenantBounds(), {})
+    turns = Turns(
+        None, store, engine, session_turns, limits, Counters(), TurnReport(TurnMeasures())
+    )
     running = asyncio.create_task(turns.run())
     await asyncio.sleep(0)
     yield turns
@@ -125,3 +152,148 @@ async def test_a_change_that_fails_says_why_and_holds_nothing(tmp_path):
         with pytest.raises(UnknownSessionError):
             await turns.delete(KEY._replace(session_id="nobody"))
         assert await turns.discard(KEY, [(5, 6)], ANYTHING) == (9, 1)
+
+
+class HeldRunner:
+    """Starts turns as the engine would, when it may, and answers them, when it may."""
+
+    def __init__(self):
+        self.may_start, self.may_end = asyncio.Event(), asyncio.Event()
+
+    async def answer(self, turn):
+        """See TurnRunner."""
+        turn.publish(Accepted(turn.submission.key.session_id, 0, "r", 0, is_replayed=False))
+        turn.request = Request(1, turn.submission.key, [1], 8, 1)
+        await self.may_start.wait()
+        turn.request.started_ns = 1
+        turn.publish(Started(0, 0, 0.0))
+        try:
+            await self.may_end.wait()
+        except asyncio.CancelledError:
+            if turn.handed_back is None:
+                turn.publish(Finished("cancelled", "", Usage(), 0))
+            raise
+        turn.publish(Finished("stop", "", Usage(new_tokens=10, output_tokens=5), 1))
+
+
+def submission(session_id="s", tenant="default", wait=True):
+    """Of a new turn."""
+    request = pb.SubmitTurnRequest(text="Hi", wait=wait)
+    key = SessionKey(tenant, "model", session_id)
+    return decode_submission(request, key, TurnDefaults(64))
+
+
+async def end_of(turn):
+    """Its last event, or the error in its place."""
+    try:
+        return [event async for event in turn.follow()][-1]
+    except ReportedError as error:
+        return error
+
+
+@asynccontextmanager
+async def running_turns(tmp_path, bounds=TenantBounds(), named=None):  # noqa: B008  # frozen
+    """Turns with limits, whose runner does as it is told."""
+    runner, counters = HeldRunner(), Counters()
+    limits = TenantLimits(bounds, named or {})
+    session_turns = SessionTurns(9, 9, lambda: 1.0)
+    store = TranscriptStore(tmp_path)
+    turns = Turns(
+        runner, store, ToldEngine(), session_turns, limits, counters, TurnReport(TurnMeasures())
+    )
+    running = asyncio.create_task(turns.run())
+    await asyncio.sleep(0)
+    yield turns, runner, counters
+    running.cancel()
+    await asyncio.wait([running])
+    limits.check()
+
+
+async def test_a_drain_hands_back_what_has_not_started(tmp_path):
+    """At once, retryably, as if it had never come; what runs goes on to its end."""
+    async with running_turns(tmp_path) as (turns, runner, counters):
+        runner.may_start.set()
+        first = await turns.submit(submission("runs"))
+        events = first.follow()
+        while not first.has_started:
+            await anext(events)
+        behind = await turns.submit(submission("runs"))
+        runner.may_start.clear()
+        waiting = await turns.submit(submission("waits"))
+        turns.refuse_new()
+        for turn in (behind, waiting):
+            error = await end_of(turn)
+            assert (error.reason, error.retryable) == ("draining", True)
+        with pytest.raises(DrainingError):
+            await turns.submit(submission("new"))
+        assert not turns._idle.is_set()
+        runner.may_end.set()
+        assert (await end_of(first)).finish_reason == "stop"
+        await turns.wait_idle()
+    assert counters.snapshot()["turns_handed_back"] == 2
+
+
+async def test_a_drain_that_takes_too_long_hands_the_rest_back(tmp_path):
+    """Not as cancelled: nobody wanted that, and the same turn is taken later."""
+    async with running_turns(tmp_path) as (turns, runner, _):
+        runner.may_start.set()
+        turn = await turns.submit(submission())
+        events = turn.follow()
+        while not turn.has_started:
+            await anext(events)
+        await drain(turns, ToldEngine(), 0.0, Signals())
+        assert (await end_of(turn)).reason == "draining"
+        await turns.wait_idle()
+
+
+async def test_limits_are_for_turns_that_begin(tmp_path):
+    """A repeat of one under way joins it, whatever its tenant has left; the end makes room."""
+    async with running_turns(tmp_path, TenantBounds(max_turns=1)) as (turns, runner, counters):
+        turn = await turns.submit(submission("one"))
+        assert await turns.submit(turn.submission) is turn
+        with pytest.raises(TooManyTurnsError):
+            await turns.submit(submission("two"))
+        await turns.submit(submission("two", tenant="other"))
+        runner.may_start.set()
+        runner.may_end.set()
+        await turns.wait_idle()
+        await turns.submit(submission("two"))
+    assert counters.snapshot()["refused_too_many_turns"] == 1
+
+
+async def test_tokens_are_charged_as_they_were_computed(tmp_path):
+    """A turn that failed, or never started, costs nothing of them."""
+    bounds = TenantBounds(tokens_per_minute=15)
+    async with running_turns(tmp_path, bounds) as (turns, runner, _):
+        cancelled = await turns.submit(submission("cancelled"))
+        with pytest.raises(RateLimitedError):
+            await turns.submit(submission("one"))
+        cancelled.cancel()
+        await turns.wait_idle()
+        runner.may_start.set()
+        runner.may_end.set()
+        await turns.submit(submission("one"))
+        await turns.wait_idle()
+        with pytest.raises(RateLimitedError):
+            await turns.submit(submission("two"))
+
+
+async def test_a_tenants_sessions_are_those_on_disk_and_those_being_opened(tmp_path):
+    """Also after a restart; one that is deleted makes room, others' do not count."""
+    store = TranscriptStore(tmp_path)
+    for name in ("a", "b"):
+        await store.append(KEY._replace(session_id=name), RECORD, is_final=False)
+    await store.append(KEY._replace(tenant="other"), RECORD, is_final=False)
+    (tmp_path / "torn.jsonl").write_bytes(b'0000 {"hea')
+    async with running_turns(tmp_path, TenantBounds(max_sessions=3)) as (turns, _, _):
+        turns._transcripts.count_sessions()
+        await turns.submit(submission("c"))
+        with pytest.raises(TooManySessionsError):
+            await turns.submit(submission("d"))
+        with pytest.raises(TooManySessionsError):
+            await turns.fork(KEY._replace(session_id="a"), None, "d")
+        await turns.submit(submission("a"))
+        await turns.delete(KEY._replace(session_id="b"))
+        forked = await turns.fork(KEY._replace(tenant="other"), None, "d")
+        assert len(forked.turns) == 1
+        await turns.submit(submission("d"))

@@ -88,6 +88,7 @@ def test_tables_and_document_say_the_same(report: PaperReport) -> None:
         assert all(row.label in text for row in table.rows)
 
 
+@pytest.mark.long
 def test_the_same_seed_gives_the_same_report(report: PaperReport) -> None:
     """Whoever replays it."""
     assert Reproduction(TINY).make(2, lambda _: None) == report

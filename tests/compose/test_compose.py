@@ -1,0 +1,242 @@
+"""compose.yaml, compose.gpu.yaml and the Dockerfile name only what exists beside them."""
+
+import re
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+
+from inference_svc.cli import app as inference_app
+from inference_svc.config import InferenceSettings, load_inference_settings
+from kvd import config
+from kvd.cli import app as kvd_app
+from kvd.config import Settings
+from kvd.install.units import SYSTEM_VALUES
+from shared.config import load_settings
+from shared.units import parse_duration_s
+
+REPOSITORY = Path(__file__).parents[2]
+COMPOSE = yaml.safe_load((REPOSITORY / "compose.yaml").read_text())
+GPU = yaml.safe_load((REPOSITORY / "compose.gpu.yaml").read_text())
+DOCKERFILE = (REPOSITORY / "Dockerfile").read_text()
+SERVICES = COMPOSE["services"]
+OURS = ("namespaces", "kvd", "inference")
+PROGRAMS = {"kvd": kvd_app, "inference-svc": inference_app}
+# Of the Compose specification, what is used here; a slip of the pen is not among it.
+SERVICE_KEYS = frozenset(
+    (
+        *("build", "cap_drop", "command", "depends_on", "deploy", "environment", "healthcheck"),
+        *("image", "init", "ipc", "network_mode", "pid", "ports", "profiles", "read_only"),
+        *("restart", "security_opt", "shm_size", "stop_grace_period", "tmpfs", "ulimits", "user"),
+        "volumes",
+    )
+)
+HEALTH_KEYS = frozenset(("test", "interval", "timeout", "start_period", "retries"))
+HOST_MEMORY = "/dev/shm/cachedattention"  # noqa: S108
+
+
+def default_of(text: str) -> str:
+    """What compose puts for ${NAME:-default} when nobody sets NAME."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
+
+
+def mounts(name: str) -> dict[str, str]:
+    """Path inside a service → path on the host, or name of a volume."""
+    found = {}
+    for volume in SERVICES[name].get("volumes", []):
+        if isinstance(volume, str):
+            source, target = default_of(volume).split(":")[:2]
+        else:
+            source, target = volume["source"], volume["target"]
+        found[target] = source
+    return found
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """Every command of ours in the file: what is run, and what asks for health."""
+    found = []
+    for name in ("kvd", "inference"):
+        found.append((name, list(SERVICES[name]["command"])))
+        found.append((f"{name}, health", SERVICES[name]["healthcheck"]["test"][1:]))
+    return found
+
+
+@pytest.mark.parametrize("document", [COMPOSE, GPU], ids=["compose.yaml", "compose.gpu.yaml"])
+def test_every_key_is_of_the_specification(document):
+    """No service has a key that compose does not know, and each is of the right shape."""
+    for name, service in document["services"].items():
+        assert set(service) <= SERVICE_KEYS, name
+        assert set(service.get("healthcheck", {})) <= HEALTH_KEYS, name
+        assert isinstance(service.get("environment", {}), dict)
+        assert all(isinstance(value, str) for value in service.get("environment", {}).values())
+    assert set(document) <= {"name", "services", "volumes", "x-image", "x-shared"}
+
+
+def test_what_refers_to_something_finds_it():
+    """Services, volumes and namespaces that are named are there; every volume is used."""
+    used = set()
+    for name, service in SERVICES.items():
+        others = set(service.get("depends_on", []))
+        for key in ("pid", "ipc", "network_mode"):
+            kind, _, other = service.get(key, "").partition(":")
+            others |= {other} if kind == "service" else set()
+        assert others <= set(SERVICES) - {name}
+        used |= {source for source in mounts(name).values() if not source.startswith((".", "/"))}
+    assert used == set(COMPOSE["volumes"])
+    assert set(GPU["services"]) <= set(SERVICES)
+
+
+def test_both_share_what_they_must():
+    """One pid, IPC and network namespace, whose holder does not end when kvd or the engine does."""
+    for key in ("pid", "ipc", "network_mode"):
+        assert SERVICES["kvd"][key] == SERVICES["inference"][key] == "service:namespaces"
+    holder = SERVICES["namespaces"]
+    assert holder["ipc"] == "shareable"
+    assert holder["init"]
+    assert holder["command"][0] == "sleep"
+    assert mounts("kvd")["/run/kvd"] == mounts("inference")["/run/kvd"]
+    assert mounts("kvd")["/arena"] == HOST_MEMORY
+    assert "/arena" not in mounts("inference")
+
+
+@pytest.mark.parametrize("name", sorted(SERVICES))
+def test_every_path_of_the_host_exists(name):
+    """What is mounted from the repository lies in it."""
+    for source in mounts(name).values():
+        if source.startswith("./"):
+            assert (REPOSITORY / source).exists(), source
+        elif source.startswith("/"):
+            assert source == HOST_MEMORY
+
+
+@pytest.mark.parametrize(("what", "command"), commands(), ids=[what for what, _ in commands()])
+def test_every_command_and_option_exists(what, command):
+    """The command lines are accepted by the programs' own parsers."""
+    program, name, *arguments = command
+    group = typer.main.get_command(PROGRAMS[program])
+    parent = group.make_context(program, [name])
+    parsed = group.commands[name].make_context(name, arguments, parent=parent)
+    assert not parsed.args, f"{what}: not understood"
+
+
+def test_settings_are_accepted_and_in_force():
+    """Environment and mounted files load together; what the environment says is what counts."""
+    own = {**SERVICES["kvd"]["environment"], "KVD_ACCESS__ALLOWED_UIDS": "root"}
+    files = mounts("kvd"), mounts("inference")
+    kvd = load_settings(Settings, REPOSITORY / files[0]["/etc/kvd/kvd.toml"], "KVD", {}, own)
+    assert kvd.settings.dram.keep == "file"
+    assert str(kvd.settings.dram.directory) == "/arena"
+    environment = {
+        **SERVICES["inference"]["environment"],
+        **GPU["services"]["inference"]["environment"],
+    }
+    service = load_settings(
+        InferenceSettings,
+        REPOSITORY / files[1]["/etc/kvd/inference-svc.toml"],
+        "INFERENCE",
+        {},
+        environment,
+    )
+    assert service.settings.model.device == "cuda"
+    for source, loaded in (
+        (own, kvd.provenance),
+        (environment, service.provenance),
+    ):
+        given = [key for key, where in loaded.items() if where == "env"]
+        assert len(given) == len(source)
+
+
+def test_users_and_groups_are_those_of_the_system():
+    """The image makes the users that compose and install-units name; kvd's owns the arena."""
+    made = set(re.findall(r"--gid \d+ ([\w-]+)", DOCKERFILE))
+    users = set(re.findall(r"--no-create-home ([\w-]+)", DOCKERFILE))
+    environment = {**SERVICES["kvd"]["environment"], **SERVICES["inference"]["environment"]}
+    groups = {value for key, value in environment.items() if key.endswith("_GROUP")}
+    assert groups <= made
+    assert {SERVICES["kvd"]["user"], SERVICES["inference"]["user"]} == users
+    assert environment["KVD_ACCESS__ALLOWED_UIDS"] in users
+    system = {value for values in SYSTEM_VALUES.values() for value in values.values()}
+    assert {f'"{group}"' for group in groups} <= system
+    owner = re.search(r"--uid (\d+) --gid kvd", DOCKERFILE)[1]
+    said = re.search(r"install -d -o (\d+)", (REPOSITORY / "compose.yaml").read_text())[1]
+    assert owner == said
+
+
+def test_directories_that_are_written_have_owners():
+    """Each volume is mounted on a directory that the image has, of the user that writes there."""
+    made = {}
+    for owner, paths in re.findall(
+        r"--directory --owner=(\w+) .*?--mode=\d+ ([^&\n\\]+)", DOCKERFILE
+    ):
+        made.update(dict.fromkeys(paths.split(), owner))
+    for name in ("kvd", "inference"):
+        for target, source in mounts(name).items():
+            if source in COMPOSE["volumes"] and not (name == "inference" and "kvd" in source):
+                assert made[target] == SERVICES[name]["user"], target
+
+
+def test_ports_are_those_that_are_scraped_and_shown():
+    """Prometheus scrapes the addresses that both services listen on, Grafana asks Prometheus."""
+    scraped = yaml.safe_load((REPOSITORY / "monitoring" / "prometheus.yml").read_text())
+    targets = {
+        target
+        for job in scraped["scrape_configs"]
+        for group in job["static_configs"]
+        for target in group["targets"]
+    }
+    listening = {
+        SERVICES["kvd"]["environment"]["KVD_METRICS__LISTEN"],
+        SERVICES["inference"]["environment"]["INFERENCE_METRICS__LISTEN"],
+    }
+    assert listening <= targets
+    assert SERVICES["prometheus"]["network_mode"] == SERVICES["kvd"]["network_mode"]
+    (port,) = [
+        option.rpartition(":")[2]
+        for option in SERVICES["prometheus"]["command"]
+        if option.startswith("--web.listen-address=")
+    ]
+    assert SERVICES["grafana"]["environment"]["PROMETHEUS_URL"] == f"http://namespaces:{port}"
+    source = yaml.safe_load(
+        (REPOSITORY / "monitoring/grafana/provisioning/datasources/prometheus.yml").read_text()
+    )
+    assert "PROMETHEUS_URL" in source["datasources"][0]["url"]
+    boards = yaml.safe_load(
+        (REPOSITORY / "monitoring/grafana/provisioning/dashboards/cachedattention.yml").read_text()
+    )
+    assert boards["providers"][0]["options"]["path"] in mounts("grafana")
+    for rules in scraped["rule_files"]:
+        assert f"/etc/prometheus/{Path(rules).name}" in mounts("prometheus")
+
+
+def test_only_monitoring_has_a_profile_and_a_port():
+    """`docker compose up` starts the pair and opens nothing; what opens, opens on this machine."""
+    assert {name for name in SERVICES if "profiles" not in SERVICES[name]} == set(OURS)
+    for service in SERVICES.values():
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
+
+
+def test_nothing_of_ours_has_privileges():
+    """No capability, no new privilege, a read-only root, and no root user."""
+    for name in OURS:
+        assert SERVICES[name]["cap_drop"] == ["ALL"]
+        assert SERVICES[name]["security_opt"] == ["no-new-privileges:true"]
+        assert SERVICES[name]["read_only"]
+    assert re.findall(r"^USER (\w+)", DOCKERFILE, re.MULTILINE)[-1:] == ["kvd"]
+
+
+def test_there_is_time_to_drain():
+    """A container is not killed before its own deadline for ending well has passed."""
+    kvd = config.load(REPOSITORY / "systemd/kvd.toml", {}).settings
+    service = load_inference_settings(REPOSITORY / "systemd/inference-svc.toml", {}).settings
+    for name, drain_s in (("kvd", kvd.limits.drain), ("inference", service.server.drain_s)):
+        assert parse_duration_s(SERVICES[name]["stop_grace_period"]) > drain_s
+
+
+def test_what_the_image_copies_is_there():
+    """Each COPY names something that exists and that .dockerignore lets through."""
+    ignored = (REPOSITORY / ".dockerignore").read_text().splitlines()
+    for line in re.findall(r"^COPY (?!--from)(.*)$", DOCKERFILE, re.MULTILINE):
+        for source in line.split()[:-1]:
+            assert (REPOSITORY / source).exists(), source
+            assert f"!{source}" in ignored, source

@@ -1,0 +1,170 @@
+"""Man pages and docs/kvd-cli.md, made from the commands themselves: python -m tests.docs.man_pages.
+
+Run it after any change of a command, an option or a help text; a test compares.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kvd.cli import root_command
+from kvd.cli_examples import EXAMPLES
+from kvd.exit_codes import EXIT_CODES
+from tests.docs.command_pages import Entry, Page, pages
+
+ROOT = Path(__file__).parent.parent.parent
+MAN = Path("docs/man")
+MARKDOWN = Path("docs/kvd-cli.md")
+_FILES = (
+    ("/etc/kvd/kvd.toml", "settings of the installed daemon; systemd/kvd.toml explains every key"),
+    ("/run/kvd", "its sockets: engine.sock, operator.sock, reader.sock, data.sock"),
+    ("/var/lib/kvd", "its index and volumes"),
+)
+_INTRODUCTION = (
+    (
+        "Every command that looks at or changes a running kvd finds it in its runtime directory "
+        "(--runtime-dir, or KVD_RUNTIME_DIR), or at --address."
+    ),
+    (
+        "Output is for people: times are rounded, and a narrow terminal shows fewer columns. With "
+        "--json a command prints one document that has everything, with a document a line where it "
+        "goes on (events --follow, stats --watch)."
+    ),
+)
+
+
+def all_files() -> dict[Path, str]:
+    """Every file that is made, by its path in the repository."""
+    found = list(pages(root_command(), ("kvd",), EXAMPLES))
+    files = {MAN / f"{page.title}.1": man_page(page, found) for page in found}
+    files[MARKDOWN] = "\n".join(_markdown(found)) + "\n"
+    return files
+
+
+# --------------------------------------------------------------------------------------------- roff
+
+
+def man_page(page: Page, every: Sequence[Page]) -> str:
+    """One page, in the macros of man(7)."""
+    lines = [f'.TH {page.title.upper()} 1 "" "CachedAttention" "kvd"']
+    lines += [".SH NAME", f"{_roff(page.title)} \\- {_roff(_lower(page.summary))}"]
+    lines += [".SH SYNOPSIS", f".B {_roff(' '.join(page.words))}", _roff(page.usage)]
+    lines += [".SH DESCRIPTION", *_paragraphs(page.paragraphs)]
+    if len(page.words) == 1:
+        lines += _paragraphs(_INTRODUCTION, is_first=False)
+    for heading, entries in (("ARGUMENTS", page.arguments), ("OPTIONS", page.options)):
+        if entries:
+            lines += [f".SH {heading}", *_entries(entries)]
+    if page.commands:
+        lines.append(".SH COMMANDS")
+        for name, what in page.commands:
+            lines += [".TP", f".B {_roff(name)}", _roff(f"{what}. See {page.title}-{name}(1).")]
+    if page.examples:
+        lines += [".SH EXAMPLES", ".nf", *(_roff(line) for line in page.examples), ".fi"]
+    lines += _ending(page, every)
+    return "\n".join(lines) + "\n"
+
+
+def _ending(page: Page, every: Sequence[Page]) -> Iterator[str]:
+    yield ".SH EXIT STATUS"
+    if len(page.words) > 1:
+        yield "As listed in"
+        yield ".BR kvd (1)."
+        yield from (".SH SEE ALSO", ".BR kvd (1)")
+        return
+    for code, meaning in EXIT_CODES.items():
+        yield from (".TP", f".B {code}", _roff(f"{meaning}."))
+    yield ".SH FILES"
+    for path, what in _FILES:
+        yield from (".TP", f".I {_roff(path)}", _roff(f"{what}."))
+    yield ".SH SEE ALSO"
+    others = [other.title for other in every if other is not page]
+    for title in others:
+        yield f".BR {_roff(title)} (1){'' if title == others[-1] else ','}"
+
+
+def _paragraphs(paragraphs: Sequence[str], *, is_first: bool = True) -> Iterator[str]:
+    for index, paragraph in enumerate(paragraphs):
+        if index or not is_first:
+            yield ".PP"
+        yield _roff(paragraph)
+
+
+def _entries(entries: Sequence[Entry]) -> Iterator[str]:
+    for entry in entries:
+        yield from (".TP", f".B {_roff(entry.name)}")
+        yield _roff(" ".join(word for word in (entry.text, entry.facts) if word) or "-")
+
+
+def _roff(text: str) -> str:
+    """Text as roff has it: a backslash, a hyphen and a leading dot mean something else there."""
+    text = text.replace("\\", "\\e").replace("-", "\\-")
+    text = "".join(char if char.isascii() else f"\\[u{ord(char):04X}]" for char in text)
+    return f"\\&{text}" if text.startswith((".", "'")) else text
+
+
+def _lower(text: str) -> str:
+    """A sentence that goes on behind a dash; names keep their capitals."""
+    return text if text[:2].isupper() else text[:1].lower() + text[1:]
+
+
+# ----------------------------------------------------------------------------------------- Markdown
+
+
+def _markdown(every: Sequence[Page]) -> Iterator[str]:
+    first, *others = every
+    yield "# The kvd command"
+    yield from ("", "<!-- Made by `python -m tests.docs.man_pages` from the commands. -->")
+    for paragraph in (*first.paragraphs, *_INTRODUCTION):
+        yield from ("", paragraph)
+    yield from ("", "| command | what it does |", "|---|---|")
+    for page in others:
+        if not page.commands:
+            name = " ".join(page.words)
+            yield f"| [`{name}`](#{page.title}) | {_cell(page.summary)} |"
+    yield from ("", "Before the command's name:", "", *_table(first.options, "option"))
+    yield from ("", "## Exit codes", "", "| code | meaning |", "|---|---|")
+    for code, meaning in EXIT_CODES.items():
+        yield f"| {code} | {_cell(meaning)} |"
+    for page in others:
+        if not page.commands:
+            yield from _section(page)
+
+
+def _section(page: Page) -> Iterator[str]:
+    name = " ".join(page.words)
+    yield from ("", f'<a id="{page.title}"></a>', "", f"## {name}")
+    yield from ("", f"`{name} {page.usage}`" if page.usage else f"`{name}`")
+    for paragraph in page.paragraphs:
+        yield from ("", paragraph)
+    if page.arguments:
+        yield from ("", *_table(page.arguments, "argument"))
+    if page.options:
+        yield from ("", *_table(page.options, "option"))
+    if page.examples:
+        yield from ("", "```sh", *page.examples, "```")
+
+
+def _table(entries: Sequence[Entry], what: str) -> Iterator[str]:
+    yield from (f"| {what} | |", "|---|---|")
+    for entry in entries:
+        text = " ".join(word for word in (entry.text, entry.facts) if word)
+        yield f"| `{_cell(entry.name)}` | {_cell(text)} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def main() -> None:
+    """Write every file; pages of commands that are gone go."""
+    files = all_files()
+    for old in (ROOT / MAN).glob("*.1"):
+        if MAN / old.name not in files:
+            old.unlink()
+    for path, text in files.items():
+        (ROOT / path).parent.mkdir(parents=True, exist_ok=True)
+        (ROOT / path).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

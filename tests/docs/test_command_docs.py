@@ -1,0 +1,43 @@
+"""Man pages and docs are those of the commands there are."""
+
+from kvd.cli import root_command
+from kvd.cli_examples import EXAMPLES
+from tests.docs.command_pages import Page, pages
+from tests.docs.man_pages import MAN, ROOT, all_files, man_page
+
+
+def test_man_pages_and_docs_are_up_to_date():
+    """If not, run: python -m tests.docs.man_pages."""
+    files = all_files()
+    found = {path: (ROOT / path).read_text(encoding="utf-8") for path in files}
+    assert found == files
+    pages_there = {MAN / path.name for path in (ROOT / MAN).iterdir()}
+    assert pages_there == {path for path in files if path.parent == MAN}
+
+
+def test_every_command_is_explained():
+    """Each has a summary, each option a help text, and each example is of a command there is."""
+    found = list(pages(root_command(), ("kvd",), EXAMPLES))
+    for page in found:
+        assert page.summary, page.title
+        for entry in page.options:
+            assert entry.text, (page.title, entry.name)
+    commands = {" ".join(page.words[1:]): page for page in found}
+    assert set(EXAMPLES) <= set(commands)
+
+
+def test_examples_are_lines_that_parse():
+    """Every option in an example exists."""
+    for page in pages(root_command(), ("kvd",), EXAMPLES):
+        known = {name for entry in page.options for name in entry.name.replace(",", "").split()}
+        for example in page.examples:
+            words = example.replace("(", " ").replace(")", " ").split()
+            assert {word for word in words if word.startswith("--")} <= known, example
+
+
+def test_what_roff_would_read_is_escaped():
+    """A hyphen stays a hyphen, and a line that begins with a dot is no macro."""
+    page = Page(("kvd", "x"), "Do it", "", (".dot \\ and -dash",), (), (), ())
+    lines = man_page(page, [page]).splitlines()
+    assert "\\&.dot \\e and \\-dash" in lines
+    assert "kvd\\-x \\- do it" in lines

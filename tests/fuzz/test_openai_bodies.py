@@ -1,0 +1,78 @@
+"""Whatever a client sends, a body is decoded or refused."""
+
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference_svc.openai import asked_turn, chat_request, response_request
+from inference_svc.openai.chat_request import decode_chat
+from inference_svc.openai.errors import RequestError, error_object
+from inference_svc.openai.event_stream import json_bytes
+from inference_svc.openai.fields import parse_object
+from inference_svc.openai.response_request import decode_response
+
+NAMES = sorted(
+    {
+        *asked_turn.IGNORED,
+        *chat_request._REFUSED,
+        *response_request._REFUSED,
+        *("model", "messages", "input", "instructions", "temperature", "top_p", "seed", "stop"),
+        *("max_tokens", "max_output_tokens", "logprobs", "top_logprobs", "stream", "metadata"),
+        *("stream_options", "store", "session_id", "include", "truncation", "text", "top_k"),
+        *("role", "content", "type", "format", "previous_response_id", "include_usage"),
+    }
+)
+WORDS = ["user", "assistant", "system", "text", "message", "input_text", "auto", "json_schema"]
+plain = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.just(10**400),
+    st.floats(allow_nan=False),
+    st.text(max_size=8),
+    st.sampled_from(WORDS),
+)
+anything = st.recursive(
+    plain,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=4), inner, max_size=5)
+    ),
+    max_leaves=12,
+)
+message = st.fixed_dictionaries(
+    {"role": st.sampled_from([*WORDS, 5]), "content": anything},
+    optional={"name": anything, "type": anything},
+)
+bodies = st.dictionaries(st.sampled_from(NAMES), anything, max_size=6).flatmap(
+    lambda rest: st.fixed_dictionaries(
+        {"model": st.just("m"), "messages": st.lists(message, max_size=3) | anything}
+    ).map(lambda given: {**rest, **given, "input": given["messages"]})
+)
+
+
+@given(bodies)
+def test_a_body_is_decoded_or_refused(body):
+    """Nothing else is ever raised, and a refusal can be told."""
+    refusals = []
+    for name, decode in (("input", decode_chat), ("messages", decode_response)):
+        given = {key: value for key, value in body.items() if key != name}
+        try:
+            decode(given, 1.0)
+        except RequestError as refused:
+            refusals.append(refused)
+    for refused in refusals:
+        assert json.loads(json_bytes({"error": error_object(refused)}))
+        assert len(str(refused)) < 1000
+
+
+@given(st.binary(max_size=64) | anything.map(lambda value: json.dumps(value).encode()))
+def test_bytes_are_an_object_or_refused(data):
+    """Whatever they are."""
+    try:
+        found = parse_object(data)
+    except RequestError as refused:
+        found = error_object(refused)
+    assert isinstance(found, dict)
+    assert json_bytes(found)

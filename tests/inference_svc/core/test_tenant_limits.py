@@ -1,0 +1,180 @@
+"""Each tenant has what it was given, and nothing of what others do shows in it."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from inference_svc.core.tenant_limits import MAX_RETRY_S, SWEEP, TenantBounds, TenantLimits
+from shared.units import NS_PER_S
+
+FREE = TenantBounds()
+MINUTE_NS = 60 * NS_PER_S
+
+
+def limits(default=FREE, turn_s=0.5, **named):
+    return TenantLimits(default, named, lambda: turn_s)
+
+
+def begin(limits, tenant="a", tokens=0.0, opens="", num_sessions=0, now_ns=0):
+    """A turn's place, or why there is none."""
+    refusal = limits.refuse(tenant, tokens, opens, num_sessions, now_ns)
+    return refusal or limits.enter(tenant, tokens, opens, now_ns)
+
+
+def begun(limits, count, **turn):
+    places = [begin(limits, **turn) for _ in range(count)]
+    assert not [place for place in places if isinstance(place, Exception)]
+    return places
+
+
+def test_without_bounds_everybody_begins():
+    """The defaults are none."""
+    begun(limits(), 1000, tokens=1e9, opens="s", num_sessions=10**6)
+
+
+def test_turns_a_minute():
+    """A minute's worth at once, then one in each of its parts; the hint says when."""
+    some = limits(TenantBounds(turns_per_minute=6))
+    begun(some, 6)
+    refusal = begin(some)
+    assert (refusal.reason, refusal.retryable) == ("rate_limited", True)
+    assert refusal.retry_after_s == pytest.approx(10.0)
+    assert "6 turns a minute" in refusal.message
+    assert refusal.remedy
+    begun(some, 1, now_ns=int(refusal.retry_after_s * NS_PER_S))
+
+
+def test_who_is_refused_comes_back_one_after_another():
+    """A place is free for each when it comes, as far as a minute goes."""
+    some = limits(TenantBounds(turns_per_minute=60))
+    begun(some, 60)
+    hints = [begin(some).retry_after_s for _ in range(60)]
+    assert hints == pytest.approx([float(second) for second in range(1, 61)])
+    for second in range(1, 61):
+        begun(some, 1, now_ns=second * NS_PER_S)
+
+
+def test_tokens_a_minute_count_what_was_computed():
+    """A turn reserves what it may need and settles at its end; what it left is there again."""
+    some = limits(TenantBounds(tokens_per_minute=600))
+    (first,) = begun(some, 1, tokens=400.0)
+    (second,) = begun(some, 1, tokens=400.0)  # any are left: it begins, and leaves a debt
+    refusal = begin(some, tokens=10.0)
+    assert refusal.reason == "rate_limited"
+    assert refusal.retry_after_s == pytest.approx(20.1)  # -200 are left, 10 a second come
+    some.leave(first, 0.0, 0)  # all of it was found in the cache: 200 are left
+    begun(some, 1, tokens=100.0)
+    some.leave(second, 500.0, 0)
+    assert begin(some).reason == "rate_limited"
+    begun(some, 1, now_ns=NS_PER_S // 10)
+
+
+def test_an_endless_answer_does_not_reserve_more_than_a_minute_gives():
+    """Else its tenant would wait for years."""
+    some = limits(TenantBounds(tokens_per_minute=60))
+    begun(some, 1, tokens=1e12)
+    assert begin(some).retry_after_s == pytest.approx(1.0)
+
+
+def test_turns_at_once():
+    """A place is free when a turn has ended; the hint is by how long turns take."""
+    some = limits(TenantBounds(max_turns=2), turn_s=0.5)
+    first, _ = begun(some, 2)
+    refusals = [begin(some), begin(some)]
+    assert [refusal.reason for refusal in refusals] == ["too_many_turns"] * 2
+    assert [refusal.retry_after_s for refusal in refusals] == [0.5, 1.0]
+    some.leave(first, 0.0, 0)
+    begun(some, 1)
+
+
+def test_sessions_kept():
+    """Those that are being opened count, once each; waiting does not help."""
+    some = limits(TenantBounds(max_sessions=3))
+    begun(some, 2, opens="new", num_sessions=2)
+    refusal = begin(some, opens="other", num_sessions=2)
+    assert (refusal.reason, refusal.retryable) == ("too_many_sessions", False)
+    assert refusal.retry_after_s is None
+    begun(some, 1, opens="", num_sessions=3)  # one of those that are there
+    assert some.refuse_session("a", "fork", 2, 0) is not None
+    assert some.refuse_session("b", "fork", 2, 0) is None
+
+
+def test_one_tenant_does_not_wait_for_another():
+    """However often one is refused: neither do others' hints grow, nor are they refused."""
+    some = limits(TenantBounds(turns_per_minute=1, max_turns=5))
+    begun(some, 1, tenant="flood")
+    for _ in range(1000):
+        assert begin(some, tenant="flood").reason == "rate_limited"
+    begun(some, 1, tenant="other")
+    assert begin(some, tenant="other").retry_after_s == pytest.approx(60.0)
+
+
+def test_a_reload_changes_bounds_at_once():
+    """Turns under way go on; a rate that was lifted and set again begins with a full minute."""
+    some = limits(TenantBounds(turns_per_minute=2))
+    begun(some, 2)
+    some.set_bounds(TenantBounds(turns_per_minute=2), {"a": TenantBounds(max_turns=3)}, 0)
+    begun(some, 1)
+    assert begin(some).reason == "too_many_turns"
+    some.set_bounds(TenantBounds(turns_per_minute=4), {}, NS_PER_S)
+    begun(some, 4, now_ns=NS_PER_S)
+    assert begin(some, now_ns=NS_PER_S).retry_after_s == pytest.approx(15.0)
+
+
+def test_tenants_that_owe_nothing_are_forgotten():
+    """However many names somebody thinks of."""
+    some = limits(TenantBounds(turns_per_minute=60))
+    for number in range(5 * SWEEP):
+        now_ns = number * MINUTE_NS // 100
+        (place,) = begun(some, 1, tenant=f"tenant-{number}", now_ns=now_ns)
+        some.leave(place, 0.0, now_ns)
+    assert len(some) <= 2 * SWEEP
+
+
+class LimitsMachine(RuleBasedStateMachine):
+    """Two tenants against plain lists of when turns began, and of those under way."""
+
+    def __init__(self):
+        super().__init__()
+        self.bounds = TenantBounds(turns_per_minute=4, max_turns=3)
+        self.limits = limits(self.bounds)
+        self.now_ns = 0
+        self.begun_ns = {"a": [], "b": []}
+        self.places = {"a": [], "b": []}
+
+    @rule(tenant=st.sampled_from("ab"))
+    def begin(self, tenant):
+        found = begin(self.limits, tenant, now_ns=self.now_ns)
+        if isinstance(found, Exception):
+            assert 0 < found.retry_after_s <= MAX_RETRY_S
+            if found.reason == "too_many_turns":
+                assert len(self.places[tenant]) == 3
+            else:
+                assert self.recent(tenant) >= 4
+        else:
+            self.places[tenant].append(found)
+            self.begun_ns[tenant].append(self.now_ns)
+            assert len(self.places[tenant]) <= 3
+            assert self.recent(tenant) <= 2 * 4  # a full minute's worth, and what came in since
+
+    @precondition(lambda self: any(self.places.values()))
+    @rule(data=st.data())
+    def leave(self, data):
+        tenant = data.draw(st.sampled_from([t for t in "ab" if self.places[t]]))
+        self.limits.leave(self.places[tenant].pop(), 0.0, self.now_ns)
+
+    @rule(seconds=st.integers(0, 100))
+    def wait(self, seconds):
+        self.now_ns += seconds * NS_PER_S
+
+    def recent(self, tenant):
+        return sum(begun > self.now_ns - MINUTE_NS for begun in self.begun_ns[tenant])
+
+    @invariant()
+    def holds(self):
+        self.limits.check()
+
+
+TestLimitsMachine = LimitsMachine.TestCase
+TestLimitsMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

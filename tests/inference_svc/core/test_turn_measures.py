@@ -1,0 +1,52 @@
+"""What is measured of turns, by their usage."""
+
+from dataclasses import replace
+
+from inference_svc.core.turn_measures import TurnMeasures
+from inference_svc.core.turn_record import Usage
+
+FIRST = Usage(new_tokens=10, output_tokens=5, ttft_s=0.2, tpot_s=0.1, total_s=0.6)
+NEXT = replace(FIRST, history_tokens=15, reused_tokens=15, tier_tokens={"dram": 10, "hbm": 5})
+HALF = replace(NEXT, reused_tokens=5, recomputed_tokens=10, tier_tokens={"dram": 5})
+HALF = replace(HALF, recompute_reason="evicted")
+LOST = replace(HALF, reused_tokens=0, recomputed_tokens=15, tier_tokens={})
+
+
+def test_times_tell_what_became_of_the_history():
+    """First tokens are measured apart: without history, reused, in part, recomputed."""
+    measures = TurnMeasures()
+    for usage in (FIRST, NEXT, NEXT, HALF, LOST):
+        measures.answered("default", "stop", usage, cancelled=False)
+    counts = {labels[0]: series.count for labels, series in measures.ttft_s.series.items()}
+    assert counts == {"none": 1, "reused": 2, "partial": 1, "recomputed": 1}
+    assert measures.load_s.series[()].count == 4  # those that have a history
+    assert measures.reused_tokens.counts == {("dram",): 25, ("hbm",): 10}
+    assert measures.recomputed_tokens.counts == {("evicted",): 25}
+
+
+def test_tenants_are_labels_only_by_name():
+    """A tenant that nobody has named is one of the others, however many there are."""
+    measures = TurnMeasures({"acme"})
+    for tenant in ("acme", "default", "x", "y"):
+        measures.answered(tenant, "stop", FIRST, cancelled=False)
+    measures.name_tenants({"x"})
+    measures.turned_away("x", "rate_limited")
+    measures.failed("acme", "engine_failed", cancelled=False)
+    assert measures.tenant_turns.counts == {
+        ("acme", "finished"): 1,
+        ("default", "finished"): 1,
+        ("other", "finished"): 2,
+        ("x", "refused"): 1,
+        ("other", "failed"): 1,
+    }
+    assert measures.refused.counts == {("rate_limited",): 1}
+
+
+def test_who_left_is_not_timed():
+    """A cancelled turn counts, with its tokens, and its times do not."""
+    measures = TurnMeasures()
+    measures.answered("default", "cancelled", NEXT, cancelled=True)
+    assert measures.ended.counts == {("cancelled",): 1}
+    assert measures.tenant_turns.counts == {("default", "cancelled"): 1}
+    assert measures.tenant_tokens.counts["default", "output"] == 5
+    assert not measures.ttft_s.series

@@ -1,0 +1,143 @@
+"""What is remembered between requests, in a real file."""
+
+import asyncio
+import sqlite3
+import stat
+
+import pytest
+
+from inference_svc.core.errors import TranscriptError
+from inference_svc.openai.bounded_tables import PRUNE_EVERY
+from inference_svc.openai.known import KnownRequest, KnownResponse, Point
+from inference_svc.openai.remembered import MemoryUnavailableError, Remembered
+from inference_svc.openai.remembered_file import FILE_NAME
+from inference_svc.openai.response_objects import ResponseFacts
+
+AT = Point("s-1", 2, "r-1", is_named=False)
+FACTS = ResponseFacts(1.0, "m", instructions="Be brief.", metadata={"a": "é"})
+RESPONSE = KnownResponse(AT, b"h" * 16, FACTS)
+
+
+@pytest.fixture
+def remembered(tmp_path):
+    memory = Remembered(tmp_path, 1000)
+    yield memory
+    memory.close()
+
+
+async def test_histories_survive_a_restart(tmp_path):
+    """With the key of their digests."""
+    memory = Remembered(tmp_path, 1000)
+    await memory.keep_histories([(b"a", AT), (b"b", Point("n", 1, "r-2", is_named=True))])
+    key = memory.key
+    memory.close()
+    again = Remembered(tmp_path, 1000)
+    assert again.key == key
+    found = await again.find_histories([b"a", b"b", b"c"])
+    assert found == {b"a": AT, b"b": Point("n", 1, "r-2", is_named=True)}
+    again.close()
+
+
+async def test_the_last_session_of_a_history_counts(remembered):
+    """Until its history is forgotten."""
+    await remembered.keep_histories([(b"a", AT)])
+    await remembered.keep_histories([(b"a", Point("s-2", 2, "r-9", is_named=False))])
+    assert (await remembered.find_histories([b"a"]))[b"a"].session_id == "s-2"
+    await remembered.forget_histories([b"a"])
+    assert await remembered.find_histories([b"a"]) == {}
+
+
+async def test_what_was_not_used_for_longest_goes_first(tmp_path):
+    """The file is bounded; what is found counts as used."""
+    memory = Remembered(tmp_path, 100)
+    await memory.keep_histories([(b"old", AT), (b"older", AT)])
+    for number in range(2 * PRUNE_EVERY):
+        await memory.keep_histories([(b"%d" % number, AT)])
+        await memory.find_histories([b"old"])
+    assert set(await memory.find_histories([b"old", b"older"])) == {b"old"}
+    (rows,) = memory._db.execute("SELECT count(*) FROM histories").fetchone()
+    assert rows <= 100 + PRUNE_EVERY
+    memory.close()
+
+
+async def test_a_response_is_its_tenants(remembered):
+    """For others it is not there, and cannot be forgotten."""
+    await remembered.keep_response("acme", "resp_1", RESPONSE)
+    assert await remembered.find_response("acme", "resp_1") == RESPONSE
+    assert await remembered.find_response("other", "resp_1") is None
+    await remembered.forget_response("other", "resp_1")
+    assert await remembered.count_responses("acme", "s-1") == 1
+    await remembered.forget_response("acme", "resp_1")
+    assert await remembered.find_response("acme", "resp_1") is None
+
+
+async def test_requests_and_passing_sessions(remembered):
+    """Each is known until it is not needed."""
+    request = KnownRequest(b"body", "s-1", 2, 1, None, is_named=True)
+    await remembered.keep_request(b"key", request)
+    assert await remembered.find_request(b"key") == request
+    assert await remembered.find_request(b"other") is None
+    await remembered.begin_passing("acme", "s-9")
+    assert await remembered.passing() == [("acme", "s-9")]
+    await remembered.end_passing("acme", "s-9")
+    assert await remembered.passing() == []
+
+
+async def test_the_oldest_sessions_are_taken_once(remembered):
+    """Beyond a bound, or a tenant's oldest; a session that is used again is young."""
+    for tenant, session_id in (("a", "1"), ("b", "2"), ("a", "3"), ("a", "1")):
+        await remembered.use_session(tenant, session_id)
+    assert await remembered.take_oldest(3) == []
+    assert await remembered.take_oldest(2) == [("b", "2")]
+    assert await remembered.take_oldest_of("b") == ""
+    assert [await remembered.take_oldest_of("a") for _ in range(3)] == ["3", "1", ""]
+
+
+async def test_a_damaged_file_is_set_aside(tmp_path):
+    """The service starts, knowing nothing; the file is not thrown away."""
+    memory = Remembered(tmp_path, 1000)
+    await memory.keep_histories([(b"a", AT)])
+    memory.close()
+    (tmp_path / FILE_NAME).write_bytes(
+        b"this is no database, but long enough to be read as one" * 99
+    )
+    again = Remembered(tmp_path, 1000)
+    assert await again.find_histories([b"a"]) == {}
+    again.close()
+    assert (tmp_path / f"{FILE_NAME}.unusable").exists()
+
+
+async def test_a_file_of_another_release_is_set_aside(tmp_path):
+    """Its tables may mean something else."""
+    Remembered(tmp_path, 1000).close()
+    with sqlite3.connect(tmp_path / FILE_NAME) as db:
+        db.execute("PRAGMA user_version = 99")
+    db.close()
+    Remembered(tmp_path, 1000).close()
+    assert (tmp_path / f"{FILE_NAME}.unusable").exists()
+
+
+async def test_the_file_is_the_services_alone(tmp_path):
+    """Nobody else reads digests or instructions, nor the key."""
+    memory = Remembered(tmp_path, 1000)
+    await memory.keep_response("acme", "resp_1", RESPONSE)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert set(modes.values()) == {0o600}, modes
+    memory.close()
+
+
+def test_a_directory_that_cannot_be_used_refuses_the_start(tmp_path):
+    """With a remedy."""
+    with pytest.raises(TranscriptError, match="--state-dir"):
+        Remembered(tmp_path / "missing", 1000)
+
+
+async def test_what_cannot_be_read_is_not_known(remembered):
+    """A history is a miss; of a response nobody can say whether it is there."""
+    await remembered.keep_histories([(b"a", AT)])
+    await asyncio.to_thread(remembered._db.execute, "DROP TABLE histories")
+    await asyncio.to_thread(remembered._db.execute, "DROP TABLE responses")
+    assert await remembered.find_histories([b"a"]) == {}
+    await remembered.keep_histories([(b"a", AT)])
+    with pytest.raises(MemoryUnavailableError):
+        await remembered.find_response("acme", "resp_1")

@@ -1,0 +1,26 @@
+"""The service's table of metrics has a row for everything that is counted."""
+
+from inference_svc.core.counters import COUNTERS
+from inference_svc.core.rates.rates import Rates, pairs
+from inference_svc.metrics import METRICS
+
+GAUGES = {  # of EngineLoop.gauges; a real service's are compared in tests/integration
+    *("reserved_rows", "resident_rows", "resident_sessions", "pool_rows", "pool_free_rows"),
+    *("pool_misses", "saves_under_way", "compute_busy_s"),
+}
+
+
+def test_every_counter_is_exported():
+    """Each counter, each gauge and each measured rate is in some row, and no row invents one."""
+    rates = Rates()
+    for num_tokens in range(1, 200):
+        seconds = 0.01 + num_tokens * 1e-4
+        rates.steps.note(num_tokens, pairs(0, num_tokens), seconds)
+        for tier in ("dram", "ssd"):
+            rates.loads.note(tier, num_tokens, seconds)
+    assert METRICS.counters() == {*COUNTERS, *GAUGES, *rates.as_dict()}
+
+
+def test_names():
+    """Every name says whose it is."""
+    assert all(row.name.startswith(("inference_", "process_")) for row in METRICS)

@@ -1,0 +1,273 @@
+"""kvd export and kvd import against real daemons: what comes out goes in elsewhere, or nothing."""
+
+import asyncio
+import json
+import os
+import re
+import stat
+from pathlib import Path
+
+from kvd.session_files import file_format
+from shared.lineage import WHOLE
+from tests.kvd_polling import all_clean, eventually, reader_stats, sessions_of
+from tests.processes import KvdProcess, run_cli, running_kvd
+from tests.synthetic_engine import (
+    SyntheticEngine,
+    attached_engine,
+    encode,
+    key_of,
+    small_layout,
+)
+
+TOKENS = list(range(100, 1150))  # 65 blocks and 10 tokens
+SIZES = ("--dram", "1MB", "--ssd", "4MB")
+
+
+async def _cli(kvd: KvdProcess, *arguments: str) -> tuple[int, str]:
+    """Exit code, and what was said, on whichever stream."""
+    code, stdout, stderr = await run_cli(*arguments, "--runtime-dir", str(kvd.runtime_dir))
+    return code, stdout + stderr
+
+
+async def _stored(kvd: KvdProcess) -> dict[str, int]:
+    return {i.session.session_id: i.num_tokens for i in await sessions_of(kvd)}
+
+
+def _hidden_files(directory: Path) -> list[Path]:
+    return list(directory.glob(".*"))
+
+
+async def _exported(kvd: KvdProcess, engine: SyntheticEngine, file: Path) -> bytes:
+    """A session's file."""
+    await engine.store(key_of("a"), TOKENS)
+    assert (await _cli(kvd, "export", "a", str(file)))[0] == 0
+    return await asyncio.to_thread(file.read_bytes)
+
+
+async def test_a_session_moves_to_another_kvd(tmp_path: Path) -> None:
+    """What one kvd exports another one serves, byte for byte, in the order of its tokens."""
+    file = tmp_path / "a.kvd"
+    async with running_kvd(tmp_path / "1", *SIZES) as kvd, attached_engine(kvd.runtime_dir) as one:
+        await _exported(kvd, one, file)
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert await _cli(kvd, "export", "a", str(file)) == (
+            2,
+            f"kvd: {file} exists: name another file, or say --force\n",
+        )
+    assert not await asyncio.to_thread(_hidden_files, tmp_path)
+    async with running_kvd(tmp_path / "2", *SIZES) as kvd:
+        code, said = await _cli(kvd, "import", str(file))
+        assert (code, "--new-layout" in said) == (5, True)
+        async with attached_engine(kvd.runtime_dir) as two:
+            assert (await _cli(kvd, "import", str(file)))[0] == 0
+            loaded = await two.load(key_of("a"), TOKENS)
+            assert (loaded.num_tokens, await _stored(kvd)) == (1050, {"a": 1050})
+            # It goes on where it ended, and forks share what it has.
+            await two.store(key_of("a"), [*TOKENS, *range(40)])
+            fork = await two.load(key_of("fork"), [*TOKENS[:64], 7])
+            assert fork.num_tokens == 64
+
+
+async def test_without_an_engine_from_ssd_and_into_it(tmp_path: Path) -> None:
+    """No engine is needed: a restarted kvd exports from SSD what an engine finds elsewhere."""
+    file = tmp_path / "a.kvd"
+    kvd = KvdProcess(tmp_path / "1", SIZES, keep="none")
+    await kvd.start()
+    async with attached_engine(kvd.runtime_dir) as engine:
+        await engine.store(key_of("a"), TOKENS)
+    await all_clean(kvd)
+    await kvd.stop()
+    await kvd.start()
+    try:
+        assert (await _cli(kvd, "export", "a", str(file)))[0] == 0
+    finally:
+        await kvd.stop()
+    async with running_kvd(tmp_path / "2", *SIZES, keep="none") as kvd:
+        assert (await _cli(kvd, "import", str(file), "--new-layout"))[0] == 0
+        async with attached_engine(kvd.runtime_dir) as engine:
+            assert (await engine.load(key_of("a"), TOKENS)).num_tokens == 1050
+        await eventually(lambda: _dirty_bytes(kvd), 0)
+
+
+async def _dirty_bytes(kvd: KvdProcess) -> int:
+    return sum(layout.dirty_bytes for layout in (await reader_stats(kvd)).layouts)
+
+
+async def test_a_session_larger_than_dram(tmp_path: Path) -> None:
+    """It goes through a small DRAM tier, in and out, and is whole at the end."""
+    tokens = list(range(4000))  # 250 blocks of 8 KiB
+    file = tmp_path / "a.kvd"
+    sizes = ("--dram", "256KB", "--ssd", "8MB")
+    async with running_kvd(tmp_path / "1", *sizes) as kvd, attached_engine(kvd.runtime_dir) as one:
+        await one.store(key_of("a"), tokens)
+        assert (await _cli(kvd, "export", "a", str(file)))[0] == 0
+    async with running_kvd(tmp_path / "2", *sizes) as kvd, attached_engine(kvd.runtime_dir) as two:
+        code, said = await _cli(kvd, "import", str(file), "--json")
+        assert (code, json.loads(said)["num_tokens"]) == (0, 4000)
+        assert (await two.load(key_of("a"), tokens)).num_tokens == 4000
+
+
+async def test_under_another_name_and_in_place_of_one(tmp_path: Path) -> None:
+    """An existing session stays unless it is to be replaced; name and tenant may be others."""
+    file = tmp_path / "a.kvd"
+    async with running_kvd(tmp_path, *SIZES) as kvd, attached_engine(kvd.runtime_dir) as engine:
+        await _exported(kvd, engine, file)
+        other = [*range(20), *TOKENS]
+        await _cli(kvd, "flush", "a", "--yes")
+        await engine.store(key_of("a"), other)
+        code, said = await _cli(kvd, "import", str(file))
+        assert (code, "--replace" in said, await _stored(kvd)) == (5, True, {"a": 1070})
+        assert (await _cli(kvd, "import", str(file), "--session", "b"))[0] == 0
+        assert (await _cli(kvd, "import", str(file), "--tenant", "acme"))[0] == 0
+        assert (await _cli(kvd, "import", str(file), "--replace"))[0] == 0
+        assert (await _cli(kvd, "import", str(file), "--replace"))[0] == 0
+        for key in (key_of("a"), key_of("b"), key_of("a", "acme")):
+            assert (await engine.load(key, TOKENS)).num_tokens == 1050
+        assert (await engine.load(key_of("a"), other)).num_tokens == 0
+        assert len(await sessions_of(kvd)) == 3
+
+
+async def test_what_is_damaged_changes_nothing(tmp_path: Path) -> None:
+    """Cut short, flipped, longer, of another version or none at all: one line, and no session."""
+    file = tmp_path / "a.kvd"
+    async with running_kvd(tmp_path, *SIZES) as kvd, attached_engine(kvd.runtime_dir) as engine:
+        good = await _exported(kvd, engine, file)
+        await _cli(kvd, "flush", "a", "--yes")
+        flipped = bytearray(good)
+        flipped[len(good) // 2] ^= 1
+        for bad, what in (
+            (good[: len(good) // 2], "cut short"),
+            (good[:-1], "cut short"),
+            (bytes(flipped), "damaged"),
+            (good + b"x", "damaged"),
+            (good[:8] + b"\x02" + good[9:], "version 2"),
+            (b"SQLite format 3", "no session file"),
+            (b"", "cut short"),
+        ):
+            file.write_bytes(bad)
+            code, said = await _cli(kvd, "import", str(file))
+            assert (code, what in said) == (2, True), said
+            assert re.fullmatch(r"kvd: .*\n", said)
+        assert await _stored(kvd) == {}
+        file.write_bytes(good)
+        file.chmod(0)
+        if os.geteuid():
+            assert (await _cli(kvd, "import", str(file)))[0] == 2
+        assert (await _cli(kvd, "import", str(tmp_path / "none")))[0] == 2
+
+
+async def test_a_file_of_another_model(tmp_path: Path) -> None:
+    """Rows of other models, and of other shapes of the same one, are refused with their names."""
+    file = tmp_path / "a.kvd"
+    async with (
+        running_kvd(tmp_path / "1", *SIZES) as kvd,
+        attached_engine(kvd.runtime_dir, small_layout(3)) as one,
+    ):
+        await one.store(key_of("a"), TOKENS)
+        assert (await _cli(kvd, "export", "a", str(file)))[0] == 0
+    async with running_kvd(tmp_path / "2", *SIZES) as kvd, attached_engine(kvd.runtime_dir):
+        code, said = await _cli(kvd, "import", str(file))
+        assert code == 5
+        assert small_layout(3).fingerprint[:12] in said
+        assert small_layout().fingerprint[:12] in said
+
+
+async def test_no_room(tmp_path: Path) -> None:
+    """A session that does not fit leaves nothing behind, and says what to enlarge."""
+    file = tmp_path / "a.kvd"
+    async with running_kvd(tmp_path / "1", *SIZES) as kvd, attached_engine(kvd.runtime_dir) as one:
+        await _exported(kvd, one, file)
+    sizes = ("--dram", "128KB", "--ssd", "0")
+    async with running_kvd(tmp_path / "2", *sizes) as kvd, attached_engine(kvd.runtime_dir) as two:
+        await two.store(key_of("old"), TOKENS[:64])
+        code, said = await _cli(kvd, "import", str(file))
+        assert (code, "tiers" in said) == (6, True), said
+        assert "a" not in await _stored(kvd)
+        assert not [name for name in await _stored(kvd) if name.startswith("import-")]
+
+
+async def test_a_truncated_session(tmp_path: Path) -> None:
+    """What comes behind a discard goes along with its lineage, and is found by nobody else."""
+    file = tmp_path / "a.kvd"
+    lineage = WHOLE.after(encode(TOKENS), [(8, 500)])
+    left = [*TOKENS[:8], *TOKENS[500:]]
+    async with running_kvd(tmp_path / "1", *SIZES) as kvd, attached_engine(kvd.runtime_dir) as one:
+        await one.store(key_of("a"), TOKENS)
+        kept = await one.client.discard(key_of("a"), encode(TOKENS), [(8, 500)], lineage=WHOLE)
+        assert kept == len(left)
+        assert (await _cli(kvd, "export", "a", str(file)))[0] == 0
+    async with running_kvd(tmp_path / "2", *SIZES) as kvd, attached_engine(kvd.runtime_dir) as two:
+        assert (await _cli(kvd, "import", str(file)))[0] == 0
+        stranger = await two.client.prepare_load(key_of("b"), encode(left), 0, 20.0, lineage=WHOLE)
+        grant = await two.client.prepare_load(key_of("a"), encode(left), 0, 20.0, lineage=lineage)
+        assert (stranger.end_token, grant.end_token) == (0, len(left))
+        await two.client.complete_load(grant)
+
+
+async def test_discards_that_a_restarted_kvd_does_not_know(tmp_path: Path) -> None:
+    """What follows them is not exported unless an engine has named them again; --prefix cuts."""
+    kvd = KvdProcess(tmp_path, SIZES)
+    left = [*TOKENS[:80], *TOKENS[500:]]
+    lineage = WHOLE.after(encode(TOKENS), [(80, 500)])
+    await kvd.start()
+    try:
+        async with attached_engine(kvd.runtime_dir) as engine:
+            await engine.store(key_of("a"), TOKENS)
+            await engine.client.discard(key_of("a"), encode(TOKENS), [(80, 500)], lineage=WHOLE)
+            await all_clean(kvd)
+        await kvd.stop()
+        await kvd.start()
+        code, said = await _cli(kvd, "export", "a", str(tmp_path / "refused"))
+        assert (code, "--prefix" in said) == (5, True)
+        assert not (tmp_path / "refused").exists()
+        prefix = tmp_path / "prefix"
+        code, said = await _cli(kvd, "export", "a", str(prefix), "--prefix", "--json")
+        assert (code, json.loads(said)["num_tokens"]) == (0, 80)
+        async with attached_engine(kvd.runtime_dir) as engine:
+            grant = await engine.client.prepare_load(
+                key_of("a"), encode(left), 0, 20.0, lineage=lineage
+            )
+            await engine.client.complete_load(grant)
+        code, said = await _cli(kvd, "export", "a", str(tmp_path / "all"), "--json")
+        assert (code, json.loads(said)["num_tokens"]) == (0, len(left))
+    finally:
+        await kvd.stop()
+
+
+async def test_an_import_that_breaks_off(tmp_path: Path) -> None:
+    """Whoever goes in the middle of a file leaves no session, no lease and no slot."""
+    file = tmp_path / "a.kvd"
+    async with running_kvd(tmp_path, *SIZES) as kvd, attached_engine(kvd.runtime_dir) as engine:
+        good = await _exported(kvd, engine, file)
+        await _cli(kvd, "flush", "a", "--yes")
+        await asyncio.to_thread(_break_off, kvd, good)
+        await eventually(lambda: _stored(kvd), {})
+        (layout,) = (await reader_stats(kvd)).layouts
+        assert (layout.leases, layout.tiers[0].used_bytes) == (0, 0)
+        assert (await _cli(kvd, "import", str(file)))[0] == 0
+
+
+def _break_off(kvd: KvdProcess, good: bytes) -> None:
+    """Send most of a file, and hang up."""
+    import grpc
+
+    from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
+
+    def requests():
+        yield kvd_pb2.ImportSessionRequest(target=kvd_pb2.ImportTarget())
+        yield kvd_pb2.ImportSessionRequest(data=good[: len(good) * 3 // 4])
+        raise ConnectionError("gone")
+
+    with grpc.insecure_channel(f"unix:{kvd.runtime_dir}/operator.sock") as channel:
+        stub = kvd_pb2_grpc.OperatorStub(channel)
+        try:
+            stub.ImportSession(requests(), timeout=20)
+        except grpc.RpcError:
+            return
+        raise AssertionError("it was taken for whole")
+
+
+def test_the_format_is_the_documented_one() -> None:
+    """The version in the documentation is that of the code."""
+    text = Path("kvd/FORMATS.md").read_text(encoding="utf-8")
+    assert f"## Session files (version {file_format.VERSION})" in text

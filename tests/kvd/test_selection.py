@@ -1,0 +1,104 @@
+"""What callers mean by filters, and what they may see."""
+
+import pytest
+
+from kvd.core.errors import InvalidRequestError, UnknownSessionError
+from kvd.core.records import Tier
+from kvd.core.session_filter import SessionFilter, SessionOrder
+from kvd.selection import check_allowed, event_filter_of, filter_of, is_of_one, listing_of
+from shared.pb.kvd.v1 import kvd_pb2
+from shared.session_key import SessionKey
+
+MINE = frozenset({"mine"})
+SESSION = kvd_pb2.SessionKey(session_id="a")
+OF_A_LATER_RELEASE = b"\x0a\x04mine\x78\x01"  # a tenant, and field 15, which is not there yet
+
+
+def test_a_filter_is_decoded():
+    """Every condition has its place; without any it is for everything."""
+    message = kvd_pb2.SessionFilter(
+        tenant="mine",
+        tier=kvd_pb2.TIER_SSD,
+        idle_s=1.5,
+        larger_than_bytes=7,
+        pinned=True,
+        ended=True,
+        id_prefix="a",
+    )
+    assert filter_of(message, None) == SessionFilter(
+        MINE, Tier.SSD, 1_500_000_000, 7, pinned=True, ended=True, id_prefix="a"
+    )
+    assert filter_of(kvd_pb2.SessionFilter(), None) == SessionFilter()
+    assert filter_of(kvd_pb2.SessionFilter(), MINE).tenants == MINE
+    assert filter_of(kvd_pb2.SessionFilter(tenant="other"), MINE).tenants == frozenset()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        kvd_pb2.SessionFilter(tier=kvd_pb2.TIER_HBM),
+        kvd_pb2.SessionFilter(idle_s=-1.0),
+        kvd_pb2.SessionFilter(idle_s=float("nan")),
+        kvd_pb2.SessionFilter(idle_s=1e300),
+        kvd_pb2.SessionFilter.FromString(OF_A_LATER_RELEASE),
+    ],
+    ids=["tier", "negative", "nan", "too-long", "unknown"],
+)
+def test_a_filter_that_cannot_be_is_refused(message):
+    """With a remedy, and before anything is looked at."""
+    with pytest.raises(InvalidRequestError):
+        filter_of(message, None)
+
+
+def test_a_listing_has_a_known_order():
+    """The default is the longest unused first; an order of a later version is refused."""
+    request = kvd_pb2.ListSessionsRequest(filter=kvd_pb2.SessionFilter(model="5e"), reverse=True)
+    listing = listing_of(request, MINE)
+    assert (listing.order, listing.model, listing.is_reversed) == (SessionOrder.IDLE, "5e", True)
+    assert listing.wanted.tenants == MINE
+    with pytest.raises(InvalidRequestError, match="order"):
+        listing_of(kvd_pb2.ListSessionsRequest(order=99), None)
+
+
+def test_a_flush_says_what_it_is_for():
+    """One session, or conditions, or all: exactly one of them, and no condition is none."""
+    by_model = kvd_pb2.FlushRequest(filter=kvd_pb2.SessionFilter(model="5e"))
+    assert is_of_one(kvd_pb2.FlushRequest(session=SESSION))
+    assert not is_of_one(kvd_pb2.FlushRequest(all=True))
+    assert not is_of_one(by_model)
+    for request in (
+        kvd_pb2.FlushRequest(),
+        kvd_pb2.FlushRequest(filter=kvd_pb2.SessionFilter()),
+        kvd_pb2.FlushRequest(filter=kvd_pb2.SessionFilter(idle_s=-0.0)),
+        kvd_pb2.FlushRequest(session=SESSION, all=True),
+        kvd_pb2.FlushRequest(session=SESSION, filter=by_model.filter),
+        kvd_pb2.FlushRequest(all=True, filter=by_model.filter),
+    ):
+        with pytest.raises(InvalidRequestError, match="not clear"):
+            is_of_one(request)
+
+
+def test_sessions_of_others_do_not_exist():
+    """Who may not see a tenant is told the same as if its session were not there."""
+    check_allowed(SessionKey("mine", "", "a"), MINE)
+    check_allowed(SessionKey("other", "", "a"), None)
+    with pytest.raises(UnknownSessionError, match="is stored"):
+        check_allowed(SessionKey("other", "", "a"), MINE)
+
+
+def test_events_of_others_are_not_told():
+    """Within its tenants a caller may name one; of others, and of none, it hears nothing."""
+    about = {
+        name: kvd_pb2.Event(name=name, session=kvd_pb2.SessionKey(tenant=name, session_id="a"))
+        for name in ("mine", "other")
+    }
+    about["none"] = kvd_pb2.Event(name="restored")
+
+    def heard(request, allowed):
+        wanted = event_filter_of(request, allowed)
+        return [name for name, event in about.items() if wanted.selects(event)]
+
+    assert heard(kvd_pb2.WatchEventsRequest(), None) == ["mine", "other", "none"]
+    assert heard(kvd_pb2.WatchEventsRequest(), MINE) == ["mine"]
+    assert heard(kvd_pb2.WatchEventsRequest(tenant="other"), MINE) == []
+    assert heard(kvd_pb2.WatchEventsRequest(session_id="a"), None) == ["mine", "other"]

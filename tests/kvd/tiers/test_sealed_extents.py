@@ -1,0 +1,249 @@
+"""Sealed extents: all but the key's name is sealed, and nothing else than was written opens."""
+
+import math
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvd.core.actions import IoOutcome
+from kvd.core.extent_shape import ExtentShape
+from kvd.encryption.key_file import new_master_key
+from kvd.encryption.keyring import Keyring
+from kvd.encryption.sealing import TAG_BYTES, key_id
+from kvd.tiers.extent_format import ExtentFormat
+from kvd.tiers.sealed_extents import SealedFormat
+from kvd.tiers.sealed_header import SEALED_MAGIC
+from kvd.tiers.staging import STAGED_IO_BYTES, Staging
+from shared.kv_layout import Component, KVLayout, Layer
+from tests.kvd.tiers.disk import LAYOUT, TENANT, Block, Disk, new_slot
+
+SHAPE = ExtentShape(LAYOUT)
+WHOLE = SHAPE.sectors_per_extent
+EXTENT = SHAPE.full_bytes
+OTHER = "other"
+
+
+def new_keys(*, is_sealing=True) -> Keyring:
+    keys = Keyring(new_master_key(), is_sealing=is_sealing)
+    for tenant in (TENANT, OTHER):
+        keys.make(tenant)
+    return keys
+
+
+@pytest.fixture
+def sealed(disk):
+    """Volumes that seal, in an empty directory."""
+    disk.keys = new_keys()
+    disk.volume()
+    return disk
+
+
+def _content(disk) -> bytes:
+    return (disk.directory / "v" / "00000.segment").read_bytes()
+
+
+def _windows(data: bytes, size: int = 16) -> set[bytes]:
+    """All aligned pieces of something random; zeros apart."""
+    return {data[i : i + size] for i in range(0, len(data) - size + 1, size)} - {bytes(size)}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num_tokens=st.integers(1, LAYOUT.block_tokens),
+    layered=st.booleans(),
+    direct=st.sampled_from(["auto", "off"]),
+)
+def test_sealed_blocks_round_trip(num_tokens, layered, direct):
+    """A block comes back with what its header says, to the next volume, too; no other row does."""
+    with tempfile.TemporaryDirectory() as directory:
+        disk = Disk(Path(directory))
+        disk.keys = new_keys()
+        disk.volume(direct=direct)
+        block = Block(num_tokens)
+        assert disk.write(WHOLE, block) is IoOutcome.OK
+        for _ in range(2):
+            slot = new_slot()
+            assert disk.read(WHOLE, block, slot, layered=layered) == (IoOutcome.OK, block.stored)
+            assert block.is_in(slot)
+            used = sum(byte != 0 for byte in bytes(slot))
+            assert used <= LAYOUT.token_bytes * num_tokens
+            assert disk.read(WHOLE, block, None) == (IoOutcome.OK, block.stored)
+            disk.volume(direct=direct)
+        disk.close()
+
+
+@pytest.mark.parametrize("num_tokens", [16, 5])
+def test_nothing_of_a_block_is_on_disk_in_plain(sealed, num_tokens):
+    """Neither rows, token ids, checksums, block key nor what lies in the slot's unused parts."""
+    block = Block(num_tokens)
+    sealed.write(0, block)
+    content = _content(sealed)
+    pieces = _windows(block.stored.token_ids) | _windows(block.stored.checksums)
+    pieces |= _windows(bytes(block.slot)) | {block.key}
+    assert not [piece for piece in pieces if piece in content]
+    assert content.startswith(SEALED_MAGIC)
+
+
+def test_a_run_of_blocks_is_sealed_block_by_block(sealed):
+    """Blocks that are written together are read one by one, each by its own tenant's key."""
+    volume = sealed.made[-1]
+    blocks = [Block() for _ in range(3)]
+    run = [block.at(index * WHOLE) for index, block in enumerate(blocks)]
+    run[1] = run[1]._replace(tenant=OTHER)
+    assert volume.sync([volume.write(run, sealed.staging)]) == [IoOutcome.OK]
+    sealed.keys.forget(OTHER)
+    for index, block in enumerate(blocks):
+        slot = new_slot()
+        outcome, _ = sealed.read(index * WHOLE, block, slot)
+        assert outcome is (IoOutcome.CORRUPT if index == 1 else IoOutcome.OK)
+        assert block.is_in(slot) == (index != 1)
+
+
+def test_large_blocks_are_sealed_in_groups(disk):
+    """A block that is larger than the staging buffer goes through it piece by piece."""
+    layers = tuple(Layer((Component("k", (1 << 13,), "float32"),)) for _ in range(24))
+    layout = KVLayout("cd" * 16, layers, block_tokens=16)  # slices of 512 KiB
+    disk.keys = new_keys()
+    disk.volume(layout=layout, extents_per_segment=2)
+    full, partial = Block(16, layout), Block(15, layout)
+    for extent, block in ((0, full), (disk.made[-1].shape.sectors_per_extent, partial)):
+        assert disk.write(extent, block) is IoOutcome.OK
+        for layered in (True, False):
+            slot = new_slot(layout)
+            assert disk.read(extent, block, slot, layered=layered) == (IoOutcome.OK, block.stored)
+            assert block.is_in(slot)
+    sizes = [len(piece) for _, piece in _pieces(layout, disk.keys, full)]
+    assert len(sizes) == 3
+    assert max(sizes) <= STAGED_IO_BYTES + SHAPE.header_bytes
+
+
+def _pieces(layout, keys, block):
+    sealed = SealedFormat(ExtentFormat(layout), keys)
+    return [(offset, bytes(piece)) for offset, piece in sealed.pieces([block.at(0)], Staging())]
+
+
+def test_no_key_meets_a_nonce_twice(sealed):
+    """Writing a block again gives other bytes all over, though block and tenant are the same."""
+    block = Block()
+    first, second = (_pieces(LAYOUT, sealed.keys, block)[0][1] for _ in range(2))
+    start = SHAPE.header_bytes
+    assert first[:32] == second[:32]  # magic and the key's name
+    for layer in range(len(LAYOUT.layers)):
+        used = ExtentFormat(LAYOUT).used_bytes(layer, block.num_tokens)
+        if used:
+            ours, others = first[start : start + used], second[start : start + used]
+            assert sum(a == b for a, b in zip(ours, others, strict=True)) < used / 16
+        start += SHAPE.slice_bytes(layer, block.num_tokens)
+
+
+# ------------------------------------------------------------------------------- wrong bytes
+
+
+@pytest.mark.parametrize("num_tokens", [16, 5])
+def test_a_flipped_bit_is_corrupt(sealed, num_tokens):
+    """A bit that is changed anywhere but in padding is found, in each way of reading."""
+    block = Block(num_tokens)
+    sealed.write(0, block)
+    path = sealed.directory / "v" / "00000.segment"
+    good = path.read_bytes()
+    header_end = 64 + (TAG_BYTES + 8) * len(LAYOUT.layers) + 4 * num_tokens + TAG_BYTES
+    positions = [0, 4, 16, 40, 70, header_end - 1]
+    start = SHAPE.header_bytes
+    for layer in range(len(LAYOUT.layers)):
+        used = ExtentFormat(LAYOUT).used_bytes(layer, num_tokens)
+        positions += [start, start + used - 1] if used else []
+        start += SHAPE.slice_bytes(layer, num_tokens)
+    for position in positions:
+        damaged = bytearray(good)
+        damaged[position] ^= 4
+        path.write_bytes(damaged)
+        for slot in (new_slot(), None):
+            for layered in (True, False):
+                outcome, _ = sealed.read(0, block, slot, layered=layered)
+                assert outcome is IoOutcome.CORRUPT, position
+
+
+def test_only_the_block_that_the_index_names_opens(sealed):
+    """An extent that lies where another is expected is corrupt: other key, length or layout."""
+    block = Block()
+    sealed.write(0, block)
+    for other in (Block(), _like(block, num_tokens=15), _like(block, key=os.urandom(16))):
+        assert sealed.read(0, other, new_slot())[0] is IoOutcome.CORRUPT
+    layout = KVLayout("ef" * 16, LAYOUT.layers, LAYOUT.block_tokens)
+    sealed.volume(layout=layout)
+    assert sealed.read(0, block, new_slot())[0] is IoOutcome.CORRUPT
+
+
+def _like(block, **changes):
+    other = Block()
+    other.__dict__ |= block.__dict__ | changes
+    return other
+
+
+def test_slices_of_two_writes_do_not_mix(sealed):
+    """Slices of a block's earlier write are corrupt under the header of its later one."""
+    block = Block()
+    path = sealed.directory / "v" / "00000.segment"
+    sealed.write(0, block)
+    earlier = path.read_bytes()
+    sealed.write(0, block)
+    later = path.read_bytes()
+    assert sealed.read(0, block, new_slot())[0] is IoOutcome.OK
+    path.write_bytes(later[: SHAPE.header_bytes] + earlier[SHAPE.header_bytes :])
+    assert sealed.read(0, block, new_slot())[0] is IoOutcome.CORRUPT
+
+
+# ----------------------------------------------------------------------------- keys come and go
+
+
+def test_without_its_key_an_extent_is_a_miss(sealed):
+    """So it is for a tenant's new key, for another keyring, and for a volume without any."""
+    block = Block()
+    sealed.write(0, block)
+    name = key_id(sealed.keys.key_of(TENANT))
+    assert name in _content(sealed)
+    sealed.keys.make(TENANT)
+    assert sealed.read(0, block, new_slot())[0] is IoOutcome.CORRUPT
+    for keys in (new_keys(), None):
+        sealed.keys = keys
+        sealed.volume()
+        assert sealed.read(0, block, new_slot())[0] is IoOutcome.CORRUPT
+
+
+@pytest.mark.parametrize("num_tokens", [16, 5])
+@pytest.mark.parametrize("layered", [True, False])
+def test_plain_extents_stay_readable(disk, num_tokens, layered):
+    """What was written before encryption was turned on is read; so is what is sealed, once off."""
+    disk.volume()
+    plain = Block(num_tokens)
+    disk.write(0, plain)
+    disk.keys = new_keys()
+    disk.volume()
+    sealed = Block(num_tokens)
+    disk.write(WHOLE, sealed)
+    disk.keys.is_sealing = False
+    disk.volume()
+    after = Block(num_tokens)
+    disk.write(2 * WHOLE, after)
+    for extent, block in ((0, plain), (WHOLE, sealed), (2 * WHOLE, after)):
+        slot = new_slot()
+        read = disk.read(extent, block, slot, layered=layered)
+        assert read == (IoOutcome.OK, block.stored)
+        assert block.is_in(slot)
+    content = _content(disk)
+    magics = [content[i * EXTENT : i * EXTENT + 4] for i in range(3)]
+    assert magics == [b"KVDX", SEALED_MAGIC, b"KVDX"]
+
+
+def test_headers_have_room_for_tags():
+    """A header is large enough for what sealing takes, however many layers and tokens there are."""
+    for num_layers in (1, 80, 126, 400):
+        for block_tokens in (16, 512, 1024):
+            layer = Layer((Component("k", (8,), "float16"),))
+            shape = ExtentShape(KVLayout("ab" * 16, (layer,) * num_layers, block_tokens))
+            needed = 64 + (TAG_BYTES + 8) * num_layers + 4 * block_tokens + TAG_BYTES
+            assert shape.header_bytes == 4096 * math.ceil(needed / 4096)

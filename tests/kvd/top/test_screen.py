@@ -1,0 +1,109 @@
+"""What the keys of kvd top do."""
+
+import pytest
+
+from kvd.top.keyboard import split_keys
+from kvd.top.screen import PAGE, Act, Command, Screen, index_of, pressed
+from shared.pb.kvd.v1 import kvd_pb2
+
+NAMES = [("default", "m", str(number)) for number in range(30)]
+
+
+def after(keys, screen=None, names=NAMES):
+    """The screen after some keys, and the commands on the way."""
+    screen, commands = screen or Screen(), []
+    for key in keys:
+        screen, command = pressed(screen, key, names)
+        if command is not None:
+            commands.append(command)
+    return screen, commands
+
+
+@pytest.mark.parametrize(
+    ("keys", "index"),
+    [
+        (["down", "j", "k"], 1),
+        (["up"], 0),
+        (["page_down", "down"], PAGE + 1),
+        (["end", "down"], len(NAMES) - 1),
+        (["end", "page_up", "home"], 0),
+    ],
+)
+def test_a_session_is_chosen(keys, index):
+    """By steps, pages and ends, never beyond them."""
+    screen, commands = after(keys)
+    assert (index_of(screen, NAMES), commands) == (index, [])
+
+
+def test_the_choice_follows_its_session():
+    """When the list moves the same session stays chosen; if it is gone, the first one is."""
+    screen, _ = after(["down", "down"])
+    assert index_of(screen, NAMES[1:]) == 1
+    assert index_of(screen, NAMES[3:]) == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "act"), [("f", Act.FLUSH), ("p", Act.PIN), ("s", Act.SOFT_PIN), ("u", Act.UNPIN)]
+)
+def test_what_changes_something_asks_first(key, act):
+    """Only y does it, to the session that was chosen; any other key does nothing, q included."""
+    asked, commands = after(["down", key])
+    assert (asked.question, commands) == (Command(act, NAMES[1]), [])
+    done, commands = after(["y"], asked)
+    assert (commands, done.question) == ([Command(act, NAMES[1])], None)
+    for other in ("n", "q", "enter", key):
+        left, commands = after([other], asked)
+        assert (commands, left.question, left.is_over) == ([], None, False)
+        assert left.message == "nothing was done"
+
+
+def test_a_question_is_about_what_was_chosen_then():
+    """If the list changes before the answer, the session asked about is meant."""
+    asked, _ = after(["down", "f"])
+    _, command = pressed(asked, "y", NAMES[5:])
+    assert command == Command(Act.FLUSH, NAMES[1])
+
+
+def test_sorting_begins_at_the_top():
+    """Each order has its key; r reverses, and another order begins unreversed."""
+    screen, _ = after(["down", "b"])
+    assert (screen.order, screen.chosen) == (kvd_pb2.SESSION_ORDER_BYTES, None)
+    assert after(["r"], screen)[0].is_reversed
+    again, _ = after(["r", "t"], screen)
+    assert (again.order, again.is_reversed) == (kvd_pb2.SESSION_ORDER_TOKENS, False)
+    assert after(["e"])[0].order == kvd_pb2.SESSION_ORDER_TTL
+    assert after(["b", "i"])[0].order == kvd_pb2.SESSION_ORDER_IDLE
+
+
+def test_views_come_and_go():
+    """Enter shows a session and the list again, ? the help until any key, Space holds, q ends."""
+    assert after(["enter"])[0].shows_session
+    assert not after(["enter", "enter"])[0].shows_session
+    assert not after(["enter", "escape"])[0].shows_session
+    assert after(["?"])[0].shows_help
+    left, commands = after(["?", "f"])
+    assert (left.shows_help, left.question, commands) == (False, None, [])
+    assert after(["space"])[0].is_held
+    assert not after(["space", "space"])[0].is_held
+    assert after(["?", "q"])[0].is_over
+
+
+def test_an_empty_list_has_nothing_to_choose():
+    """No key asks about a session that is not there, and none breaks."""
+    keys = ["down", "f", "p", "enter", "end", "unknown", "x", "escape"]
+    assert after(keys, names=[]) == (Screen(), [])
+
+
+def test_what_a_terminal_sends_is_split_into_keys():
+    """Arrows and pages in both of their forms, characters, a paste, and what nobody knows."""
+    assert split_keys("\x1b[A\x1bOBq\r \x1b[6~") == [
+        "up",
+        "down",
+        "q",
+        "enter",
+        "space",
+        "page_down",
+    ]
+    assert split_keys("\x1b") == ["escape"]
+    assert split_keys("\x1b[99;5u\x1b[") == ["unknown", "unknown"]
+    assert split_keys("") == []

@@ -1,0 +1,109 @@
+"""What kvd top shows, at widths that terminals have."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from kvd.top.screen import Act, Command, Screen
+from kvd.top.views import Seen, top_view
+from shared.pb.kvd.v1 import kvd_pb2
+
+SIZES = [(80, 24), (140, 40), (40, 10)]
+
+
+def stats(uptime_s=100.0, **counters):
+    """Two tiers, one engine, counters."""
+    layout = kvd_pb2.LayoutStats(
+        layout="ff",
+        model="5e" * 16,
+        num_sessions=60,
+        tiers=[
+            kvd_pb2.TierStats(
+                tier=kvd_pb2.TIER_DRAM, capacity_bytes=1 << 30, used_bytes=3 << 28, num_blocks=7
+            ),
+            kvd_pb2.TierStats(
+                tier=kvd_pb2.TIER_SSD, capacity_bytes=1 << 40, degraded=True, degraded_reason="full"
+            ),
+        ],
+        dirty_bytes=5 << 20,
+        counters=counters,
+        queue=kvd_pb2.QueueStats(
+            waiting_jobs=5, running_sessions=2, prefetch_window=11, eviction_window=222
+        ),
+    )
+    engine = kvd_pb2.EngineInfo(name="inference-svc@llama", pid=77, queue_jobs=5, running_jobs=2)
+    process = kvd_pb2.ProcessStats(pid=1, uptime_s=uptime_s, cpu_s=uptime_s / 10)
+    return kvd_pb2.GetStatsResponse(
+        version="1", layouts=[layout], engines=[engine], process=process
+    )
+
+
+def session(number):
+    key = kvd_pb2.SessionKey(tenant="acme", model="5e" * 16, session_id=f"conversation-{number:02}")
+    return kvd_pb2.SessionInfo(session=key, num_tokens=number, bytes=100, expires_in_s=-1)
+
+
+SEEN = Seen(
+    stats(110.0, load_hits=30, load_misses=10, load_tokens_dram=500),
+    stats(100.0, load_hits=0, load_misses=10),
+    [session(number) for number in range(60)],
+    60,
+)
+
+
+def lines(seen, screen, width, height):
+    out = io.StringIO()
+    console = Console(file=out, width=width, height=height, force_terminal=True, color_system=None)
+    options = console.options.update(height=height)
+    rendered = console.render_lines(top_view(seen, screen, width, height), options, pad=False)
+    return ["".join(segment.text for segment in line).rstrip() for line in rendered]
+
+
+@pytest.mark.parametrize(("width", "height"), SIZES)
+@pytest.mark.parametrize("shown", ["list", "help", "session", "question"])
+def test_every_screen_fits(width, height, shown):
+    """No line is longer than the terminal is wide, and there are no more of them than it has."""
+    detail = kvd_pb2.DescribeSessionResponse(
+        info=session(3), history=[kvd_pb2.SessionMove(kind="stored", num_blocks=3)] * 40
+    )
+    seen = Seen(SEEN.stats, SEEN.before, SEEN.sessions, 60, detail)
+    screens = {
+        "list": Screen(),
+        "help": Screen(shows_help=True),
+        "session": Screen(shows_session=True),
+        "question": Screen(question=Command(Act.FLUSH, ("acme", "m", "x" * 128))),
+    }
+    found = [line for line in lines(seen, screens[shown], width, height) if line]
+    assert max(map(len, found)) <= width
+    if shown != "help":
+        assert len(found) <= height
+
+
+def test_the_last_interval_is_told():
+    """Hit rate and tokens a second are those since the look before; windows and jobs as of now."""
+    text = "\n".join(lines(SEEN, Screen(), 100, 30))
+    assert "hits 100% of 3.0 loads/s" in text
+    assert "50 dram" in text
+    assert "5 wait, 2 run" in text
+    assert "prefetch 11, eviction 222" in text
+    assert "75%  768.0 MB of 1.0 GB" in text
+    assert "degraded: full" in text
+    assert "inference-svc@llama  pid 77" in text
+
+
+def test_the_list_moves_with_the_choice():
+    """The chosen session is always seen, and the keys stand at the foot."""
+    for number in (0, 30, 59):
+        name = ("acme", "5e" * 16, f"conversation-{number:02}")
+        found = lines(SEEN, Screen(chosen=name), 80, 24)
+        assert any(line.startswith(f"conversation-{number:02}") for line in found)
+        assert "q quit" in [line for line in found if line][-1]
+
+
+def test_a_problem_is_said_at_the_foot():
+    """What was seen last stays, with what is wrong."""
+    seen = Seen(SEEN.stats, None, SEEN.sessions, 60, problem="no kvd answers; asking again")
+    found = [line for line in lines(seen, Screen(), 80, 24) if line]
+    assert found[-1] == "no kvd answers; asking again"
+    assert found[0].startswith("kvd 1")

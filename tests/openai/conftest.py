@@ -1,0 +1,153 @@
+"""One real pair with the OpenAI-compatible API, for all tests of this folder."""
+
+import asyncio
+import hashlib
+import json
+import uuid
+from pathlib import Path
+
+import grpc
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI, OpenAI
+
+from shared.errors import NotFoundError
+from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
+from shared.runtime_dir import READER_SOCKET, channel_options
+from tests.inference_processes import InferenceProcess, wait_kvd_state
+from tests.processes import KvdProcess
+
+MODEL = "tiny"
+CLIENTS = {  # name -> its token
+    "acme": "token-of-acme-0123456789abcdef",
+    "globex": "token-of-globex-0123456789abcdef",
+    "gateway": "token-of-gateway-0123456789abcdef",
+    "monitor": "token-of-monitor-0123456789abcdef",
+    "small": "token-of-small-0123456789abcdef",
+    "few": "token-of-few-0123456789abcdef",
+}
+TENANTS = {"acme": ["acme"], "gateway": ["acme", "globex"], "small": ["small"], "monitor": ["*"]}
+ROLES = {"monitor": ["reader"]}
+SETTINGS = """
+[server]
+socket_tenants = ["*"]
+[tenants.small]
+turns_per_minute = 2
+[tenants.few]
+max_sessions = 2
+[openai]
+listen = "127.0.0.1:0"
+aliases = ["gpt-4o"]
+temperature = 0
+max_body_bytes = 200000
+body_s = "2s"
+max_requests = 32
+"""
+
+
+class ApiService:
+    """The pair; `start` again after a `stop` finds what it had."""
+
+    def __init__(self, model_dir: Path, directory: Path) -> None:
+        settings = directory / "inference-svc.toml"
+        settings.write_text(SETTINGS + "".join(map(_client, CLIENTS)))
+        self.kvd = KvdProcess(directory / "kvd", ("--dram", "64MB", "--ssd", "256MB"))
+        self.service = InferenceProcess(
+            model_dir, directory, self.kvd.runtime_dir, ["--config", str(settings)]
+        )
+
+    async def start(self) -> None:
+        await self.service.start()
+        async with self.service.client() as client:
+            await wait_kvd_state(client, "attached")
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where the API is served: the port was chosen."""
+        lines = self.service.log_path.read_text().splitlines()
+        ready = [json.loads(line) for line in lines if '"openai_ready"' in line]
+        host, _, port = ready[-1]["listen"].rpartition(":")
+        return host, int(port)
+
+    @property
+    def url(self) -> str:
+        host, port = self.address
+        return f"http://{host}:{port}/v1"
+
+    def client(self, name="acme", **options) -> AsyncOpenAI:
+        """The official client; it does not try again, unless it is told to."""
+        options = {"max_retries": 0, **options}
+        return AsyncOpenAI(api_key=CLIENTS.get(name, name), base_url=self.url, **options)
+
+    def blocking_client(self, name="acme") -> OpenAI:
+        return OpenAI(api_key=CLIENTS[name], base_url=self.url, max_retries=0)
+
+    async def num_turns(self, session_id, tenant="acme") -> int:
+        """Complete turns of a session, -1 if it is not there; as gRPC says it."""
+        async with self.service.client() as client:
+            try:
+                return (await client.get_session(session_id, tenant=tenant)).turns
+            except NotFoundError:
+                return -1
+
+    async def until_saved(self, answer) -> None:
+        """Return when kvd has what an answer's turn computed: forks do not wait for it."""
+        session_id, num_tokens = answer.model_extra["session_id"], answer.usage.total_tokens - 1
+        address = f"unix:{self.kvd.runtime_dir / READER_SOCKET}"
+        async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+            stub = kvd_pb2_grpc.ReaderStub(channel)
+            stored: dict[str, int] = {}
+            async with asyncio.timeout(60):
+                while stored.get(session_id, 0) < num_tokens:
+                    page = await stub.ListSessions(kvd_pb2.ListSessionsRequest(limit=1000))
+                    stored = {one.session.session_id: one.num_tokens for one in page.sessions}
+
+    async def counter(self, name) -> int:
+        async with self.service.client() as client:
+            return (await client.get_model()).counters[name]
+
+
+def _client(name: str) -> str:
+    digest = hashlib.sha256(CLIENTS[name].encode()).hexdigest()
+    return (
+        f'\n[clients.{name}]\ntoken_sha256 = ["{digest}"]\n'
+        f"tenants = {json.dumps(TENANTS.get(name, [name]))}\n"
+        f"roles = {json.dumps(ROLES.get(name, ['client']))}\n"
+    )
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def api(tiny_model, tmp_path_factory):
+    """The pair of all tests here."""
+    service = ApiService(tiny_model, tmp_path_factory.mktemp("api"))
+    await service.kvd.start()
+    try:
+        await service.start()
+        yield service
+    finally:
+        await service.service.stop()
+        await service.kvd.stop()
+
+
+@pytest.fixture
+def opening():
+    """Messages that begin a conversation nobody had: long enough for blocks to be kept of it."""
+    name = uuid.uuid4().hex
+    return [
+        {"role": "system", "content": f"This is {name}. " + "Keys and values are kept. " * 40},
+        {"role": "user", "content": "What is kept?"},
+    ]
+
+
+def name_of(messages):
+    """A name that no other test has, of a conversation that begins with these."""
+    return messages[0]["content"][8:40]
+
+
+def said(messages, answer, question="And then?"):
+    """The conversation with an answer and the next question."""
+    return [
+        *messages,
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": question},
+    ]

@@ -1,0 +1,184 @@
+"""HTTP for monitors, and what is told of clients' requests, over real connections."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import pytest
+import structlog
+from aiohttp import ClientSession, web
+
+from shared.access.clients import ClientBook, Clients
+from shared.access.settings import ClientSettings, TlsSettings
+from shared.access.tokens import new_token, token_digest
+from shared.http_observer import HttpMetrics, observing
+from shared.http_server import HttpServer
+from shared.log import configure_logging
+from shared.metric_export import MetricExporter
+from shared.metric_table import Metric, MetricTable
+from shared.observing_settings import MetricsSettings
+from shared.operations_http import Operations, operations_app, serving_operations
+
+TABLE = MetricTable((Metric("a_rows", "gauge", "Rows"),))
+EXPORTER = MetricExporter(TABLE, lambda scrape: scrape.put("a_rows", 7))
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+GRACE_S = 10.0
+
+
+@pytest.fixture(autouse=True)
+def _restore_logging():
+    yield
+    configure_logging("info", json=False)
+
+
+@asynccontextmanager
+async def served(app):
+    """Serve an application, and give a session and its base."""
+    server = HttpServer(app, "127.0.0.1:0")
+    await server.start()
+    try:
+        async with ClientSession() as session:
+            yield session, f"http://{server.address}"
+    finally:
+        await server.stop(GRACE_S)
+
+
+def operations(why_not="", clients=None):
+    """What the routes ask."""
+    state = SimpleNamespace(why_not=why_not)
+    book = ClientBook(Clients(clients or {}))
+    return state, Operations(EXPORTER, lambda: state.why_not, book)
+
+
+async def test_probes_and_metrics():
+    """The process lives while it answers, and is ready until it says why not."""
+    state, asked = operations()
+    async with served(operations_app(asked, is_open=True)) as (session, base):
+        async with session.get(f"{base}/metrics") as response:
+            assert "a_rows 7.0" in await response.text()
+            assert response.headers["Content-Type"].startswith("text/plain")
+        for why_not, status, word in (("", 200, "ready"), ("draining", 503, "draining")):
+            state.why_not = why_not
+            async with session.get(f"{base}/readyz") as response:
+                assert (response.status, await response.text()) == (status, f"{word}\n")
+            async with session.get(f"{base}/healthz") as response:
+                assert (response.status, await response.text()) == (200, "alive\n")
+
+
+async def test_who_may_read_the_metrics():
+    """Where strangers come by, metrics take a reader of all tenants; probes stay open."""
+    tokens = {name: new_token() for name in ("monitor", "other", "some")}
+    digests = {name: (token_digest(token),) for name, token in tokens.items()}
+    clients = {
+        "monitor": ClientSettings(token_sha256=digests["monitor"], tenants=["*"], roles=["reader"]),
+        "other": ClientSettings(token_sha256=digests["other"], tenants=["*"], roles=["client"]),
+        "some": ClientSettings(token_sha256=digests["some"], tenants=["a"], roles=["reader"]),
+    }
+    _, asked = operations(clients=clients)
+    async with served(operations_app(asked, is_open=False)) as (session, base):
+        for token, status in (
+            (tokens["monitor"], 200),
+            (tokens["other"], 403),
+            (tokens["some"], 403),
+            ("wrong", 401),
+            ("", 401),
+        ):
+            headers = {"Authorization": f"Bearer {token}"} if token else {}
+            async with session.get(f"{base}/metrics", headers=headers) as response:
+                assert response.status == status
+                assert ("a_rows" in await response.text()) == (status == 200)
+        async with session.get(f"{base}/healthz") as response:
+            assert response.status == 200
+
+
+async def test_an_address_or_none(short_dir):
+    """Without an address nothing is served; with one it is, until the end."""
+    _, asked = operations()
+    async with serving_operations(MetricsSettings(), TlsSettings(), asked):
+        pass
+    path = short_dir / "metrics.sock"
+    async with serving_operations(MetricsSettings(listen=f"unix:{path}"), TlsSettings(), asked):
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(b"GET /readyz HTTP/1.0\r\n\r\n")
+        assert (await reader.read()).endswith(b"ready\n")
+        writer.close()
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("listen", "is_open"),
+    [("unix:/run/x.sock", True), ("127.0.0.1:1", True), ("[::1]:1", True), ("0.0.0.0:1", False)],
+)
+def test_open_addresses(listen, is_open):
+    """A Unix socket and the loopback need no guard, anything else does."""
+    assert MetricsSettings(listen=listen).is_open is is_open
+
+
+@pytest.mark.parametrize("listen", ["nonsense", "unix:relative", "unix:/" + "x" * 200, ":1", "a:b"])
+def test_addresses_that_are_none(listen):
+    """An address that cannot be listened at is refused with the settings."""
+    with pytest.raises(ValueError, match="write host:port"):
+        MetricsSettings(listen=listen)
+
+
+async def test_requests_are_counted_and_told(capsys):
+    """Each request has one line, with route, status and trace id, and never what was sent."""
+    configure_logging("info", json=True)
+    metrics = HttpMetrics()
+
+    async def item(request):
+        structlog.contextvars.bind_contextvars(client="someone")
+        what = request.match_info["id"]
+        if what == "refuse":
+            raise web.HTTPConflict
+        if what == "break":
+            raise ValueError
+        return web.Response(text="fine")
+
+    app = web.Application(middlewares=[observing(metrics)])
+    app.router.add_get("/items/{id}", item)
+    headers = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01", "Authorization": "Bearer sesame1"}
+    async with served(app) as (session, base):
+        for path in ("/items/1", "/items/2", "/items/refuse", "/items/break", "/secret-path"):
+            async with session.get(base + path, headers=headers) as response:
+                await response.read()
+    route = "/items/{id}"
+    assert metrics.ended.counts == {
+        ("GET", route, "200"): 2,
+        ("GET", route, "409"): 1,
+        ("GET", route, "500"): 1,
+        ("GET", "none", "404"): 1,
+    }
+    written = capsys.readouterr().err
+    assert "sesame1" not in written
+    assert "secret-path" not in written
+    lines = [json.loads(line) for line in written.splitlines() if '"http_request"' in line]
+    assert [line["status"] for line in lines] == [200, 200, 409, 500, 404]
+    assert {line["trace_id"] for line in lines} == {TRACE}
+    assert [line.get("client") for line in lines] == ["someone"] * 4 + [None]
+
+
+async def test_who_leaves_is_told(capsys):
+    """A request whose client goes away counts as 499."""
+    configure_logging("info", json=True)
+    metrics, begun, left = HttpMetrics(), asyncio.Event(), asyncio.Event()
+
+    async def wait(_request):
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            left.set()
+
+    app = web.Application(middlewares=[observing(metrics)])
+    app.router.add_get("/wait", wait)
+    async with served(app) as (session, base):
+        asking = asyncio.create_task(session.get(f"{base}/wait"))
+        await begun.wait()
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        async with asyncio.timeout(GRACE_S):
+            await left.wait()
+    assert metrics.ended.counts == {("GET", "/wait", "499"): 1}
+    assert '"status": 499' in capsys.readouterr().err

@@ -1,0 +1,240 @@
+"""Python processes that begin with their imports done: forked from one that has done them.
+
+Importing torch and transformers takes a service seconds, and tests start dozens. What runs in the
+fork is what `python -m MODULE` runs, in a process, a session and an environment of its own.
+
+`WarmPython` is the side of the tests; `main` that of the process which forks. One connection is one
+child: its request goes in, pid and then exit code come out. A child that has ended is reaped when
+its connection is closed, so that its pid means nobody else until then.
+"""
+
+import asyncio
+import atexit
+import contextlib
+import gc
+import importlib
+import json
+import os
+import random
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+MAX_REQUEST = 1 << 20
+
+
+class WarmProcess:
+    """A child of the forking process, as its tests see it; the part of Popen that they use."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.pid = int(self._receive())
+        self._code: int | None = None
+
+    @property
+    def returncode(self) -> int | None:
+        """As poll() finds it."""
+        return self.poll()
+
+    def poll(self) -> int | None:
+        """The exit code if it has ended; negative: the signal."""
+        if self._code is None:
+            self._connection.setblocking(False)
+            try:
+                self._ended(self._receive())
+            except BlockingIOError:
+                self._connection.setblocking(True)
+        return self._code
+
+    def wait(self) -> int:
+        """Wait for its end; blocks."""
+        if self._code is None:
+            self._ended(self._receive())
+        assert self._code is not None
+        return self._code
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def _receive(self) -> bytes:
+        packet = self._connection.recv(64)
+        assert packet, "the forking process has ended"
+        return packet
+
+    def _ended(self, packet: bytes) -> None:
+        self._code = int(packet)
+        self._connection.close()
+
+
+class WarmPython:
+    """One forking process, started when it is first needed; ends with this process.
+
+    Args:
+        imports: modules that it imports before it forks.
+    """
+
+    def __init__(self, *imports: str) -> None:
+        self._imports = imports
+        self._listening: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def spawn(
+        self, module: str, arguments: Sequence[str], environ: Mapping[str, str], output: int
+    ) -> WarmProcess:
+        """Run `python -m MODULE ARGUMENTS`; blocks while the imports are done for the first one.
+
+        Args:
+            module: its `main()` is called.
+            arguments: of the command line.
+            environ: its whole environment.
+            output: descriptor for stdout and stderr.
+        """
+        if self._process is None:
+            self._start()
+        assert self._listening is not None
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        request = json.dumps([module, list(arguments), dict(environ), str(Path.cwd())]).encode()
+        with theirs:
+            socket.send_fds(self._listening, [request], [theirs.fileno(), output])
+        return WarmProcess(ours)
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_REQUEST)
+        with theirs:
+            command = (sys.executable, "-m", "tests.warm_python", str(theirs.fileno()))
+            self._process = subprocess.Popen(
+                (*command, *self._imports), pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL
+            )
+        self._listening = ours
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        assert self._listening is not None
+        assert self._process is not None
+        self._listening.close()
+        self._process.wait()
+
+
+AnyProcess: TypeAlias = WarmProcess | subprocess.Popen[bytes]
+
+
+async def wait_ended(process: AnyProcess) -> int:
+    """Wait for the end of a process without blocking the loop."""
+    if process.poll() is None:
+        has_ended, loop = asyncio.Event(), asyncio.get_running_loop()
+        pidfd = os.pidfd_open(process.pid)
+        loop.add_reader(pidfd, has_ended.set)
+        try:
+            await has_ended.wait()
+        finally:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+    return process.wait()
+
+
+# ------------------------------------------------------------------------ the process that forks
+
+
+class _Children:
+    """Children and the connections that tell of them."""
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self._running: set[int] = set()
+
+    def end(self) -> None:
+        """Leave nothing behind when the tests are gone, however they went."""
+        for pid in self._running:
+            os.kill(pid, signal.SIGKILL)
+
+    def add(self, pid: int, connection: socket.socket) -> None:
+        """Tell of a child's pid now, and of its end later."""
+        connection.send(str(pid).encode())
+        self._running.add(pid)
+        pidfd = os.pidfd_open(pid)
+        self.selector.register(pidfd, selectors.EVENT_READ, (self._ended, pid, pidfd, connection))
+        self.selector.register(connection, selectors.EVENT_READ, (self._left, pid, connection))
+
+    def _ended(self, pid: int, pidfd: int, connection: socket.socket) -> None:
+        self.selector.unregister(pidfd)
+        os.close(pidfd)
+        self._running.discard(pid)
+        info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert info is not None
+        code = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+        if connection.fileno() < 0:
+            os.waitpid(pid, 0)
+            return
+        with contextlib.suppress(BrokenPipeError):  # nobody asks; _left comes next
+            connection.send(str(code).encode())
+
+    def _left(self, pid: int, connection: socket.socket) -> None:
+        self.selector.unregister(connection)
+        connection.close()
+        os.waitpid(pid, os.WNOHANG)
+
+
+def main() -> None:
+    """Import, then fork for each request, until the requests end."""
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the tests' business
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # what is imported stays: a child's collections need not copy its pages
+    children = _Children()
+    children.selector.register(requests, selectors.EVENT_READ, None)
+    while True:
+        for key, _ in children.selector.select():
+            if key.data is not None:
+                answer, *arguments = key.data
+                answer(*arguments)
+                continue
+            packet, fds, _, _ = socket.recv_fds(requests, MAX_REQUEST, 2)
+            if not packet:
+                children.end()
+                return
+            pid = os.fork()
+            if pid == 0:
+                _run(packet, fds[1])
+            os.close(fds[1])
+            children.add(pid, socket.socket(fileno=fds[0]))
+
+
+def _run(packet: bytes, output: int) -> None:
+    """Become the module's command; does not return."""
+    module, arguments, environ, directory = json.loads(packet)
+    os.setsid()
+    os.chdir(directory)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.environ.clear()
+    os.environ.update(environ)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    random.seed()
+    sys.argv = [module, *arguments]
+    code = 0
+    try:
+        importlib.import_module(module).main()
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001  # as the interpreter does at its end
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
