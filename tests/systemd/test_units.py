@@ -104,9 +104,9 @@ async def test_nothing_is_enabled_by_being_installed(container):
 
 async def test_the_journal_has_kvds_events(container):
     """Lines are JSON, under the daemon's name, with its unit and a priority."""
-    entries = await container.journal("--identifier=kvd", "--boot", "--priority=info")
+    entries = await container.journal("--unit=kvd", "--boot", "--priority=info")
     ready = [entry for entry in entries if '"kvd_ready"' in entry["MESSAGE"]]
     assert ready
-    assert {entry["_SYSTEMD_UNIT"] for entry in ready} == {"kvd.service"}
+    assert {entry["SYSLOG_IDENTIFIER"] for entry in ready} == {"kvd"}
     assert {entry["PRIORITY"] for entry in ready} == {"6"}
     assert all(entry["MESSAGE"].startswith("{") for entry in ready)
