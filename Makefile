@@ -32,7 +32,7 @@ test: $(VENV)/.installed
 test-failed: $(VENV)/.installed
 	$(BIN)/pytest -m 'not long and not systemd' --last-failed --last-failed-no-failures none
 
-# Full counts of what `make test` samples.
+# Full counts of what `make test` samples; among them 200 clients for 10 minutes (LOAD_CLIENTS, LOAD_MINUTES).
 test-long: $(VENV)/.installed
 	$(BIN)/pytest -m 'not systemd' --timeout 3600
 

@@ -9,14 +9,14 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
 from inference_svc.core.rates.load_or_recompute import LoadPolicy
 from inference_svc.core.tenant_limits import TenantBounds
 from inference_svc.core.truncation import MAX_SINK_TOKENS
 from inference_svc.openai.settings import OpenAISettings
 from shared.access.addresses import check_guarded, is_tcp
-from shared.access.settings import ClientName, ClientSettings, Tenants, TlsSettings
+from shared.access.settings import ClientName, ClientSettings, Tenants, TlsSettings, distinct
 from shared.config import LoadedSettings, load_settings
 from shared.observing_settings import MetricsSettings, TracingSettings
 from shared.runtime_dir import MAX_MESSAGE_BYTES, MAX_SOCKET_PATH, default_runtime_dir
@@ -53,6 +53,7 @@ LIVE_KEYS: tuple[str, ...] = (
 SYSTEM_NAME = "inference-svc"  # of RuntimeDirectory= and StateDirectory=
 SOCKET = "inference.sock"
 MOST_TURNS = 65536
+MIN_RATE, MAX_RATE = 0.001, 1e12  # a minute: beyond them times to wait are no numbers any more
 RoleList = Annotated[tuple[Literal["client", "reader"], ...], BeforeValidator(to_list)]
 BOUNDS = tuple(known.name for known in fields(TenantBounds))
 
@@ -236,8 +237,8 @@ class TenantSettings(Section):
         max_sessions: that are kept.
     """
 
-    turns_per_minute: RateOrNone = Field(default=None, gt=0)
-    tokens_per_minute: RateOrNone = Field(default=None, gt=0)
+    turns_per_minute: RateOrNone = Field(default=None, ge=MIN_RATE, le=MAX_RATE)
+    tokens_per_minute: RateOrNone = Field(default=None, ge=MIN_RATE, le=MAX_RATE)
     max_turns: CountOrNone = Field(default=None, ge=0)
     max_sessions: CountOrNone = Field(default=None, ge=0)
 
@@ -281,7 +282,9 @@ class InferenceSettings(Section):
     scheduler: SchedulerSettings = SchedulerSettings()
     limits: LimitSettings = LimitSettings()
     tenants: Mapping[TenantName, TenantSettings] = Field(default_factory=dict)
-    clients: Mapping[ClientName, InferenceClientSettings] = Field(default_factory=dict)
+    clients: Annotated[Mapping[ClientName, InferenceClientSettings], AfterValidator(distinct)] = (
+        Field(default_factory=dict)
+    )
     tls: TlsSettings = TlsSettings()
     openai: OpenAISettings = OpenAISettings()
     metrics: MetricsSettings = MetricsSettings()

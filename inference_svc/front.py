@@ -144,6 +144,14 @@ class Front:
         turn.join()
         return Following(turn, lambda: self.streams.release(identity))
 
+    def check_limits(self, identity: Identity, tenant: str) -> None:
+        """See that a turn may begin now, before a session is made for it.
+
+        Raises:
+            ReportedError: it may not.
+        """
+        self._turns.check_limits(identity.tenant(tenant))
+
     def cancel(self, identity: Identity, tenant: str, session_id: str, request_id: str = "") -> int:
         """Stop a session's turns, or the one of a request id; return how many."""
         return self._turns.cancel(self._key(identity, tenant, session_id), request_id)

@@ -71,6 +71,8 @@ async def reload_when_told(
             )
         except ReportedError as error:
             log.error("settings_not_reloaded", error=str(error))  # noqa: TRY400  # no bug of ours
+        except Exception:  # turns under way are worth more than a reload
+            log.exception("reload_failed")
         systemd.notify(systemd.READY)
 
 

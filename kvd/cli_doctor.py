@@ -10,7 +10,6 @@ from rich.table import Table
 
 from kvd.cli_connection import open_client
 from kvd.cli_options import AsJson, Config, RuntimeDir, print_json
-from kvd.doctor.examination import examine
 from kvd.doctor.finding import Finding, Level, worst
 from kvd.doctor.machine import Machine, limits_of_this_process
 from shared.errors import ReportedError
@@ -33,6 +32,9 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Look for what stands in kvd's way on this machine, and say how to mend it."""
+    # It looks at the daemon's own parts, which no other command needs.
+    from kvd.doctor.examination import examine
+
     flags: dict[str, object] = {"runtime_dir": runtime_dir, "state_dir": state_dir}
     config_file = config_file or _file_in_use(runtime_dir)
     findings = list(examine(config_file, flags, Machine(), limits_of_this_process()))

@@ -124,7 +124,7 @@ def _run(command: tuple[str, ...]) -> None:
         raise InstallError(f"{command[0]} could not be run ({error})", remedy) from error
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise InstallError(f"the files are in place, but {command[0]} failed ({said})", remedy)
+        raise InstallError(f"the files are done with, but {command[0]} failed ({said})", remedy)
 
 
 def _tell(deeds: Iterable[tuple[Path, Deed]], commands: Iterable[tuple[str, ...]]) -> None:

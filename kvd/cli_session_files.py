@@ -129,11 +129,17 @@ def _write(file: Path, pieces: Iterator[bytes]) -> tuple[int, int]:
 
 def _opened(file: Path) -> BinaryIO:
     try:
-        return file.open("rb")
+        source = file.open("rb")
     except OSError as error:
         raise UnusableFileError(
             f"cannot read {file} ({error.strerror})", "name a file that kvd export has written"
         ) from error
+    if not source.seekable():
+        source.close()
+        raise UnusableFileError(
+            f"{file} is a pipe, and a file is read twice", "write it to a disk first"
+        )
+    return source
 
 
 def _checked(file: Path, source: BinaryIO) -> Iterator[bytes]:

@@ -56,12 +56,19 @@ def top(
     with open_client(runtime_dir) as client:
         if as_json:
             print_json(_snapshot(client, wanted, screen, every_s))
-        elif sys.stdin.isatty() and sys.stdout.isatty():
+        elif _is_terminal():
             Top(client, wanted, screen, every_s).run(cli_views.console())
         else:
             raise NoTerminalError(
-                "kvd top needs a terminal", "say --json for one look, or run: kvd stats --watch"
+                "kvd top needs a terminal that can move its cursor",
+                "say --json for one look, or run: kvd stats --watch",
             )
+
+
+def _is_terminal() -> bool:
+    """Whether it can show a screen: on one that is dumb keys would act unseen."""
+    has_both = sys.stdin.isatty() and sys.stdout.isatty()
+    return has_both and not cli_views.console().is_dumb_terminal
 
 
 def _snapshot(

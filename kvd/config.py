@@ -11,7 +11,7 @@ from kvd.core.records import TTL_NEVER_NS, Admission
 from kvd.engine_users import uid_of
 from shared import reload
 from shared.access.addresses import check_guarded, is_tcp
-from shared.access.settings import ClientName, ClientSettings, Tenants, TlsSettings
+from shared.access.settings import ClientName, ClientSettings, Tenants, TlsSettings, distinct
 from shared.config import LoadedSettings, load_settings
 from shared.kv_layout import KVLayout
 from shared.observing_settings import MetricsSettings, TracingSettings
@@ -235,7 +235,9 @@ class Settings(Section):
     limits: LimitSettings = LimitSettings()
     access: AccessSettings = AccessSettings()
     engine_users: Mapping[UserName, EngineUserSettings] = Field(default_factory=dict)
-    clients: Mapping[ClientName, KvdClientSettings] = Field(default_factory=dict)
+    clients: Annotated[Mapping[ClientName, KvdClientSettings], AfterValidator(distinct)] = Field(
+        default_factory=dict
+    )
     tls: TlsSettings = TlsSettings()
     metrics: MetricsSettings = MetricsSettings()
     tracing: TracingSettings = TracingSettings()

@@ -32,6 +32,7 @@ from kvd.process_identity import (
     watch_identity,
 )
 from kvd.tiers.journal import JournaledWrite
+from shared.engine_id import shown_id
 from shared.errors import InvalidInputError
 from shared.log import get_logger
 
@@ -56,6 +57,11 @@ class AttachedEngine:
     identity: ProcessIdentity
     since_s: float
     version: str = ""
+
+    @property
+    def shown_id(self) -> int:
+        """Its id for logs and readers: who knows the other one can act as this engine."""
+        return shown_id(self.engine_id)
 
 
 @dataclass(frozen=True)
@@ -165,7 +171,7 @@ class Engines:
         log.info(
             "engine_attached",
             engine=name,
-            engine_id=engine_id,
+            engine_id=shown_id(engine_id),
             pid=peer.pid,
             confirmed=len(confirmed),
             lost=len(lost),
@@ -189,11 +195,11 @@ class Engines:
             del self._engines[engine.engine_id]
             if not peer.may_still_write:
                 engine.cache.act(partial(_owner_gone, engine.engine_id))
-                log.info("engine_gone", engine=engine.name, engine_id=engine.engine_id)
+                log.info("engine_gone", engine=engine.name, engine_id=engine.shown_id)
             elif engine.cache.act(partial(_detach, engine.engine_id)):
                 self._quarantine(engine)
             else:
-                log.info("engine_detached", engine=engine.name, engine_id=engine.engine_id)
+                log.info("engine_detached", engine=engine.name, engine_id=engine.shown_id)
 
     def watch_orphans(self, cache: Cache, writing: Sequence[JournaledWrite]) -> list[OrphanSlot]:
         """Watch the processes that an earlier kvd has let write, as far as they live.
@@ -289,7 +295,7 @@ class Engines:
         log.warning(
             "engine_quarantined",
             engine=name,
-            engine_id=owner,
+            engine_id=shown_id(owner),
             pid=identity.pid,
             state=process_state(identity.pid),
         )
@@ -297,7 +303,7 @@ class Engines:
     def _died(self, holder: Holder) -> None:
         self._drop(holder)
         holder.cache.act(partial(_owner_gone, holder.owner))
-        log.info("engine_gone", engine=holder.name, engine_id=holder.owner)
+        log.info("engine_gone", engine=holder.name, engine_id=shown_id(holder.owner))
 
     def _drop(self, holder: Holder) -> None:
         del self._holders[holder.owner]

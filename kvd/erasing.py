@@ -5,7 +5,8 @@
 2. if all is erased, and there may be plain blocks from a time without encryption, the segments are
    removed;
 3. the tenants' keys and salts are deleted: the rows of their sessions and blocks went before, in
-   the same order. Once that is durable, and in no file of the database any more, they are erased;
+   the same order, and those that no cache knows of go with them. Once that is durable, and in no
+   file of the database any more, they are erased;
 4. the tenants are let in again; they get new keys and salts.
 
 A kill before 3 is durable leaves the keys, and whatever sessions were not dropped yet: then it has

@@ -15,6 +15,7 @@ from kvd.core.records import (
 from kvd.engines import OwnerFacts
 from kvd.messages import TIERS, key_message
 from kvd.tier_facts import ArenaFacts, EncryptionFacts, VolumeFacts
+from shared.engine_id import shown_id
 from shared.kv_layout import KVLayout
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.units import NS_PER_S
@@ -35,7 +36,7 @@ def lease_message(
         age_s=max(0.0, (now_ns - lease.since_ns) / NS_PER_S),
         pending=lease.is_pending,
         quarantined=lease.is_orphan,
-        engine_id=lease.owner,
+        engine_id=shown_id(lease.owner),
     )
     if lease.key is not None:
         message.session.CopyFrom(key_message(lease.key))

@@ -1,7 +1,7 @@
 """The Operator service: flush, pin, set TTLs, end a process that hangs on to slots, verify."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -211,27 +211,61 @@ async def flush_selected(
 ) -> None:
     """Drop those of the sessions there are now that are meant, bit by bit: engines go on meanwhile.
 
-    A dry run sums up all of a cache at once: what two sessions share is freed with both of them.
+    A dry run only sums them up.
     """
     meant: dict[Cache, list[SessionKey]] = {}
     async for cache, ranked in look_through(caches, wanted):
         meant.setdefault(cache, []).extend(key for _, key in ranked)
     for cache, keys in meant.items():
-        step = len(keys) or 1 if dry_run else FLUSH_BATCH
-        for start in range(0, len(keys), step):
-            bit = keys[start : start + step]
-            _add(response, cache.act(partial(_flush_selected, bit, wanted, dry_run)))
+        if dry_run:
+            _add(response, await _would_flush(cache, keys, wanted))
+            continue
+        for bit in _bits(keys):
+            _add(response, cache.act(partial(_flush_selected, bit, wanted)))
             await asyncio.sleep(0)
 
 
+async def _would_flush(cache: Cache, keys: list[SessionKey], wanted: SessionFilter) -> FlushAnswer:
+    """What a flush would do; what two sessions share it would free with both of them."""
+    flushed: dict[SessionKey, None] = {}
+    leased: list[SessionKey] = []
+    for bit in _bits(keys):
+        found = cache.act(partial(_flushable, bit, wanted))
+        flushed |= dict.fromkeys(found[0])
+        leased += found[1]
+        await asyncio.sleep(0)
+    num_bytes = 0
+    counted: set[bytes] = set()
+    for bit in _bits(list(flushed)):
+        num_bytes += cache.act(partial(_freed_bytes, bit, flushed, counted))
+        await asyncio.sleep(0)
+    return FlushAnswer(len(flushed), num_bytes, tuple(leased))
+
+
+def _bits(keys: list[SessionKey]) -> Iterator[list[SessionKey]]:
+    return (keys[start : start + FLUSH_BATCH] for start in range(0, len(keys), FLUSH_BATCH))
+
+
 def _flush_selected(
-    keys: list[SessionKey],
-    wanted: SessionFilter,
-    dry_run: bool,
-    core: CacheEngine,
-    now_ns: int,
+    keys: list[SessionKey], wanted: SessionFilter, core: CacheEngine, now_ns: int
 ) -> FlushAnswer:
-    return core.flush_selected(keys, wanted, dry_run, now_ns)
+    return core.flush_selected(keys, wanted, now_ns)
+
+
+def _flushable(
+    keys: list[SessionKey], wanted: SessionFilter, core: CacheEngine, now_ns: int
+) -> tuple[tuple[SessionKey, ...], tuple[SessionKey, ...]]:
+    return core.flushable(keys, wanted, now_ns)
+
+
+def _freed_bytes(
+    keys: list[SessionKey],
+    flushed: dict[SessionKey, None],
+    counted: set[bytes],
+    core: CacheEngine,
+    _now_ns: int,
+) -> int:
+    return core.freed_bytes(keys, flushed, counted)
 
 
 def _add(response: kvd_pb2.FlushResponse, answer: FlushAnswer) -> None:

@@ -31,7 +31,7 @@ def engine_message(
 ) -> kvd_pb2.EngineInfo:
     """One attached engine; what its process does not show us is left empty."""
     message = kvd_pb2.EngineInfo(
-        engine_id=engine.engine_id,
+        engine_id=engine.shown_id,
         name=engine.name,
         layout=engine.cache.layout.fingerprint,
         pid=engine.peer.pid,

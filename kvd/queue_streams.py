@@ -84,7 +84,7 @@ class QueueStreams:
 
 
 def _tenants(message: kvd_pb2.QueueSnapshot) -> list[str]:
-    """Whose sessions a message may name; nobody's if it names none: jobs leave, or there is none."""
+    """Whose sessions a message names; nobody's if it names none."""
     if not (message.tenants or message.waiting.numbers or message.running.numbers):
         return []
     return [tenant or DEFAULT_TENANT for tenant in message.tenants] or [DEFAULT_TENANT]

@@ -196,7 +196,7 @@ def _read_toml(path: Path | None) -> dict[str, Any]:
             f"cannot read the settings file {path} ({error.strerror})",
             "name an existing file with --config",
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no text, no TOML; numbers, nesting without end
         raise InvalidSettingsError(f"{path} is not TOML ({error})", "correct the file") from error
 
 

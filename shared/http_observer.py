@@ -1,7 +1,8 @@
 """Watches every HTTP request: counts it, times it, gives it a trace id, and writes its log line.
 
 A middleware, the outermost one. The one canonical line of a request, `http_request`, says what was
-asked of which route and how it ended; never headers or bodies, which may be secret.
+asked of which route and how it ended; never headers or bodies, which may be secret. Of the requests
+that are refused only so many a second have one for each client: `more` says how many had none.
 """
 
 import asyncio
@@ -13,11 +14,13 @@ import structlog
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from shared.access.refusals import LineAllowance
 from shared.histogram import Histogram, Tally
 from shared.log import get_logger
 from shared.tracing import carried, enter_request, fail_span
 
 CLIENT_LEFT = 499  # as proxies write it: the client went away before its answer
+REFUSED = 400  # and above
 NO_ROUTE = "none"  # whatever path was asked for: a stranger must not make labels
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
@@ -43,6 +46,7 @@ def observing(metrics: HttpMetrics) -> Middleware:
     What handlers bind with `structlog.contextvars.bind_contextvars` (session, client, …) is in the
     request's line.
     """
+    refused = LineAllowance()
 
     @web.middleware
     async def observe(
@@ -63,7 +67,7 @@ def observing(metrics: HttpMetrics) -> Middleware:
             status = 500
             raise
         finally:
-            call.end(metrics, status)
+            call.end(metrics, status, refused)
         return response
 
     return observe
@@ -81,17 +85,21 @@ class _Call:
             {"http.request.method": self.method, "http.route": self.route},
         )
 
-    def end(self, metrics: HttpMetrics, status: int) -> None:
+    def end(self, metrics: HttpMetrics, status: int, refused: LineAllowance) -> None:
         seconds = time.monotonic() - self.began_s
         metrics.ended.add(self.method, self.route, str(status))
         metrics.seconds.observe(seconds, self.route)
-        log.info(
-            "http_request",
-            method=self.method,
-            route=self.route,
-            status=status,
-            total_s=round(seconds, 6),
-        )
+        client = structlog.contextvars.get_contextvars().get("client", "")
+        left_out = refused.take(client) if status >= REFUSED else 0
+        if left_out is not None:
+            log.info(
+                "http_request",
+                method=self.method,
+                route=self.route,
+                status=status,
+                total_s=round(seconds, 6),
+                **({"more": left_out} if left_out else {}),
+            )
         self.span.set_attribute("http.response.status_code", status)
         if status >= 500:
             fail_span(self.span, str(status))

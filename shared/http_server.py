@@ -14,13 +14,13 @@ Errors that a start meets are ConfigErrors that name the address and the remedy.
 """
 
 import asyncio
-import shutil
 import socket
 import ssl
 from pathlib import Path
 
 from aiohttp import web
 
+from shared.access.sockets import open_to_group
 from shared.errors import ConfigError
 from shared.unix_path import claim_path
 
@@ -59,7 +59,7 @@ class HttpServer:
         listen: "unix:/path" or "host:port"; port 0 lets the system choose one.
         ssl_context: for TLS; None for none.
         socket_mode: of a Unix socket.
-        socket_group: name of the group that gets a Unix socket; "" leaves it.
+        socket_group: name or number of the group that gets a Unix socket; "" leaves it.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class HttpServer:
             if self._listen.startswith(UNIX):
                 return self._bind_unix(Path(self._listen.removeprefix(UNIX)))
             return self._bind_tcp()
-        except (OSError, LookupError) as error:
+        except OSError as error:
             raise HttpListenError(
                 f"cannot listen on {self._listen} ({error})", "choose an address that is free"
             ) from error
@@ -151,9 +151,8 @@ class HttpServer:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             sock.bind(str(path))
-            path.chmod(self._socket_mode)  # before listening: nobody can connect until then
-            if self._socket_group:
-                shutil.chown(path, group=self._socket_group)
+            # Before listening: nobody can connect until then.
+            open_to_group(path, self._socket_group, self._socket_mode)
         except BaseException:
             sock.close()
             raise

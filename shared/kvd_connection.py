@@ -19,6 +19,7 @@ from typing import Protocol, TypeVar
 
 import grpc
 
+from shared.engine_id import shown_id
 from shared.errors import ReportedError, UnavailableError
 from shared.grpc_status import error_from_rpc
 from shared.kv_layout import KVLayout
@@ -138,7 +139,7 @@ class KvdConnection:
         # Given back while nobody was there to be told. From here on whoever gives back tells kvd.
         abandoned = attachment.confirmed_leases - self._held
         self._attachment = attachment
-        self._changed("kvd_attached", engine_id=attachment.engine_id)
+        self._changed("kvd_attached", engine_id=shown_id(attachment.engine_id))
         serving = asyncio.create_task(self._while_attached(attachment, abandoned))
         try:
             await attachment.hold(self._on_draining)

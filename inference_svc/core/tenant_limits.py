@@ -149,6 +149,8 @@ class TenantLimits:
     ) -> ExhaustedError | None:
         """Why a turn may not begin now; None if it may. Changes nothing but hints.
 
+        Sessions come last: whoever is told of too many may delete one, and is not refused again.
+
         Args:
             name: of the tenant.
             tokens: it may need.
@@ -156,9 +158,6 @@ class TenantLimits:
             num_sessions: that the tenant has.
             now_ns: the time.
         """
-        refusal = self.refuse_session(name, opens, num_sessions, now_ns) if opens else None
-        if refusal is not None:
-            return refusal
         tenant = self._tenant(name, now_ns)
         bounds = tenant.bounds
         if bounds.max_turns is not None and tenant.num_turns >= bounds.max_turns:
@@ -171,7 +170,7 @@ class TenantLimits:
             return _rate_limited(
                 name, bounds, tenant.returns.next_s(now_ns, wait_s, pace_s, MAX_RETRY_S)
             )
-        return None
+        return self.refuse_session(name, opens, num_sessions, now_ns) if opens else None
 
     def refuse_session(
         self, name: str, opens: str, num_sessions: int, now_ns: int

@@ -48,7 +48,7 @@ class Answers:
         self._repeats: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
     async def open(self, caller: Caller, wanted: WantedTurn) -> LiveAnswer:
-        """Start a turn and return when it computes; the caller owes `close`.
+        """Start a turn and return when it has its first tokens; the caller owes `close`.
 
         Raises:
             ReportedError: it was refused, or failed before it began.
@@ -100,6 +100,7 @@ class Answers:
             if not wanted.is_kept:
                 await self._endings.begin_passing(caller, session_id)
             return await self._start(caller, wanted, apart, is_passing=not wanted.is_kept)
+        self._front.check_limits(caller.identity, caller.tenant)  # a fork is a file on disk
         await self._endings.begin_passing(caller, session_id)
         try:
             await self._front.fork(
@@ -137,7 +138,7 @@ class Answers:
                     place.history,
                     place.is_named,
                 )
-                await self._remembered.keep_request(wanted.repeat_key, known)
+                await self._remembered.keep_request(caller.tenant, wanted.repeat_key, known)
             turn = wanted.as_turn(caller, place)
             following = await self._front.submit(caller.identity, turn)
         except BaseException:
@@ -147,7 +148,7 @@ class Answers:
             raise
         answer = LiveAnswer(self._endings, caller, wanted, place, following, is_passing=is_passing)
         try:
-            await answer.until_started()
+            await answer.until_begun()
         except BaseException:
             answer.close()
             raise

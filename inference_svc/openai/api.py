@@ -9,6 +9,7 @@ from inference_svc.openai.remembered import Remembered
 from inference_svc.openai.served_model import ServedModel
 from inference_svc.openai.settings import OpenAISettings
 from inference_svc.openai.token_text import TokenText
+from inference_svc.openai.unread_bodies import UnreadBodies
 from shared.access.clients import ClientBook
 from shared.access.identity import Identity
 
@@ -28,5 +29,6 @@ class Api:
     remembered: Remembered
     endings: Endings
     answers: Answers
+    bodies: UnreadBodies
     book: ClientBook
     own: Identity | None

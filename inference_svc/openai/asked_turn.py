@@ -106,7 +106,7 @@ def read_metadata(fields: Fields) -> dict[str, str]:
     inner = fields.inner("metadata")
     notes = fields.any("metadata") or {}
     sizes_fit = len(notes) <= MAX_METADATA and all(len(name) <= MAX_METADATA_NAME for name in notes)
-    read = {name: inner.text(name) for name in notes}
+    read = {name: inner.text(name) for name in notes} if sizes_fit else {}
     if not sizes_fit or any(len(text) > MAX_METADATA_TEXT for text in read.values()):
         raise RequestError(
             "metadata is too long",

@@ -11,13 +11,13 @@ from inference_svc.openai.chat_request import decode_chat
 from inference_svc.openai.event_stream import DONE, EventStream
 from inference_svc.openai.live_answer import LiveAnswer
 from inference_svc.openai.replies import answer_headers, broken_stream, reply
-from inference_svc.openai.requests import caller_of, read_body, wanted_turn
+from inference_svc.openai.requests import caller_of, wanted_turn
 
 
 async def create_chat(api: Api, request: web.Request) -> web.StreamResponse:
     """Answer a chat's last message."""
     caller = caller_of(request)
-    body = await read_body(request, api.settings.body_s)
+    body = await api.bodies.read(request)
     chat = decode_chat(body.values, api.settings.temperature)
     api.model.check(chat.asked.model)
     chain = api.endings.chain(caller)

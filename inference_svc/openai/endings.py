@@ -5,7 +5,8 @@ noted before it exists, and goes when the turn fails, its client leaves, or, not
 it has its answer. What a kill leaves of them goes at the next start.
 
 A session that nobody named is known by its history alone, so nobody would ever delete it: there are
-so many of them, and the one that was used longest ago goes for a new one.
+so many of them, and the one that was used longest ago goes for a new one, of the tenant that has
+the most of them.
 """
 
 import asyncio
@@ -61,7 +62,9 @@ class Endings:
         self, caller: Caller, wanted: WantedTurn, place: Place, finished: Finished
     ) -> None:
         """Remember an answer and what it answers."""
-        if not place.is_named:
+        if place.is_named:  # it may be one of ours, whose id the client was told
+            await self._remembered.touch_session(caller.tenant, place.session_id)
+        else:
             await self._remembered.use_session(caller.tenant, place.session_id)
             for tenant, oldest in await self._remembered.take_oldest(self._max_sessions):
                 self.spawn(self.remove(Caller(CLEANER, tenant), oldest))
@@ -72,7 +75,7 @@ class Endings:
             said = (*wanted.messages[place.first :], Message(ASSISTANT, finished.text))
             history = chain.along(place.history, said)[-1]
             own = chain.within(history, place.session_id)
-            await self._remembered.keep_histories([(history, at), (own, at)])
+            await self._remembered.keep_histories(caller.tenant, [(history, at), (own, at)])
         if wanted.facts is not None:
             known = KnownResponse(at, history, wanted.facts)
             await self._remembered.keep_response(caller.tenant, wanted.response_id, known)
@@ -87,7 +90,11 @@ class Endings:
 
     async def begin_passing(self, caller: Caller, session_id: str) -> None:
         """Note, before a session is made, that it is for one request."""
-        await self._remembered.begin_passing(caller.tenant, session_id)
+        try:
+            await self._remembered.begin_passing(caller.tenant, session_id)
+        except BaseException:  # noted perhaps, and now nobody makes the session
+            self.spawn(self.end_passing(caller, session_id))
+            raise
 
     async def end_passing(self, caller: Caller, session_id: str) -> None:
         """Note that it is there to stay."""

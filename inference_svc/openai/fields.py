@@ -41,8 +41,9 @@ def parse_object(body: bytes) -> dict[str, Any]:
         InvalidJsonError: it is not a JSON object of Unicode text.
     """
     try:
-        found = json.loads(body, parse_constant=_refuse_constant)
-        if b"\\u" in body:  # escapes can write half a character, which is no text
+        text = body.decode("utf-8-sig")
+        found = json.loads(text, parse_constant=_refuse_constant)
+        if "\\u" in text:  # escapes can write half a character, which is no text
             json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
@@ -139,11 +140,12 @@ class Fields:
         known = self._known.union(ignored)
         for name in self._values:
             if name not in known:
-                close = difflib.get_close_matches(name, sorted(known), n=1)
+                shown = name[:MAX_SHOWN]  # the name may be as long as the body
+                close = difflib.get_close_matches(shown, sorted(known), n=1)
                 raise UnknownParameterError(
-                    f"there is no parameter {self.path(name[:MAX_SHOWN])!r}",
+                    f"there is no parameter {self.path(shown)!r}",
                     f"did you mean {close[0]!r}?" if close else "leave it out",
-                    self.path(name[:MAX_SHOWN]),
+                    self.path(shown),
                 )
 
     def _wrong(self, name: str, value: object, expected: str) -> NoReturn:

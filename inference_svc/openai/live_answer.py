@@ -6,12 +6,14 @@ from types import TracebackType
 from typing import Self
 
 from inference_svc.core.errors import TurnCancelledError
-from inference_svc.core.stopping import AnswerToken
-from inference_svc.core.turn_events import Accepted, Finished, Started, Tokens, TurnEvent
+from inference_svc.core.stopping import AnswerToken, FinishReason
+from inference_svc.core.turn_events import Finished, Tokens, TurnEvent
 from inference_svc.front import Following
 from inference_svc.openai.endings import Endings
 from inference_svc.openai.places import Caller, Place
 from inference_svc.openai.wanted_turn import WantedTurn
+
+CANCELLED = str(FinishReason.CANCELLED)
 
 
 class LiveAnswer:
@@ -42,6 +44,7 @@ class LiveAnswer:
         self._place = place
         self._following = following
         self._events: AsyncIterator[TurnEvent] = following.events()
+        self._first: Tokens | Finished | None = None
         self._is_passing = is_passing
         self._is_over = False
 
@@ -61,12 +64,17 @@ class LiveAnswer:
     ) -> None:
         self.close()
 
-    async def until_started(self) -> None:
-        """Wait until the turn computes: until then its refusal is a status of its own."""
+    async def until_begun(self) -> None:
+        """Wait for its first tokens: until then a refusal is a status of its own.
+
+        Not for the turn's Started: a service that stops hands back turns that have been loaded.
+        """
         async for event in self._events:
-            if isinstance(event, Started):
+            if isinstance(event, Finished) and event.finish_reason == CANCELLED:
+                raise _cancelled()
+            if isinstance(event, Tokens | Finished):
+                self._first = event
                 return
-            assert isinstance(event, Accepted), "turns begin with Accepted"  # noqa: S101
 
     async def events(self) -> AsyncIterator[Tokens | Finished]:
         """The tokens, and the end, by when everything about the answer is remembered.
@@ -74,7 +82,7 @@ class LiveAnswer:
         Raises:
             ReportedError: the turn failed.
         """
-        async for event in self._events:
+        async for event in self._all():
             if isinstance(event, Finished):
                 await self._end(event)
             if isinstance(event, Tokens | Finished):
@@ -93,6 +101,12 @@ class LiveAnswer:
             tokens += event.tokens
         raise AssertionError("a turn that does not fail ends with Finished")
 
+    async def _all(self) -> AsyncIterator[TurnEvent]:
+        if self._first is not None:
+            yield self._first
+        async for event in self._events:
+            yield event
+
     def close(self) -> None:
         """Leave the turn; a second call does nothing."""
         self._following.leave()
@@ -101,8 +115,8 @@ class LiveAnswer:
         self._is_over = True
 
     async def _end(self, finished: Finished) -> None:
-        if finished.finish_reason == "cancelled":
-            raise TurnCancelledError("the turn was cancelled", "send it again")
+        if finished.finish_reason == CANCELLED:
+            raise _cancelled()
         await self._turn_ended()
         if not self._wanted.is_kept:
             await self._endings.remove(self._caller, self.session_id)
@@ -122,3 +136,7 @@ class LiveAnswer:
         task = self._following.turn.task
         if task is not None:
             await asyncio.wait({task})
+
+
+def _cancelled() -> TurnCancelledError:
+    return TurnCancelledError("the turn was cancelled", "send it again")

@@ -14,6 +14,7 @@ ASSISTANT = "assistant"
 SYSTEM = "system"
 USER = "user"
 MAX_MESSAGES = 4096
+MAX_PARTS = 4096  # of all messages together: reading each takes its time, of everybody's
 _ROLES = {"developer": SYSTEM, SYSTEM: SYSTEM, USER: USER, ASSISTANT: ASSISTANT}
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 _NO_TOOLS = "there are no tools: send what a tool found in a user message"
@@ -47,6 +48,11 @@ def chat_messages(given: list[Any], where: str = "messages") -> tuple[Message, .
         raise RequestError(
             f"{len(given)} messages cannot be", f"send 1 to {MAX_MESSAGES} messages", where
         )
+    num_parts = sum(_num_parts(one) for one in given)
+    if num_parts > MAX_PARTS:
+        raise RequestError(
+            f"{num_parts} parts of content cannot be", f"send at most {MAX_PARTS}", where
+        )
     return tuple(_message(one, f"{where}[{index}]") for index, one in enumerate(given))
 
 
@@ -69,6 +75,11 @@ def input_messages(given: Any) -> tuple[Message, ...]:
                 f"input[{index}].type",
             )
     return chat_messages(given, "input")
+
+
+def _num_parts(given: Any) -> int:
+    content = given.get("content") if isinstance(given, dict) else None
+    return len(content) if isinstance(content, list) else 0
 
 
 def _message(given: Any, where: str) -> Message:

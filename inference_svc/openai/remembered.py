@@ -70,14 +70,14 @@ class Remembered:
                 ).fetchone()
                 if row is not None:
                     found[digest] = _point(*row)
-            self._tables.touch(HISTORIES, list(found))
+            self._tables.touch(HISTORIES, [(digest,) for digest in found])
             return found
 
         return await self._try(find, {})
 
-    async def keep_histories(self, points: Iterable[tuple[bytes, Point]]) -> None:
+    async def keep_histories(self, tenant: str, points: Iterable[tuple[bytes, Point]]) -> None:
         """Remember where histories end; a later one with the same digest takes the place."""
-        rows = [(digest, *_point_row(at)) for digest, at in points]
+        rows = [(digest, *_point_row(at), tenant) for digest, at in points]
 
         def keep() -> None:
             self._tables.insert(HISTORIES, rows)
@@ -117,7 +117,7 @@ class Remembered:
             ).fetchone()
             if row is None:
                 return None
-            self._tables.touch(RESPONSES, [response_id])
+            self._tables.touch(RESPONSES, [(response_id,)])
             *at, history, facts = row
             return KnownResponse(_point(*at), history, ResponseFacts(**json.loads(facts)))
 
@@ -170,10 +170,10 @@ class Remembered:
 
         return await self._try(find, None)
 
-    async def keep_request(self, request_key: bytes, request: KnownRequest) -> None:
+    async def keep_request(self, tenant: str, request_key: bytes, request: KnownRequest) -> None:
         """Remember where a request goes, before it does."""
         row = (request_key, request.body, request.session_id, request.turns, request.first)
-        rest = (request.history, int(request.is_named))
+        rest = (request.history, int(request.is_named), tenant)
         await self._try(lambda: self._tables.insert(REQUESTS, [(*row, *rest)]), None)
 
     # -------------------------------------------------------------------------------- sessions
@@ -182,18 +182,16 @@ class Remembered:
         """Note that a session was used that nobody named."""
         await self._try(lambda: self._tables.insert(SESSIONS, [(tenant, session_id)]), None)
 
+    async def touch_session(self, tenant: str, session_id: str) -> None:
+        """Note that a session was used; nothing, if it is one that a client named."""
+        await self._try(lambda: self._tables.touch(SESSIONS, [(tenant, session_id)]), None)
+
     async def take_oldest(self, max_sessions: int) -> list[tuple[str, str]]:
-        """Forget the oldest sessions beyond a bound; the caller owes their removal."""
+        """Forget the oldest sessions beyond a bound, of the tenants that have the most.
 
-        def take() -> list[tuple[str, str]]:
-            return self._db.execute(
-                "DELETE FROM sessions WHERE (tenant, session) IN (SELECT tenant, session"
-                " FROM sessions ORDER BY used LIMIT max(0, (SELECT count(*) FROM sessions) - ?))"
-                " RETURNING tenant, session",
-                (max_sessions,),
-            ).fetchall()
-
-        return await self._try(take, [])
+        The caller owes their removal.
+        """
+        return await self._try(lambda: self._tables.take(SESSIONS, max_sessions), [])
 
     async def take_oldest_of(self, tenant: str) -> str:
         """Forget a tenant's oldest session, and return it, as above; "" if it has none."""

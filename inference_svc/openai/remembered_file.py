@@ -24,27 +24,27 @@ CREATE TABLE meta (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID, ST
 CREATE TABLE histories (                    -- where a history ends: after `turns` of a session
     digest BLOB PRIMARY KEY, session TEXT NOT NULL, turns INTEGER NOT NULL,
     request TEXT NOT NULL,                  -- id of the last of these turns
-    named INTEGER NOT NULL, used INTEGER NOT NULL
+    named INTEGER NOT NULL, tenant TEXT NOT NULL, used INTEGER NOT NULL
 ) WITHOUT ROWID, STRICT;
-CREATE INDEX histories_used ON histories (used);
+CREATE INDEX histories_tenant ON histories (tenant, used);
 CREATE TABLE responses (
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, session TEXT NOT NULL, turns INTEGER NOT NULL,
     request TEXT NOT NULL, named INTEGER NOT NULL,
     history BLOB,                           -- digest after the turn, if it is known
     facts TEXT NOT NULL, used INTEGER NOT NULL
 ) WITHOUT ROWID, STRICT;
-CREATE INDEX responses_used ON responses (used);
+CREATE INDEX responses_tenant ON responses (tenant, used);
 CREATE INDEX responses_session ON responses (tenant, session);
 CREATE TABLE requests (                     -- where a request with an idempotency key went
     id BLOB PRIMARY KEY, body BLOB NOT NULL, session TEXT NOT NULL, turns INTEGER NOT NULL,
-    first INTEGER NOT NULL, history BLOB, named INTEGER NOT NULL, used INTEGER NOT NULL
+    first INTEGER NOT NULL, history BLOB, named INTEGER NOT NULL, tenant TEXT NOT NULL,
+    used INTEGER NOT NULL
 ) WITHOUT ROWID, STRICT;
-CREATE INDEX requests_used ON requests (used);
+CREATE INDEX requests_tenant ON requests (tenant, used);
 CREATE TABLE sessions (                     -- that requests opened without naming them
     tenant TEXT NOT NULL, session TEXT NOT NULL, used INTEGER NOT NULL,
     PRIMARY KEY (tenant, session)
 ) WITHOUT ROWID, STRICT;
-CREATE INDEX sessions_used ON sessions (used);
 CREATE INDEX sessions_tenant ON sessions (tenant, used);
 CREATE TABLE passing (                      -- sessions that go when their turn is over
     tenant TEXT NOT NULL, session TEXT NOT NULL, PRIMARY KEY (tenant, session)

@@ -15,7 +15,7 @@ from inference_svc.openai.known import KnownResponse
 from inference_svc.openai.live_answer import LiveAnswer
 from inference_svc.openai.places import Caller
 from inference_svc.openai.replies import answer_headers, broken_stream, reply
-from inference_svc.openai.requests import Body, caller_of, read_body, wanted_turn
+from inference_svc.openai.requests import Body, caller_of, wanted_turn
 from inference_svc.openai.response_events import ResponseEvents, finished_response
 from inference_svc.openai.response_objects import ResponseFacts
 from inference_svc.openai.response_request import ResponseRequest, decode_response
@@ -28,7 +28,7 @@ MAX_KEPT_INSTRUCTIONS = 16384  # characters that GET shows again; longer ones ar
 async def create_response(api: Api, request: web.Request) -> web.StreamResponse:
     """Answer an input, as the next turn after another response or as the first."""
     caller = caller_of(request)
-    body = await read_body(request, api.settings.body_s)
+    body = await api.bodies.read(request)
     asked = decode_response(body.values, api.settings.temperature)
     api.model.check(asked.asked.model)
     chain = api.endings.chain(caller)
@@ -71,12 +71,12 @@ async def show_response(api: Api, request: web.Request) -> web.Response:
 
 
 async def delete_response(api: Api, request: web.Request) -> web.Response:
-    """Forget a response; its session goes with the last one."""
+    """Forget a response; its session goes with the last one, if nobody named it."""
     caller, response_id = caller_of(request), request.match_info["id"]
     known = await _known(api, caller, response_id)
     session_id = known.at.session_id
     others = await api.remembered.count_responses(caller.tenant, session_id) - 1
-    if not others:  # first what may be refused: a turn may be under way
+    if not others and not known.at.is_named:  # first what may be refused: a turn may be under way
         with suppress(NotFoundError):
             await api.front.delete(caller.identity, caller.tenant, session_id)
     await api.remembered.forget_response(caller.tenant, response_id)

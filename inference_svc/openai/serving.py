@@ -17,6 +17,7 @@ from inference_svc.openai.endings import Endings
 from inference_svc.openai.remembered import Remembered
 from inference_svc.openai.served_model import ServedModel
 from inference_svc.openai.token_text import TokenText
+from inference_svc.openai.unread_bodies import UnreadBodies
 from shared.access.addresses import is_unix
 from shared.access.clients import ClientBook
 from shared.access.credentials import ssl_context
@@ -101,6 +102,7 @@ def _api(
         remembered,
         endings,
         Answers(front, remembered, endings),
+        UnreadBodies(settings.openai),
         book,
         own,
     )

@@ -19,11 +19,12 @@ class OpenAISettings(Section):
         max_body_bytes: of a request.
         body_s: how long a client may take to send a request's body.
         write_s: how long a client may take to read what was sent, before it is given up.
-        max_requests: at once; more are refused.
+        max_requests: at once; more are refused. Half of them may wait for bodies of one client.
         max_connections: at once; more are closed.
         max_sessions: that requests opened without naming them; the one that was used longest ago is
-            deleted for a new one.
-        max_remembered: histories, and responses, that are known again; the oldest go first.
+            deleted for a new one, of the tenant that has the most.
+        max_remembered: histories, and responses, that are known again; the oldest go first, of the
+            tenant that has the most.
     """
 
     listen: str = ""

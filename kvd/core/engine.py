@@ -416,11 +416,24 @@ class CacheEngine:
         return retention.flush(self._state, key, dry_run=dry_run)
 
     def flush_selected(
-        self, keys: Sequence[SessionKey], wanted: SessionFilter, dry_run: bool, now_ns: int
+        self, keys: Sequence[SessionKey], wanted: SessionFilter, now_ns: int
     ) -> FlushAnswer:
         """Drop those of the sessions that are (still) meant, except leased ones."""
         self._state.advance(now_ns)
-        return retention.flush_selected(self._state, keys, wanted, dry_run=dry_run)
+        return retention.flush_selected(self._state, keys, wanted)
+
+    def flushable(
+        self, keys: Sequence[SessionKey], wanted: SessionFilter, now_ns: int
+    ) -> tuple[tuple[SessionKey, ...], tuple[SessionKey, ...]]:
+        """Tell which of the sessions `flush_selected` would drop, and which are leased."""
+        self._state.advance(now_ns)
+        return retention.flushable(self._state, keys, wanted)
+
+    def freed_bytes(
+        self, keys: Sequence[SessionKey], flushed: dict[SessionKey, None], counted: set[bytes]
+    ) -> int:
+        """What dropping `flushed` frees, of the blocks of some of them: see retention.py."""
+        return retention.freed_bytes(self._state, flushed, keys, counted)
 
     def forget_history(self, tenant: str | None) -> None:
         """Forget what happened to a tenant's sessions (None: to all)."""
@@ -442,7 +455,11 @@ class CacheEngine:
         return self._eraser.step(max_sessions)
 
     def is_erased(self) -> bool:
-        """Whether nothing of the tenants is stored, or being moved, any more."""
+        """Whether nothing of the tenants is stored, or being moved, any more.
+
+        The rows of the last of it may be in `drain` yet, or on their way to the index: what is to
+        happen after them, as to the keys, goes behind them.
+        """
         return self._eraser.is_gone()
 
     def wipe(self, now_ns: int) -> None:

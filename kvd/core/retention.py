@@ -123,20 +123,25 @@ def flush(state: CacheState, key: SessionKey | None, *, dry_run: bool) -> FlushA
 
 
 def flush_selected(
-    state: CacheState, keys: Iterable[SessionKey], wanted: SessionFilter, *, dry_run: bool
+    state: CacheState, keys: Iterable[SessionKey], wanted: SessionFilter
 ) -> FlushAnswer:
     """Drop those of the sessions that are still there, meant, and not leased."""
-    flushed: dict[SessionKey, None] = {}
-    leased = []
+    flushed, leased = flushable(state, keys, wanted)
+    return _flush(state, dict.fromkeys(flushed), leased, dry_run=False)
+
+
+def flushable(
+    state: CacheState, keys: Iterable[SessionKey], wanted: SessionFilter
+) -> tuple[tuple[SessionKey, ...], tuple[SessionKey, ...]]:
+    """Tell which of the sessions a flush would drop, and which it would not: they are leased."""
+    flushed: list[SessionKey] = []
+    leased: list[SessionKey] = []
     for key in keys:
         session = state.sessions.get(key)
         if session is None or not selects(state, wanted, session):
             continue
-        if state.leases.num_of_session(key):
-            leased.append(key)
-        else:
-            flushed[key] = None
-    return _flush(state, flushed, tuple(leased), dry_run=dry_run)
+        (leased if state.leases.num_of_session(key) else flushed).append(key)
+    return tuple(flushed), tuple(leased)
 
 
 def _flush(
@@ -154,12 +159,28 @@ def _flush(
     return FlushAnswer(len(flushed), num_bytes, leased)
 
 
-def freed_bytes(state: CacheState, flushed: dict[SessionKey, None]) -> int:
-    """Bytes, over all tiers, of the blocks that only these sessions use."""
-    sessions = [state.sessions[key] for key in flushed]
+def freed_bytes(
+    state: CacheState,
+    flushed: dict[SessionKey, None],
+    some: Iterable[SessionKey] | None = None,
+    counted: set[bytes] | None = None,
+) -> int:
+    """Bytes, over all tiers, of the blocks that only these sessions use.
+
+    Args:
+        state: of the cache.
+        flushed: the sessions.
+        some: add up the blocks of these only, as far as they are still there; None: of all.
+        counted: shared blocks that were added up with others; this call's are put there.
+    """
+    counted = set() if counted is None else counted
+    keys = flushed if some is None else some
+    sessions = [state.sessions[key] for key in keys if key in state.sessions]
     num_copies = sum(session.num_folded for session in sessions)
-    for block_key in {key for session in sessions for key in session.block_keys()}:
+    for block_key in {key for session in sessions for key in session.block_keys()} - counted:
         block = state.blocks[block_key]
+        if len(block.users) > 1:
+            counted.add(block_key)
         if not block.readers and not block.holders and _are_all(block.users, flushed):
             num_copies += (block.slot_id is not None) + (block.extent is not None)
     return num_copies * state.layout.block_bytes

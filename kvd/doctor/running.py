@@ -40,14 +40,13 @@ def check_sockets(settings: Settings) -> Iterator[Finding]:
             yield warning(
                 "sockets",
                 f"you ({_user()}) may not open {path}: no flush, pin, ttl, verify, export",
-                f"sudo usermod -aG {_group_of(path)} {_user()}, and log in again; or use sudo",
+                _way_in(path),
             )
     if not _may_enter(settings.runtime_dir):
         yield problem(
             "sockets",
             f"you ({_user()}) may not enter {settings.runtime_dir}",
-            f"sudo usermod -aG {_group_of(settings.runtime_dir)} {_user()}, and log in again; "
-            "or use sudo",
+            _way_in(settings.runtime_dir),
         )
     elif mine:
         yield ok("sockets", f"you ({_user()}) may come as {', '.join(mine)}")
@@ -122,6 +121,14 @@ def check_settings_in_force(
             f"{_some(restart)} changed, and not in force before a restart",
             "systemctl restart kvd (DRAM is kept)",
         )
+
+
+def _way_in(path: Path) -> str:
+    """What lets this user open or enter something of kvd's."""
+    status, group = path.stat(), _group_of(path)
+    if not status.st_gid or not status.st_mode & stat.S_IRWXG:  # of no group but its owner's
+        return "use sudo; or name a group of yours in access.operator_group, and restart kvd"
+    return f"sudo usermod -aG {group} {_user()}, and log in again; or use sudo"
 
 
 def _guards(path: Path, group: str) -> Iterator[Finding]:

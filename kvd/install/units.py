@@ -107,9 +107,9 @@ def user_files(
     }
     units = [
         PlannedFile(
-            own.config / "systemd/user" / name,
+            own.data / "systemd/user" / name,  # not in config: there edits and masks of theirs lie
             moved(without_system_only(shipped[name]), paths),
-            own.config,
+            own.data,
         )
         for name in UNITS
     ]

@@ -76,7 +76,7 @@ class Importer:
         """Make sure that a session may be imported, and make room for it.
 
         Raises:
-            TenantDeniedError: not of that tenant by this caller.
+            TenantDeniedError: not of that tenant, or not with a new layout, by this caller.
             UnknownLayoutError: kvd has no such layout.
             SessionExistsError: there is such a session.
         """
@@ -90,7 +90,7 @@ class Importer:
             raise TenantDeniedError(
                 f"the session is tenant {key.tenant!r}'s", "name one of your own with --tenant"
             )
-        self._check_layout(layout, may_add=target.may_add_layout)
+        self._check_layout(layout, target)
         cache, _ = await self._caches.open(layout, prefault=False)
         if not target.replaces and cache.act(partial(_is_stored, key)):
             raise SessionExistsError(
@@ -99,15 +99,22 @@ class Importer:
             )
         return Import(self._caches, cache, key, header.lineage, replaces=target.replaces)
 
-    def _check_layout(self, layout: KVLayout, *, may_add: bool) -> None:
+    def _check_layout(self, layout: KVLayout, target: Target) -> None:
         known = [cache.layout.fingerprint for cache in self._caches]
-        if layout.fingerprint in known or may_add:
+        if layout.fingerprint in known:
             return
-        raise UnknownLayoutError(
-            f"the file is of layout {layout.fingerprint[:12]} (model {layout.model[:12]}), kvd has "
-            f"{', '.join(name[:12] for name in known) or 'none yet'}",
-            "start the engine of that very model, dtype and positions first, or say --new-layout",
-        )
+        what = f"the file is of layout {layout.fingerprint[:12]} (model {layout.model[:12]})"
+        if not target.may_add_layout:
+            raise UnknownLayoutError(
+                f"{what}, kvd has {', '.join(name[:12] for name in known) or 'none yet'}",
+                "start the engine of that very model, dtype and positions first, or say "
+                "--new-layout",
+            )
+        if target.allowed is not None:
+            raise TenantDeniedError(
+                f"{what}, which would take its memory from those that all tenants use",
+                'start its engine first, or import it as a client with tenants = ["*"]',
+            )
 
 
 class Import:
@@ -275,8 +282,11 @@ async def read_file(
                 if current is None:
                     current = await importer.begin(_header(reader), target)
                 await current.add(frame)
+            if current is None and reader.header is not None:
+                # Now: of a layout that has no place here not even one frame is kept.
+                current = await importer.begin(reader.header, target)
         reader.close()
-        if current is None:
+        if current is None or not reader.num_tokens:
             raise SessionFileError("the session file holds no tokens", "export another session")
         num_tokens = await current.finish()
         is_done = True

@@ -26,7 +26,6 @@ from shared.kv_layout import KVLayout
 from shared.log import get_logger
 from shared.session_key import SessionKey
 
-GATHER_S = 0.01  # a commit syncs the disk: without, there would be hundreds a second
 MAX_BATCH = 4096  # rows in one commit
 GATHER_S = 0.01  # between commits: each syncs the disk, and writes of data wait for that
 MAX_QUEUED = (
@@ -181,8 +180,13 @@ class Manifest:
         self._put(Row("DELETE FROM salts WHERE tenant = ?", (tenant,)))
 
     def drop_tenant_keys(self, tenants: Iterable[str], committed: Callable[[], None]) -> None:
-        """Remove tenants' secrets; `committed` once no file of the database has them any more."""
+        """Remove tenants' secrets; `committed` once no file of the database has them any more.
+
+        With them go rows of sessions that no cache knows of, which it would have removed: of a
+        layout that could not be restored, or rows that could not be read.
+        """
         for tenant in tenants:
+            self._put(Row("DELETE FROM sessions WHERE tenant = ?", (tenant,)))
             self._put(Row("DELETE FROM tenant_keys WHERE tenant = ?", (tenant,)))
         self.purge(committed)
 

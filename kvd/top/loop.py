@@ -65,6 +65,8 @@ class Top:
                 self._screen = replace(self._screen, message=self._do(command))
             if command is not None or not _is_same_list(before, self._screen):
                 self._list_at_s = 0.0
+            if before.question is None and self._screen.question is not None:
+                return  # what was typed, or pasted, before it is shown does not answer it
 
     def _look(self) -> None:
         """Ask kvd for what is due; if it does not answer say so, and ask again."""

@@ -55,7 +55,7 @@ class TlsFiles:
             if self._client_ca is not None:
                 named = f"tls.client_ca {self._client_ca}"
                 context.load_verify_locations(self._client_ca)
-                context.verify_mode = ssl.CERT_REQUIRED
+                _ask_each_time(context)
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             why = error.strerror if isinstance(error, OSError) else None
             raise TlsFilesError(
@@ -138,6 +138,17 @@ def file_of(path: Path) -> Path:
     """A bare name is that of a credential that systemd has loaded."""
     directory = os.environ.get(CREDENTIALS)
     return path if len(path.parts) > 1 or directory is None else Path(directory) / path
+
+
+def _ask_each_time(context: ssl.SSLContext) -> None:
+    """Ask for a certificate at each connection.
+
+    Who resumes a session shows none, and would stay when its authority is taken off the list. TLS
+    1.2 resumes sessions without tickets, too, and Python cannot turn that off.
+    """
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.num_tickets = 0
 
 
 def _stamp(path: Path) -> tuple[int, int, int]:

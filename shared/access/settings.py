@@ -1,7 +1,8 @@
 """Sections of the settings that say who may come in: [tls] and [clients.NAME]. Pure."""
 
 import re
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
@@ -10,6 +11,8 @@ from shared.session_key import InvalidNameError, session_key
 from shared.setting_types import HIDDEN, PathOrNone, Section, TextList
 
 _DIGEST = re.compile(r"[0-9a-f]{64}\Z")
+
+C = TypeVar("C", bound="ClientSettings")
 
 
 def _digests(digests: tuple[str, ...]) -> tuple[str, ...]:
@@ -84,3 +87,17 @@ class ClientSettings(Section):
         if not self.token_sha256 and not self.certificate_names:
             raise ValueError("give it a token_sha256 (see: kvd token) or certificate_names")
         return self
+
+
+def distinct(clients: Mapping[str, C]) -> Mapping[str, C]:
+    """See that nobody could be taken for somebody else; a validator of the table of clients."""
+    owners: dict[str, str] = {}
+    for name, client in clients.items():
+        for what in {*client.token_sha256, *client.certificate_names}:
+            if what in owners:
+                raise ValueError(
+                    f"{owners[what]} and {name} have the same token or certificate name:"
+                    " give each client its own"
+                )
+            owners[what] = name
+    return clients

@@ -73,16 +73,23 @@ class World:
         return await run_cli(*flush, "--runtime-dir", str(self.kvd.runtime_dir))
 
     def has_key(self, tenant):
+        return self._num_rows("tenant_keys", tenant) > 0
+
+    def has_sessions(self, tenant):
+        return self._num_rows("sessions", tenant) > 0
+
+    def _num_rows(self, table, tenant):
         db = sqlite3.connect(f"file:{self.kvd.state_dir / 'manifest.db'}?mode=ro", uri=True)
         try:
-            sql = "SELECT count(*) FROM tenant_keys WHERE tenant = ?"
-            return bool(db.execute(sql, (tenant,)).fetchone()[0])
+            sql = f"SELECT count(*) FROM {table} WHERE tenant = ?"  # noqa: S608
+            return db.execute(sql, (tenant,)).fetchone()[0]
         finally:
             db.close()
 
     async def judge(self, outcome):
         """It has just been killed while it erased tenant a; see what it is now."""
         has_key = self.has_key("a")
+        assert has_key or not self.has_sessions("a"), "their rows go before the key"
         await self.start()
         served = await self.served("a")
         assert has_key or served == [0] * NUM_SESSIONS, "without a key nothing is served"
@@ -91,6 +98,7 @@ class World:
         code, stdout, stderr = await self.erase()
         assert code == 0, stdout + stderr
         assert not self.has_key("a")
+        assert not self.has_sessions("a")
         assert await self.served("a") == [0] * NUM_SESSIONS
         outcome("as before" if has_key else "erased")
         return has_key

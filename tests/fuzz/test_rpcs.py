@@ -214,32 +214,31 @@ async def _store_some(fuzzed: Fuzzed) -> None:
 
 async def _all_serve(fuzzed: Fuzzed) -> None:
     """Each engine is attached again, is served, and what it loads is right."""
-    for number, engine in enumerate(fuzzed.engines):
+    for engine in fuzzed.engines:
         await engine.client.wait_attached(HANGS_S)
-        key = key_of(f"after-{number}", model=engine.layout.model)
-        tokens = list(range(90_000 + 1000 * number, 90_050 + 1000 * number))
         # What a fuzzed request has leased is the engine's own, which knows nothing of it.
         await _complete(fuzzed, engine)
+    for number, engine in enumerate(fuzzed.engines):
+        key = key_of(f"after-{number}", model=engine.layout.model)
+        tokens = list(range(90_000 + 1000 * number, 90_050 + 1000 * number))
         stored = await engine.store(key, tokens)
         assert stored == (await engine.load(key, tokens)).num_tokens
     fuzzed.kvd.is_unharmed()
 
 
 async def _complete(fuzzed: Fuzzed, engine: SyntheticEngine) -> None:
-    """End every lease of an engine."""
+    """End every lease of an engine; those of others are refused."""
     answer = await fuzzed.channels["Reader"].unary_unary("/kvd.v1.Reader/ListLeases")(b"")
     attachment = engine.client._attachment
     assert attachment is not None
     for lease in kvd_pb2.ListLeasesResponse.FromString(answer).leases:
-        request = kvd_pb2.CompleteLoadRequest(engine_id=lease.engine_id, lease_id=lease.lease_id)
+        named = {"engine_id": attachment.engine_id, "lease_id": lease.lease_id}
         with suppress(grpc.aio.AioRpcError, ReportedError):
             if lease.kind == kvd_pb2.LEASE_KIND_LOAD:
-                await attachment.stub.CompleteLoad(request)
+                await attachment.stub.CompleteLoad(kvd_pb2.CompleteLoadRequest(**named))
             else:
                 await attachment.stub.CompleteStore(
-                    kvd_pb2.CompleteStoreRequest(
-                        engine_id=lease.engine_id, lease_id=lease.lease_id, success=False
-                    )
+                    kvd_pb2.CompleteStoreRequest(**named, success=False)
                 )
 
 

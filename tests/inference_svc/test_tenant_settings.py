@@ -46,6 +46,8 @@ def test_limits_in_the_environment():
     ("key", "value"),
     [
         ("limits.turns_per_minute", 0),
+        ("limits.turns_per_minute", 1e-300),
+        ("limits.tokens_per_minute", float("inf")),
         ("limits.max_turns", "many"),
         ("limits.max_streams_per_client", "none"),
         ("tenants.acme.max_sessions", -1),

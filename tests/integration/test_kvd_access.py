@@ -12,15 +12,18 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc
 import pytest
 import pytest_asyncio
 
+from kvd.session_files.file_format import FileHeader, end_bytes, header_bytes
 from shared.errors import DeniedError
+from shared.lineage import WHOLE
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.runtime_dir import DATA_SOCKET, ENGINE_SOCKET, OPERATOR_SOCKET, READER_SOCKET
 from tests.kvd_polling import eventually, reader_stats
 from tests.processes import KVD, KvdProcess, run_cli, running_kvd
-from tests.synthetic_engine import SyntheticEngine, attached_engine, key_of
+from tests.synthetic_engine import SyntheticEngine, attached_engine, key_of, small_layout
 from tests.tls_files import Authority
 from tests.warm_python import wait_ended
 
@@ -168,6 +171,19 @@ async def test_a_client_of_one_tenant_sees_only_that(served):
     assert await served.sessions("ops") == {"acme/talk", "other/talk"}
 
 
+async def test_a_client_of_one_tenant_brings_no_layout(served, tmp_path):
+    """It would take memory from the others; a file of a layout that is there is welcome."""
+    file = tmp_path / "talk.kvd"
+    code, _, stderr = await served.run("acme", "export", "talk", str(file))
+    assert code == 0, stderr
+    code, _, stderr = await served.run("acme", "import", str(file), "--replace", "--new-layout")
+    assert code == 0, stderr
+    layout = small_layout(model="ad" * 16)
+    header = FileHeader(key_of("talk", "acme", layout.model), layout, WHOLE, "0", 0.0)
+    file.write_bytes(header_bytes(header) + end_bytes(0))
+    assert "all tenants" in await served.refused("acme", "import", str(file), "--new-layout")
+
+
 async def test_a_server_that_cannot_be_checked_is_not_told_the_token(served, tmp_path):
     """Another authority, or no TLS at all: the line says where to look."""
     stranger = Authority(tmp_path)
@@ -241,6 +257,23 @@ async def test_engines_of_a_user_are_held_to_its_tenants(tmp_path):
         await eventually(lambda: queued_jobs(kvd), 1)
         engine.queue.waits((0, 0.0, 2), other, len(TOKENS))
         await eventually(lambda: queued_jobs(kvd), 0)
+        await no_other_can_call_as(engine, kvd)
+
+
+async def no_other_can_call_as(engine: SyntheticEngine, kvd: KvdProcess) -> None:
+    """An engine's id is all that a call needs: neither readers nor the log are told it."""
+    attachment = engine.client._attachment
+    assert attachment is not None
+    (shown,) = (await reader_stats(kvd)).engines
+    assert str(shown.engine_id) in kvd.log()
+    assert str(attachment.engine_id) not in kvd.log()
+    request = kvd_pb2.GetSessionRequest(
+        engine_id=shown.engine_id,
+        session=kvd_pb2.SessionKey(tenant="acme", session_id="talk"),
+    )
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await attachment.stub.GetSession(request)
+    assert "is not attached" in str(refused.value.details())
 
 
 async def is_heard_of_nothing(engine: SyntheticEngine) -> bool:

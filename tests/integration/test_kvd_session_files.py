@@ -7,8 +7,12 @@ import re
 import stat
 from pathlib import Path
 
+import grpc
+import pytest
+
 from kvd.session_files import file_format
 from shared.lineage import WHOLE
+from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
 from tests.kvd_polling import all_clean, eventually, reader_stats, sessions_of
 from tests.processes import KvdProcess, run_cli, running_kvd
 from tests.synthetic_engine import (
@@ -154,10 +158,15 @@ async def test_what_is_damaged_changes_nothing(tmp_path: Path) -> None:
         if os.geteuid():
             assert (await _cli(kvd, "import", str(file)))[0] == 2
         assert (await _cli(kvd, "import", str(tmp_path / "none")))[0] == 2
+        os.mkfifo(tmp_path / "pipe")
+        writer = os.open(tmp_path / "pipe", os.O_RDWR)
+        code, said = await _cli(kvd, "import", str(tmp_path / "pipe"))
+        os.close(writer)
+        assert (code, "is a pipe" in said) == (2, True)
 
 
 async def test_a_file_of_another_model(tmp_path: Path) -> None:
-    """Rows of other models, and of other shapes of the same one, are refused with their names."""
+    """Rows of other models, and of other shapes, are refused by name, before any has come."""
     file = tmp_path / "a.kvd"
     async with (
         running_kvd(tmp_path / "1", *SIZES) as kvd,
@@ -170,6 +179,20 @@ async def test_a_file_of_another_model(tmp_path: Path) -> None:
         assert code == 5
         assert small_layout(3).fingerprint[:12] in said
         assert small_layout().fingerprint[:12] in said
+        text = await asyncio.to_thread(file.read_bytes)
+        without_rows = text[: text.index(encode(TOKENS[:16]))]
+        assert "is of layout" in await _refusal(kvd, without_rows)
+
+
+async def _refusal(kvd: KvdProcess, beginning: bytes) -> str:
+    """What an import is told that is under way: its file has only begun."""
+    async with grpc.aio.insecure_channel(f"unix:{kvd.runtime_dir}/operator.sock") as channel:
+        call = kvd_pb2_grpc.OperatorStub(channel).ImportSession(timeout=20)
+        await call.write(kvd_pb2.ImportSessionRequest(target=kvd_pb2.ImportTarget()))
+        await call.write(kvd_pb2.ImportSessionRequest(data=beginning))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call
+    return str(refused.value.details())
 
 
 async def test_no_room(tmp_path: Path) -> None:
@@ -249,9 +272,6 @@ async def test_an_import_that_breaks_off(tmp_path: Path) -> None:
 
 def _break_off(kvd: KvdProcess, good: bytes) -> None:
     """Send most of a file, and hang up."""
-    import grpc
-
-    from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
 
     def requests():
         yield kvd_pb2.ImportSessionRequest(target=kvd_pb2.ImportTarget())

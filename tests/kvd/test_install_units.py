@@ -178,7 +178,7 @@ def test_units_of_a_user_are_their_own(tmp_path):
     files = {file.path: file.text for file in user_files(read_shipped(), PROGRAMS, own)}
     assert len(files) == 5
     for name in ("kvd.service", "inference-svc@.service"):
-        unit = files[own.config / "systemd/user" / name]
+        unit = files[own.data / "systemd/user" / name]
         said = [line for line in unit.splitlines() if line and not line.startswith("#")]
         assert not [line for line in said if "/etc/" in line or "/var/" in line]
         assert not [line for line in said if line.startswith(("User=", "ProtectSystem="))]
@@ -187,7 +187,9 @@ def test_units_of_a_user_are_their_own(tmp_path):
     assert settings["runtime_dir"] == "/run/user/1000/kvd"
     assert settings["state_dir"] == str(own.state / "kvd")
     assert settings["access"]["engine_group"] == ""
-    assert f"--config {own.config}/kvd/kvd.toml" in files[own.config / "systemd/user/kvd.service"]
+    assert f"--config {own.config}/kvd/kvd.toml" in files[own.data / "systemd/user/kvd.service"]
+    mine = {path for path in files if path.is_relative_to(own.config)}
+    assert {path.suffix for path in mine} == {".toml"}  # units there are edits, or masks, of theirs
 
 
 def test_a_program_in_a_home_is_refused(tmp_path, monkeypatch, capsys):

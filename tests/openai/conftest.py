@@ -25,6 +25,7 @@ CLIENTS = {  # name -> its token
     "monitor": "token-of-monitor-0123456789abcdef",
     "small": "token-of-small-0123456789abcdef",
     "few": "token-of-few-0123456789abcdef",
+    "pair": "token-of-pair-0123456789abcdef",
 }
 TENANTS = {"acme": ["acme"], "gateway": ["acme", "globex"], "small": ["small"], "monitor": ["*"]}
 ROLES = {"monitor": ["reader"]}
@@ -34,6 +35,8 @@ socket_tenants = ["*"]
 [tenants.small]
 turns_per_minute = 2
 [tenants.few]
+max_sessions = 2
+[tenants.pair]
 max_sessions = 2
 [openai]
 listen = "127.0.0.1:0"

@@ -12,6 +12,7 @@ from tests.openai.conftest import MODEL, name_of, said
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 LENGTH = 8  # tokens of an answer
+MAX_ADMITTED = 12  # turns that run or are loaded, by the service's settings
 
 
 async def ask(client, messages, **options):
@@ -271,6 +272,36 @@ async def test_a_client_that_leaves_cancels_its_turn(api, opening):
     assert await api.num_turns(names[0]) == 1
 
 
+async def test_a_turn_that_is_cancelled_while_it_waits(api, opening):
+    """By gRPC, say: it was the client's own, and nothing has failed."""
+    name = name_of(opening)
+    async with api.service.client() as grpc_client, api.client() as client:
+        busy = [
+            asyncio.create_task(
+                grpc_client.submit(
+                    turn_request(
+                        "Keys.", f"{name}-{number}", tenant="globex",
+                        sampling=pb.Sampling(max_tokens=1500, ignore_eos=True),
+                    )
+                )
+            )
+            for number in range(MAX_ADMITTED + 1)
+        ]  # fmt: skip
+        async with asyncio.timeout(60):
+            while not (await grpc_client.get_model()).waiting_turns:
+                pass  # each round asks the service
+            asked = asyncio.create_task(ask(client, opening, extra_body={"session_id": name}))
+            while (await grpc_client.get_model()).waiting_turns < 2:
+                pass
+        assert await grpc_client.cancel(name, tenant="acme") == 1
+        with pytest.raises(openai.ConflictError) as refused:
+            await asked
+        for task in busy:
+            task.cancel()
+        await asyncio.gather(*busy, return_exceptions=True)
+    assert refused.value.code == "cancelled"
+
+
 async def test_the_oldest_unnamed_session_makes_room(api, opening):
     """A tenant with as many sessions as it may have opens another; a named one is never deleted."""
     messages = [{"role": "user", "content": opening[0]["content"][:40]}]
@@ -283,3 +314,14 @@ async def test_the_oldest_unnamed_session_makes_room(api, opening):
         with pytest.raises(openai.RateLimitError) as refused:
             await ask(client, messages, extra_body={"session_id": f"{name_of(opening)}-3"})
     assert refused.value.code == "too_many_sessions"
+
+
+async def test_a_session_that_is_used_by_name_is_young(api, opening):
+    """Also if the service gave it its name: another one makes room."""
+    messages = [{"role": "user", "content": opening[0]["content"][:40]}]
+    async with api.client("pair") as client:
+        first, second = [(await ask(client, messages)).model_extra["session_id"] for _ in "ab"]
+        await ask(client, messages, extra_body={"session_id": first})
+        third = (await ask(client, messages)).model_extra["session_id"]
+    turns = [await api.num_turns(name, "pair") for name in (first, second, third)]
+    assert turns == [2, -1, 1]

@@ -212,6 +212,23 @@ async def test_bodies_that_do_not_come(api, opening):
     assert await is_served(api, opening)
 
 
+async def test_one_clients_bodies_leave_places_for_others(api, opening):
+    """Half of all places may wait for them; it is told so, and others are served meanwhile."""
+    async with AsyncExitStack() as stack:
+        wires = [await stack.enter_async_context(connected(api)) for _ in range(MAX_REQUESTS)]
+        for wire in wires:
+            await wire.send(head(ACME, length=1000) + b"{")
+        refused = [asyncio.create_task(wire.answer()) for wire in wires]
+        async with asyncio.timeout(ANSWER_S):
+            done, _ = await asyncio.wait(refused, return_when=asyncio.FIRST_COMPLETED)
+        status, _, answer = done.pop().result()
+        assert (status, answer["error"]["code"]) == (429, "too_many_requests")
+        assert "acme" in answer["error"]["message"]
+        assert await is_served(api, opening)
+        answers = await asyncio.gather(*refused)
+    assert [status for status, _, _ in answers].count(408) == MAX_REQUESTS // 2
+
+
 async def test_idle_and_half_closed_connections(api, opening):
     """Hundreds that say nothing, half a header, or no more, disturb nobody."""
     async with AsyncExitStack() as stack:

@@ -5,7 +5,7 @@ import asyncio
 import openai
 import pytest
 
-from tests.openai.conftest import MODEL, said
+from tests.openai.conftest import MODEL, name_of, said
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -143,6 +143,19 @@ async def test_a_deleted_response_is_gone(api, opening):
         with pytest.raises(openai.NotFoundError):
             await ask(client, "Really?", previous_response_id=second.id)
     assert await api.num_turns(session_id) == -1
+
+
+async def test_a_named_session_outlives_its_responses(api, opening):
+    """Its name is the client's, and so is the rest of it."""
+    name = name_of(opening)
+    async with api.client() as client:
+        made = await client.responses.create(
+            model=MODEL, input=opening, max_output_tokens=LENGTH, extra_body={"session_id": name}
+        )
+        await client.responses.delete(made.id)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(made.id)
+    assert await api.num_turns(name) == 1
 
 
 async def test_instructions_lead_the_conversation(api, opening):

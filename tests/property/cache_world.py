@@ -125,6 +125,7 @@ class Extent:
     key: bytes
     stored: StoredBlock
     rows: list[Row]
+    tenant: str  # whose key seals it
 
     def holds(self, key: bytes, num_tokens: int) -> bool:
         """Whether this is the block, and its bytes are good."""
@@ -235,6 +236,10 @@ class CacheWorld:
                 self.engine.rows_committed(action.op_id, self.now_ns)
         self.pump()
 
+    def tenants_on_ssd(self) -> set[str]:
+        """Whose blocks the index has."""
+        return {self.extents[block.extent].tenant for block in self.index.blocks.values()}
+
     def damage_slot(self, slot_id: int) -> None:
         """Flip a bit in DRAM."""
         self.slots[slot_id] = [-1, *self.slots[slot_id][1:]]
@@ -308,7 +313,7 @@ class CacheWorld:
         if outcome is IoOutcome.OK:
             stored = StoredBlock(action.token_ids, action.checksums)
             rows = list(self.slots[action.slot_id])
-            self.extents[action.extent] = Extent(action.key, stored, rows)
+            self.extents[action.extent] = Extent(action.key, stored, rows, action.tenant)
         self.engine.write_done(action.op_id, outcome, self.now_ns)
 
     def _finish_read(self, action: ReadBlock, outcome: IoOutcome) -> None:

@@ -23,6 +23,7 @@ from kvd.core.errors import (
     ErasingError,
     LeaseLostError,
     ScrubError,
+    SessionChangedError,
     TooManyLeasesError,
     UnknownLineageError,
     UnknownSessionError,
@@ -531,7 +532,9 @@ class CacheMachine(RuleBasedStateMachine):
             world.pump()
             world.quiesce(newest_first=newest_first)
         assert not any(usage.num_sessions for usage in engine.tenants() if usage.tenant == tenant)
+        world.commit(len(world.index.uncommitted))  # the keys are dropped behind these rows
         assert not any(key.tenant == tenant for key in world.index.sessions)
+        assert tenant not in world.tenants_on_ssd()
         engine.wipe(world.now_ns)
         world.pump()
         if other.tenant != tenant:
@@ -736,7 +739,8 @@ class CacheMachine(RuleBasedStateMachine):
         engine, now_ns = self.world.engine, self.world.now_ns
         tokens: list[int] = []
         rows: list[Row] = []
-        with suppress(UnknownSessionError, UnknownLineageError, TooManyLeasesError, ErasingError):
+        refusals = UnknownSessionError, UnknownLineageError, TooManyLeasesError, SessionChangedError
+        with suppress(*refusals):
             export = engine.begin_export(key, now_ns)
             while not export.is_done:
                 answer = engine.prepare_export(export, max_spans, EXPORTER, now_ns)

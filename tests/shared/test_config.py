@@ -113,6 +113,16 @@ def test_every_problem_is_named_at_once(tmp_path):
         assert part in line
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["a = " + "[" * 9999 + "]" * 9999, "a = " + "9" * 5000, "a =", "\0"],
+    ids=["nested", "endless-number", "cut", "nul"],
+)
+def test_what_is_no_toml_is_named(tmp_path, text):
+    """Whatever the parser makes of it: a reload must not end the process."""
+    assert "settings.toml is not TOML" in _problems(tmp_path, text)
+
+
 def test_a_section_is_not_a_value(tmp_path):
     """A scalar where a section belongs is explained."""
     assert "this is a section" in _problems(tmp_path, "dram = 5\n")

@@ -1,9 +1,10 @@
 """What is said of a turn when it is over: its canonical log line, its measures, its spans.
 
-Each turn has one line, `turn`, however it ended, and so has each that was turned away; `trace_id`
-is in it as in every line of the request that submitted it. The spans under the turn's own are made
-when it is over, from the instants that the request has noted; `load` and `save` are made where
-that is done, because kvd's spans come under them.
+Each turn has one line, `turn`, however it ended, and so has each that was turned away, ten a second
+of each client: `more` says how many had none. `trace_id` is in it as in every line of the request
+that submitted it. The spans under the turn's own are made when it is over, from the instants that
+the request has noted; `load` and `save` are made where that is done, because kvd's spans come under
+them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from inference_svc.core.scheduling.request import Request
 from inference_svc.core.submission import Submission
 from inference_svc.core.turn_measures import TurnMeasures
 from inference_svc.core.turn_record import TurnRecord, Usage
+from shared.access.refusals import LineAllowance
 from shared.errors import ReportedError
 from shared.log import get_logger
 from shared.pb.inference.v1 import inference_pb2 as pb
@@ -34,6 +36,7 @@ class TurnReport:
 
     def __init__(self, measures: TurnMeasures) -> None:
         self.measures = measures
+        self._refused = LineAllowance()
 
     def answered(
         self,
@@ -100,6 +103,9 @@ class TurnReport:
     def turned_away(self, client: str, asked: pb.SubmitTurnRequest, error: ReportedError) -> None:
         """A turn was not begun; what it asked for may be nonsense."""
         self.measures.turned_away(asked.tenant or DEFAULT_TENANT, error.reason)
+        left_out = self._refused.take(client)
+        if left_out is None:
+            return
         log.info(
             "turn",
             session=asked.session_id[:MAX_NAME],
@@ -109,6 +115,7 @@ class TurnReport:
             finish_reason="refused",
             error=error.reason,
             retryable=error.retryable,
+            **({"more": left_out} if left_out else {}),
         )
 
 

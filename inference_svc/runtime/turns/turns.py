@@ -125,6 +125,19 @@ class Turns:
             return replay(submission, record)
         return self._start(submission, opens_session=transcript is None)
 
+    def check_limits(self, tenant: str) -> None:
+        """See that a tenant's turn may begin now, before anything is made for it.
+
+        Raises:
+            ReportedError: it may not.
+        """
+        if self._is_draining:
+            raise _draining()
+        refusal = self._limits.refuse(tenant, 1, "", 0, time.monotonic_ns())
+        if refusal is not None:
+            self._counters.add(f"refused_{refusal.reason}")
+            raise refusal
+
     def cancel(self, key: SessionKey, request_id: str) -> int:
         """Stop the session's turns, or the one of a request id; return how many.
 

@@ -45,6 +45,14 @@ def test_turns_a_minute():
     begun(some, 1, now_ns=int(refusal.retry_after_s * NS_PER_S))
 
 
+def test_who_has_too_many_sessions_is_told_last():
+    """It may delete one for the turn, which must then not be refused for its rate."""
+    some = limits(TenantBounds(turns_per_minute=1, max_sessions=1))
+    assert begin(some, opens="b", num_sessions=1).reason == "too_many_sessions"
+    begun(some, 1)
+    assert begin(some, opens="b", num_sessions=1).reason == "rate_limited"
+
+
 def test_who_is_refused_comes_back_one_after_another():
     """A place is free for each when it comes, as far as a minute goes."""
     some = limits(TenantBounds(turns_per_minute=60))

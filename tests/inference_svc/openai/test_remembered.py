@@ -28,7 +28,7 @@ def remembered(tmp_path):
 async def test_histories_survive_a_restart(tmp_path):
     """With the key of their digests."""
     memory = Remembered(tmp_path, 1000)
-    await memory.keep_histories([(b"a", AT), (b"b", Point("n", 1, "r-2", is_named=True))])
+    await memory.keep_histories("acme", [(b"a", AT), (b"b", Point("n", 1, "r-2", is_named=True))])
     key = memory.key
     memory.close()
     again = Remembered(tmp_path, 1000)
@@ -40,8 +40,8 @@ async def test_histories_survive_a_restart(tmp_path):
 
 async def test_the_last_session_of_a_history_counts(remembered):
     """Until its history is forgotten."""
-    await remembered.keep_histories([(b"a", AT)])
-    await remembered.keep_histories([(b"a", Point("s-2", 2, "r-9", is_named=False))])
+    await remembered.keep_histories("acme", [(b"a", AT)])
+    await remembered.keep_histories("acme", [(b"a", Point("s-2", 2, "r-9", is_named=False))])
     assert (await remembered.find_histories([b"a"]))[b"a"].session_id == "s-2"
     await remembered.forget_histories([b"a"])
     assert await remembered.find_histories([b"a"]) == {}
@@ -50,9 +50,9 @@ async def test_the_last_session_of_a_history_counts(remembered):
 async def test_what_was_not_used_for_longest_goes_first(tmp_path):
     """The file is bounded; what is found counts as used."""
     memory = Remembered(tmp_path, 100)
-    await memory.keep_histories([(b"old", AT), (b"older", AT)])
+    await memory.keep_histories("acme", [(b"old", AT), (b"older", AT)])
     for number in range(2 * PRUNE_EVERY):
-        await memory.keep_histories([(b"%d" % number, AT)])
+        await memory.keep_histories("acme", [(b"%d" % number, AT)])
         await memory.find_histories([b"old"])
     assert set(await memory.find_histories([b"old", b"older"])) == {b"old"}
     (rows,) = memory._db.execute("SELECT count(*) FROM histories").fetchone()
@@ -74,7 +74,7 @@ async def test_a_response_is_its_tenants(remembered):
 async def test_requests_and_passing_sessions(remembered):
     """Each is known until it is not needed."""
     request = KnownRequest(b"body", "s-1", 2, 1, None, is_named=True)
-    await remembered.keep_request(b"key", request)
+    await remembered.keep_request("acme", b"key", request)
     assert await remembered.find_request(b"key") == request
     assert await remembered.find_request(b"other") is None
     await remembered.begin_passing("acme", "s-9")
@@ -85,18 +85,37 @@ async def test_requests_and_passing_sessions(remembered):
 
 async def test_the_oldest_sessions_are_taken_once(remembered):
     """Beyond a bound, or a tenant's oldest; a session that is used again is young."""
-    for tenant, session_id in (("a", "1"), ("b", "2"), ("a", "3"), ("a", "1")):
-        await remembered.use_session(tenant, session_id)
+    for session_id in ("1", "2", "3", "1"):
+        await remembered.use_session("a", session_id)
+    await remembered.touch_session("a", "2")
+    await remembered.touch_session("a", "named-by-a-client")
     assert await remembered.take_oldest(3) == []
-    assert await remembered.take_oldest(2) == [("b", "2")]
+    assert await remembered.take_oldest(2) == [("a", "3")]
     assert await remembered.take_oldest_of("b") == ""
-    assert [await remembered.take_oldest_of("a") for _ in range(3)] == ["3", "1", ""]
+    assert [await remembered.take_oldest_of("a") for _ in range(3)] == ["1", "2", ""]
+
+
+async def test_a_tenant_pushes_out_its_own_only(tmp_path):
+    """Who adds the most rows loses its oldest, though another's are older."""
+    memory = Remembered(tmp_path, 100)
+    await memory.use_session("quiet", "1")
+    await memory.keep_response("quiet", "resp_1", RESPONSE)
+    await memory.keep_histories("quiet", [(b"mine", AT)])
+    for number in range(PRUNE_EVERY):
+        await memory.use_session("loud", str(number))
+        await memory.keep_response("loud", f"resp_loud_{number}", RESPONSE)
+        await memory.keep_histories("loud", [(b"%d" % number, AT)])
+    assert await memory.take_oldest(PRUNE_EVERY - 1) == [("loud", "0"), ("loud", "1")]
+    assert await memory.find_response("quiet", "resp_1") == RESPONSE
+    assert await memory.find_response("loud", "resp_loud_0") is None
+    assert set(await memory.find_histories([b"mine", b"0"])) == {b"mine"}
+    memory.close()
 
 
 async def test_a_damaged_file_is_set_aside(tmp_path):
     """The service starts, knowing nothing; the file is not thrown away."""
     memory = Remembered(tmp_path, 1000)
-    await memory.keep_histories([(b"a", AT)])
+    await memory.keep_histories("acme", [(b"a", AT)])
     memory.close()
     (tmp_path / FILE_NAME).write_bytes(
         b"this is no database, but long enough to be read as one" * 99
@@ -134,10 +153,10 @@ def test_a_directory_that_cannot_be_used_refuses_the_start(tmp_path):
 
 async def test_what_cannot_be_read_is_not_known(remembered):
     """A history is a miss; of a response nobody can say whether it is there."""
-    await remembered.keep_histories([(b"a", AT)])
+    await remembered.keep_histories("acme", [(b"a", AT)])
     await asyncio.to_thread(remembered._db.execute, "DROP TABLE histories")
     await asyncio.to_thread(remembered._db.execute, "DROP TABLE responses")
     assert await remembered.find_histories([b"a"]) == {}
-    await remembered.keep_histories([(b"a", AT)])
+    await remembered.keep_histories("acme", [(b"a", AT)])
     with pytest.raises(MemoryUnavailableError):
         await remembered.find_response("acme", "resp_1")

@@ -127,6 +127,20 @@ def test_a_write_that_is_under_way_is_waited_for():
     assert not world.index.blocks
 
 
+def test_rows_may_be_on_their_way():
+    """What was dropped just before is erased at once: what goes behind its rows comes after it."""
+    world = new_world(default_ttl_ns=10)
+    store(world, A, ONES)
+    world.now_ns += 20
+    world.engine.expire(world.now_ns)
+    begin(world)
+    assert world.engine.is_erased()
+    assert list(world.index.sessions) == [A]
+    world.commit(len(world.index.uncommitted))  # as before the keys are dropped
+    assert not world.index.sessions
+    assert not world.index.blocks
+
+
 def test_free_memory_is_zeroed():
     """Also what others have left; used slots stay, and what is wiped is nobody's meanwhile."""
     world = new_world(num_slots=4)

@@ -191,11 +191,26 @@ def test_chosen_sessions_are_flushed_bit_by_bit():
     world.now_ns += 100
     load(world, keys[3], ONES)
     idle = SessionFilter(idle_ns=100)
-    dry = world.engine.flush_selected(keys[1:], idle, True, world.now_ns)
-    answers = [world.engine.flush_selected(keys[2:], idle, False, world.now_ns) for _ in range(2)]
-    assert (dry.num_sessions, [answer.num_sessions for answer in answers]) == (2, [1, 0])
+    assert world.engine.flushable(keys, idle, world.now_ns) == ((keys[1], keys[2]), (keys[0],))
+    answers = [world.engine.flush_selected(keys[2:], idle, world.now_ns) for _ in range(2)]
+    assert [answer.num_sessions for answer in answers] == [1, 0]
     everything = SessionFilter()
-    rest = world.engine.flush_selected(keys, everything, False, world.now_ns)
+    rest = world.engine.flush_selected(keys, everything, world.now_ns)
     assert (rest.num_sessions, rest.skipped_leased) == (2, (keys[0],))
     world.pump()
     assert world.engine.session_keys() == [keys[0]]
+
+
+def test_what_a_flush_would_free_is_summed_up_bit_by_bit():
+    """As much as at once: blocks that sessions of two bits share count with the first, once."""
+    world = new_world()
+    keys = [A._replace(session_id=str(number)) for number in range(4)]
+    for number, key in enumerate(keys):
+        store(world, key, ONES + [number] * 4)
+    flushed = dict.fromkeys(keys)
+    counted: set[bytes] = set()
+    bits = [world.engine.freed_bytes([key], flushed, counted) for key in keys]
+    assert bits[0] > bits[1] == bits[2] == bits[3] > 0
+    assert sum(bits) == world.engine.flush(None, True, world.now_ns).freed_bytes
+    few = dict.fromkeys(keys[:2])
+    assert [world.engine.freed_bytes([key], few, set()) for key in few] == bits[1:3]

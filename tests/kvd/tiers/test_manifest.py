@@ -312,6 +312,22 @@ def test_a_key_that_is_dropped_is_in_no_file(make, tmp_path):
     assert [bool(_files_with(tmp_path, secret)) for secret in secrets] == [False, False, True]
 
 
+def test_what_no_cache_knows_goes_with_the_key(make, tmp_path):
+    """Rows of sessions that could not be read, or whose layout could not, name the tenant, too."""
+    _fill(make())
+    with sqlite3.connect(tmp_path / "manifest.db") as db:
+        sql = "INSERT INTO sessions VALUES (?, ?, 'unread', x'', 0, NULL, ?, 0)"
+        db.executemany(sql, [(99, "tenant", 0), (1, "tenant", 99), (99, "other", 0)])
+    db.close()
+    manifest = make()
+    dropped = threading.Event()
+    manifest.drop_tenant_keys(["tenant"], dropped.set)
+    assert dropped.wait(DEADLINE_S)
+    with sqlite3.connect(tmp_path / "manifest.db") as db:
+        assert db.execute("SELECT tenant FROM sessions").fetchall() == [("other",)]
+    db.close()
+
+
 def test_a_reader_delays_the_end_of_a_key(make, tmp_path):
     """While somebody reads what was in the index before, it is not said that the key is gone."""
     tried = threading.Event()

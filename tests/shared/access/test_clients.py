@@ -7,7 +7,7 @@ import pytest
 
 from shared.access.clients import Clients, authenticate
 from shared.access.identity import socket_identity
-from shared.access.settings import ClientSettings
+from shared.access.settings import ClientSettings, distinct
 from shared.access.streams import StreamCounts, TooManyStreamsError
 from shared.access.tokens import TokenFileError, make_token, read_token, token_digest, token_text
 from shared.errors import UnauthenticatedError
@@ -106,3 +106,12 @@ def test_streams_are_counted_by_client():
     counts.hold(web)
     counts.most = 2
     counts.hold(probe)
+
+
+@pytest.mark.parametrize("both", [{"token_sha256": ("a" * 64,)}, {"certificate_names": ("web",)}])
+def test_two_clients_cannot_be_one(both):
+    """Nobody could say which of them calls; one client may list what it has twice."""
+    one = ClientSettings(tenants=("a",), **{name: each * 2 for name, each in both.items()})
+    assert distinct({"one": one}) == {"one": one}
+    with pytest.raises(ValueError, match="one and other"):
+        distinct({"one": one, "other": ClientSettings(tenants=("b",), **both)})

@@ -1,6 +1,7 @@
 """TLS of both kinds of servers: files that fit, files that are renewed, and who calls over HTTP."""
 
 import asyncio
+import socket
 import ssl
 
 import aiohttp
@@ -158,3 +159,39 @@ async def test_whoever_opens_an_http_socket_is_somebody(short_dir):
     finally:
         await server.stop(1)
     assert seen == [own]
+
+
+async def test_a_client_whose_authority_is_gone_does_not_come_back(tmp_path):
+    """Not by resuming a TLS session either, which shows no certificate."""
+    authority = Authority(tmp_path)
+    tls = authority.server(wants_certificates=True)
+    pair = authority.issue("client", "probe.example")
+    context = ssl.create_default_context(cafile=str(authority.path))
+    context.load_cert_chain(pair.certificate, pair.key)
+    server = HttpServer(web.Application(), "127.0.0.1:0", ssl_context(tls))
+    await server.start()
+    try:
+        answer, session = await asyncio.to_thread(_ask, context, server.address)
+        assert answer.startswith(b"HTTP/1.0 404")
+        Authority(tmp_path, "ca")  # in the place of the first
+        answer, _ = await asyncio.to_thread(_ask, context, server.address, session)
+        assert not answer
+        context.maximum_version = ssl.TLSVersion.TLSv1_2  # resumes without tickets
+        with pytest.raises(ssl.SSLError):
+            await asyncio.to_thread(_ask, context, server.address)
+    finally:
+        await server.stop(1)
+
+
+def _ask(context: ssl.SSLContext, address: str, session: ssl.SSLSession | None = None):
+    """What an HTTPS server answers, if it does, and the session to be resumed."""
+    host, _, port = address.rpartition(":")
+    with (
+        socket.create_connection((host, int(port))) as plain,
+        context.wrap_socket(plain, server_hostname=host, session=session) as wire,
+    ):
+        wire.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        try:
+            return wire.recv(4096), wire.session
+        except (ssl.SSLError, ConnectionError):
+            return b"", None

@@ -209,6 +209,24 @@ async def running_turns(tmp_path, bounds=TenantBounds(), named=None):  # noqa: B
     limits.check()
 
 
+async def test_limits_can_be_asked_for_before_anything_is_made(tmp_path):
+    """Nothing is counted but the refusal, and while the service stops it is that."""
+    async with running_turns(tmp_path, TenantBounds(max_turns=1)) as (turns, runner, counters):
+        turns.check_limits(KEY.tenant)
+        await turns.submit(submission("runs"))
+        with pytest.raises(TooManyTurnsError):
+            turns.check_limits(KEY.tenant)
+        turns.check_limits("other")
+        assert counters.snapshot()["refused_too_many_turns"] == 1
+        runner.may_start.set()
+        runner.may_end.set()
+        await turns.wait_idle()
+        turns.check_limits(KEY.tenant)
+        turns.refuse_new()
+        with pytest.raises(DrainingError):
+            turns.check_limits(KEY.tenant)
+
+
 async def test_a_drain_hands_back_what_has_not_started(tmp_path):
     """At once, retryably, as if it had never come; what runs goes on to its end."""
     async with running_turns(tmp_path) as (turns, runner, counters):
