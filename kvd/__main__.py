@@ -1,5 +1,5 @@
 """python -m kvd is the kvd command."""
 
-from kvd.cli import main
+from kvd.cli.main import main
 
 main()

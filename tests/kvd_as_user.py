@@ -10,7 +10,7 @@ import sys
 from contextlib import redirect_stdout
 from io import StringIO
 
-from kvd.cli import main as kvd
+from kvd.cli.main import main as kvd
 
 NOBODY_UID = 65534
 

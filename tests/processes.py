@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from kvd.cli import main
+from kvd.cli.main import main
 from shared.child_process import wait_serving
 from shared.runtime_dir import OPERATOR_SOCKET
 from tests.warm_python import AnyProcess, WarmPython, wait_ended
 
 EXIT_S = 60.0
 # What kvd imports on its way: see tests/warm_python.py.
-KVD = WarmPython("kvd.cli", "kvd.daemon", "tests.faulty_kvd", "uvloop")
+KVD = WarmPython("kvd.cli.main", "kvd.daemon", "tests.faulty_kvd", "uvloop")
 
 
 class KvdProcess:
@@ -79,7 +79,7 @@ class KvdProcess:
 
     def _command(self) -> list[str]:
         """The module to run, and its first arguments."""
-        return ["kvd.cli", "serve"]
+        return ["kvd.cli.main", "serve"]
 
     async def exit_code(self) -> int:
         """Wait for its end."""

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from kvd.operator_client import connect
+from kvd.cli.operator_client import connect
 from shared.errors import ReportedError
 from shared.log import configure_logging
 from shared.pb.kvd.v1 import kvd_pb2

@@ -7,7 +7,7 @@ from dataclasses import replace
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from kvd.operator_client import OperatorClient
+from kvd.cli.operator_client import OperatorClient
 from kvd.top.keyboard import Keyboard, keyboard
 from kvd.top.screen import Act, Command, Name, Screen, name_of, pressed
 from kvd.top.views import Seen, top_view

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from kvd.cli_rates import Rates
-from kvd.cli_session_views import history_table
-from kvd.cli_stats_views import percent, process_line
-from kvd.cli_tables import fitted
-from kvd.cli_views import SESSION_COLUMNS, expiry, plain, session_row, state
+from kvd.cli.rates import Rates
+from kvd.cli.session_views import history_table
+from kvd.cli.stats_views import percent, process_line
+from kvd.cli.tables import fitted
+from kvd.cli.views import SESSION_COLUMNS, expiry, plain, session_row, state
 from kvd.top import screen as screens
 from kvd.top.screen import Screen, index_of, name_of
 from shared.pb.kvd.v1 import kvd_pb2

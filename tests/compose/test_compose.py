@@ -10,7 +10,7 @@ import yaml
 from inference_svc.cli import app as inference_app
 from inference_svc.config import InferenceSettings, load_inference_settings
 from kvd import config
-from kvd.cli import app as kvd_app
+from kvd.cli.main import app as kvd_app
 from kvd.config import Settings
 from kvd.install.units import SYSTEM_VALUES
 from shared.config import load_settings

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvd.completion import CHOICES, summary
+from kvd.cli.candidates import CHOICES, summary
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typer.main import get_command
 
 from inference_svc.cli import app as inference_app
 from inference_svc.config import load_inference_settings
-from kvd.cli import app as kvd_app
+from kvd.cli.main import app as kvd_app
 from kvd.config import load
 
 TEXT = (Path(__file__).parents[2] / "docs" / "access.md").read_text(encoding="utf-8")

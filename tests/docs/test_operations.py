@@ -10,7 +10,7 @@ from inference_svc.cli import app as inference_app
 from inference_svc.config import InferenceSettings, load_inference_settings
 from inference_svc.metrics import METRICS as INFERENCE_METRICS
 from kvd import config
-from kvd.cli import app as kvd_app
+from kvd.cli.main import app as kvd_app
 from kvd.metrics import METRICS as KVD_METRICS
 
 REPOSITORY = Path(__file__).parents[2]

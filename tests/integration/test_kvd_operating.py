@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from kvd.cli_completion import Shell
+from kvd.cli.completion import Shell
 from tests.processes import KvdProcess, run_cli, running_kvd
 from tests.synthetic_engine import SyntheticEngine, attached_engine, key_of
 from tests.terminal import on_terminal

@@ -5,8 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from kvd import cli_events, cli_session_views, cli_stats_views, cli_tiers, cli_views
-from kvd.cli_rates import Rates
+from kvd.cli import events, session_views, stats_views, tiers, views
+from kvd.cli.rates import Rates
 from kvd.errors import CorruptionFoundError, UnverifiedError
 from shared.pb.kvd.v1 import kvd_pb2
 
@@ -28,14 +28,14 @@ def _session(**facts):
 )  # fmt: skip
 def test_how_fast_a_session_loads(dram_bytes, word):
     """All in DRAM is hot, a part warm, none cold."""
-    assert cli_views.temperature(_session(dram_bytes=dram_bytes)) == word
+    assert views.temperature(_session(dram_bytes=dram_bytes)) == word
 
 
 def test_pins_and_ttl_of_a_session_are_shown():
     """Hard and soft pins have different words, and the TTL says whose it is."""
     soft = _session(pin=kvd_pb2.PIN_SOFT, ttl_source=kvd_pb2.TTL_SOURCE_TENANT)
     hard = _session(pin=kvd_pb2.PIN_HARD, ttl_source=kvd_pb2.TTL_SOURCE_SESSION)
-    shown = [_text(cli_session_views.session_table(info)) for info in (soft, hard)]
+    shown = [_text(session_views.session_table(info)) for info in (soft, hard)]
     assert "soft-pinned" in shown[0]
     assert "its tenant's" in shown[0]
     assert "soft" not in shown[1]
@@ -50,7 +50,7 @@ def test_copies_of_a_block_are_shown():
         kvd_pb2.BlockInfo(tiers=[kvd_pb2.TIER_DRAM, kvd_pb2.TIER_SSD], hashed=True),
         kvd_pb2.BlockInfo(tiers=[kvd_pb2.TIER_SSD], hashed=True),
     )
-    _, first, second, third = _text(cli_session_views.blocks_table(blocks, 200)).splitlines()
+    _, first, second, third = _text(session_views.blocks_table(blocks, 200)).splitlines()
     assert first.rstrip().endswith("dram, dirty, not hashed")
     assert second.rstrip().endswith("dram+ssd, unverified")
     assert third.rstrip().endswith(" ssd")
@@ -66,16 +66,14 @@ def test_a_quarantined_lease_stands_out():
         process_status="stopped",
         quarantined=True,
     )
-    (row,) = _text(cli_views.leases_table([lease], 200)).splitlines()[1:]
+    (row,) = _text(views.leases_table([lease], 200)).splitlines()[1:]
     for word in ("store", "77", "svc stopped", "quarantined"):
         assert word in row
 
 
 def test_stats_without_any_layout():
     """A kvd that has never seen an engine has tables too."""
-    assert "kvd 1" in _text(
-        *cli_stats_views.stats_tables(kvd_pb2.GetStatsResponse(version="1"), 200)
-    )
+    assert "kvd 1" in _text(*stats_views.stats_tables(kvd_pb2.GetStatsResponse(version="1"), 200))
 
 
 def test_stats_show_the_largest_tenants():
@@ -85,7 +83,7 @@ def test_stats_show_the_largest_tenants():
         for number in range(100)
     ]
     stats = kvd_pb2.GetStatsResponse(layouts=[kvd_pb2.LayoutStats(tenants=tenants)])
-    text = _text(*cli_stats_views.stats_tables(stats, 200))
+    text = _text(*stats_views.stats_tables(stats, 200))
     assert "t99" in text
     assert "t79 " not in text
     assert "20 of 100" in text
@@ -103,7 +101,7 @@ def test_stats_show_what_was_read_ahead():
         "prefetch_cancelled": 2,
     }
     layout = kvd_pb2.LayoutStats(model="ab12", counters=counters)
-    text = _text(*cli_stats_views.stats_tables(kvd_pb2.GetStatsResponse(layouts=[layout]), 200))
+    text = _text(*stats_views.stats_tables(kvd_pb2.GetStatsResponse(layouts=[layout]), 200))
     (row,) = [line for line in text.splitlines() if line.split()[:1] == ["ab12"] and "41" in line]
     assert row.split() == ["ab12", "3.0", "MB", "5.0", "MB", "41", "29", "7", "5", "2"]
 
@@ -112,15 +110,15 @@ def test_an_event_is_a_line():
     """Today's time, or the date too; the tenant if it is not the default one."""
     key = kvd_pb2.SessionKey(tenant="acme", session_id="a")
     event = kvd_pb2.Event(unix_s=1e9, name="session_cut", session=key, fields={"num_tokens": "3"})
-    today = cli_events.event_line(event, 1e9)
+    today = events.event_line(event, 1e9)
     assert today.split()[1:] == ["session_cut", "acme/a", "tokens=3"]
     assert len(today.split()[0]) == len("12:34:56")
-    later = cli_events.event_line(event, 1e9 + 86400)
+    later = events.event_line(event, 1e9 + 86400)
     assert later.endswith(today)
     assert len(later) == len(today) + len("09-09 ")
     event.session.tenant = "default"
-    assert cli_events.event_line(event, 1e9).split()[2] == "a"
-    assert cli_events.event_line(kvd_pb2.Event(name="restored"), 0.0).split()[1:] == [
+    assert events.event_line(event, 1e9).split()[2] == "a"
+    assert events.event_line(kvd_pb2.Event(name="restored"), 0.0).split()[1:] == [
         "restored",
         "-",
     ]
@@ -152,7 +150,7 @@ def test_progress_is_a_share_of_all_copies():
         dram=kvd_pb2.TierVerified(num_blocks=1, bytes=1024, num_corrupt=1),
         ssd=kvd_pb2.TierVerified(num_blocks=3, bytes=1024),
     )
-    line = cli_views.verify_line(progress)
+    line = views.verify_line(progress)
     assert line.split() == ["50%", "4", "copies,", "2.0", "KB,", "1", "corrupt"]
 
 
@@ -178,7 +176,7 @@ def _report(dram_corrupt=0, ssd_corrupt=0, repaired=0, lost=0, errors=0):
 def test_what_a_verification_fails_for(report, repair, error, remedy):
     """Exit 1 for what was found and not replaced, and for what could not be read."""
     with pytest.raises(error) as raised:
-        cli_tiers.judge(report, repair=repair)
+        tiers.judge(report, repair=repair)
     assert raised.value.exit_code == 1
     assert remedy in str(raised.value)
 
@@ -188,4 +186,4 @@ def test_what_a_verification_fails_for(report, repair, error, remedy):
 )
 def test_what_a_verification_passes_with(report, repair):
     """Exit 0 when nothing is wrong, or nothing any more."""
-    cli_tiers.judge(report, repair=repair)
+    tiers.judge(report, repair=repair)

@@ -4,10 +4,10 @@ import shlex
 
 import pytest
 
-from kvd.cli import root_command
-from kvd.cli_completion import Shell
-from kvd.cli_filters import SortName, TierName
-from kvd.completion import CHOICES, EVENT_NAMES, candidates, first_sentence
+from kvd.cli.candidates import CHOICES, EVENT_NAMES, candidates, first_sentence
+from kvd.cli.completion import Shell
+from kvd.cli.filters import SortName, TierName
+from kvd.cli.main import root_command
 from kvd.core.actions import SESSION_CUT
 
 STORED = {"session": ["a:1", "b"], "tenant": ["acme"], "model": ["5e"]}

@@ -11,7 +11,7 @@ import pytest
 
 from inference_svc.config import load_inference_settings
 from kvd import config
-from kvd.cli import main
+from kvd.cli.main import main
 from kvd.install.shipped import read_shipped
 from kvd.install.units import (
     SHIPPED,
@@ -30,7 +30,7 @@ SYSTEMD_ANALYZE = shutil.which("systemd-analyze")
 @pytest.fixture(autouse=True)
 def _outside_of_homes(monkeypatch):
     """Wherever these tests are run, the program counts as one that system services can see."""
-    monkeypatch.setattr("kvd.cli_install.HOMES", (Path("/home-of-nobody"),))
+    monkeypatch.setattr("kvd.cli.install.HOMES", (Path("/home-of-nobody"),))
 
 
 def install(*arguments: str) -> int:
@@ -194,7 +194,7 @@ def test_units_of_a_user_are_their_own(tmp_path):
 
 def test_a_program_in_a_home_is_refused(tmp_path, monkeypatch, capsys):
     """System services do not see homes: the command says where to install instead."""
-    monkeypatch.setattr("kvd.cli_install.HOMES", (PROGRAMS.parent,))
+    monkeypatch.setattr("kvd.cli.install.HOMES", (PROGRAMS.parent,))
     assert install("--root", str(tmp_path)) == 78
     assert "/opt/cachedattention" in capsys.readouterr().err
     assert not files_in(tmp_path)

@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from kvd import config
-from kvd.cli_connection import open_client
-from kvd.cli_options import AsJson, Config, RuntimeDir, print_json
+from kvd.cli.connection import open_client
+from kvd.cli.options import AsJson, Config, RuntimeDir, print_json
 
 config_app = typer.Typer(help="Show, check or reload the settings.", no_args_is_help=True)
 

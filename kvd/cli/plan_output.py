@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from rich.table import Table
 
-from kvd.cli_views import console
+from kvd.cli.views import console
 from shared.errors import ConfigError
 
 ONLY = "-"  # as the file of --json: the document goes to stdout, and nothing else

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from kvd.cli_connection import open_client
-from kvd.completion import candidates
-from kvd.operator_client import OperatorClient
+from kvd.cli.candidates import candidates
+from kvd.cli.connection import open_client
+from kvd.cli.operator_client import OperatorClient
 from shared.errors import ReportedError
 from shared.pb.kvd.v1 import kvd_pb2
 
@@ -80,7 +80,7 @@ def complete(
     words: Annotated[list[str] | None, typer.Argument(help="Typed so far, the last one begun.")],
 ) -> None:
     """Print what the last word may become: a line each, with what it means behind a tab."""
-    from kvd.cli import root_command
+    from kvd.cli.main import root_command
 
     for found in candidates(root_command(), words or [""], _stored_ids):
         typer.echo(f"{found.word}\t{found.about}")

@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
+from kvd.cli.operator_client import OperatorClient, connect_to
 from kvd.errors import SocketDeniedError
-from kvd.operator_client import OperatorClient, connect_to
 from shared.access.channels import ClientCredentials, read_credentials
 from shared.runtime_dir import OPERATOR_SOCKET, READER_SOCKET, default_runtime_dir
 

@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 from rich.console import Console
 from rich.table import Table
 
-from kvd.cli_tables import Column, fitted
+from kvd.cli.tables import Column, fitted
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.units import format_bytes, format_duration
 

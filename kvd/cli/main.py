@@ -1,6 +1,6 @@
 """The kvd command: run the daemon, look at what it holds, change it. Here: serve, version.
 
-kvd/exit_codes.py lists the exit codes, kvd/cli_examples.py the examples of all commands.
+kvd/cli/exit_codes.py lists the exit codes, kvd/cli/examples.py the examples of all commands.
 """
 
 import asyncio
@@ -12,23 +12,24 @@ from typing import Annotated, Any
 
 import typer
 
-from kvd import cli_sessions, cli_tiers, config
-from kvd.cli_bench import bench
-from kvd.cli_completion import complete, completion
-from kvd.cli_config import config_app
-from kvd.cli_connection import connection_options
-from kvd.cli_doctor import doctor
-from kvd.cli_events import events
-from kvd.cli_examples import add_examples
-from kvd.cli_install import install_units
-from kvd.cli_keys import key_app
-from kvd.cli_options import Config, RuntimeDir
-from kvd.cli_plan import plan
-from kvd.cli_session_files import export_session, import_session
-from kvd.cli_token import token
-from kvd.cli_top import top
+from kvd import config
+from kvd.cli import sessions, tiers
+from kvd.cli.bench import bench
+from kvd.cli.completion import complete, completion
+from kvd.cli.config import config_app
+from kvd.cli.connection import connection_options
+from kvd.cli.doctor import doctor
+from kvd.cli.events import events
+from kvd.cli.examples import add_examples
+from kvd.cli.exit_codes import exit_codes_help
+from kvd.cli.install import install_units
+from kvd.cli.keys import key_app
+from kvd.cli.options import Config, RuntimeDir
+from kvd.cli.plan import plan
+from kvd.cli.session_files import export_session, import_session
+from kvd.cli.token import token
+from kvd.cli.top import top
 from kvd.errors import BrokenError
-from kvd.exit_codes import exit_codes_help
 from shared.errors import ReportedError
 from shared.log import configure_logging
 from shared.reload import LiveSettings
@@ -111,17 +112,17 @@ async def _serve_until_signal(live: LiveSettings[config.Settings]) -> None:
 
 # In the order of `kvd --help`; serve stands first, where it is defined.
 for _name, _command in (
-    ("ls", cli_sessions.list_sessions),
-    ("show", cli_sessions.show),
-    ("flush", cli_sessions.flush),
-    ("pin", cli_sessions.pin),
-    ("unpin", cli_sessions.unpin),
-    ("ttl", cli_sessions.ttl),
-    ("stats", cli_tiers.stats),
+    ("ls", sessions.list_sessions),
+    ("show", sessions.show),
+    ("flush", sessions.flush),
+    ("pin", sessions.pin),
+    ("unpin", sessions.unpin),
+    ("ttl", sessions.ttl),
+    ("stats", tiers.stats),
     ("events", events),
     ("top", top),
-    ("leases", cli_tiers.leases),
-    ("verify", cli_tiers.verify),
+    ("leases", tiers.leases),
+    ("verify", tiers.verify),
     ("export", export_session),
     ("import", import_session),
     ("plan", plan),

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kvd.cli_options import AsJson, print_json
+from kvd.cli.options import AsJson, print_json
 from shared.access.tokens import make_token, token_text
 
 

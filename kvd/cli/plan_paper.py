@@ -2,7 +2,7 @@
 
 import os
 
-from kvd.cli_plan_output import check_json, print_report, progress_bar
+from kvd.cli.plan_output import check_json, print_report, progress_bar
 
 
 def show_paper(*, seed: int, is_quick: bool, num_workers: int, json_to: str) -> None:

@@ -8,10 +8,10 @@ from typing import Annotated, BinaryIO
 
 import typer
 
-from kvd.cli_connection import open_client
-from kvd.cli_options import AsJson, Model, RuntimeDir, SessionId, Tenant, key_of, print_json
+from kvd.cli.connection import open_client
+from kvd.cli.operator_client import OperatorClient
+from kvd.cli.options import AsJson, Model, RuntimeDir, SessionId, Tenant, key_of, print_json
 from kvd.errors import UnusableFileError
-from kvd.operator_client import OperatorClient
 from kvd.session_files.file_format import FileReader, SessionFileError
 from shared.errors import ConflictError
 from shared.pb.kvd.v1 import kvd_pb2

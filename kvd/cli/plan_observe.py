@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvd.cli_connection import open_client
-from kvd.cli_plan_output import check_json, print_report, progress_bar
+from kvd.cli.connection import open_client
+from kvd.cli.plan_output import check_json, print_report, progress_bar
 from kvd.turn_messages import recorded_turns
 from shared.errors import StateError
 from shared.pb.kvd.v1 import kvd_pb2

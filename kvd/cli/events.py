@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from kvd.cli_connection import open_client
-from kvd.cli_options import AsJson, RuntimeDir, print_json, print_json_line
-from kvd.cli_views import plain
+from kvd.cli.connection import open_client
+from kvd.cli.options import AsJson, RuntimeDir, print_json, print_json_line
+from kvd.cli.views import plain
 from shared.pb.kvd.v1 import kvd_pb2
 
 DEFAULT_TENANT = "default"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvd.cli_filters import SortName, TierName
+from kvd.cli.filters import SortName, TierName
 from kvd.core import actions
 
 SHELLS = ("bash", "zsh", "fish")

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from kvd.cli_options import AsJson, print_json
-from kvd.cli_views import console
+from kvd.cli.options import AsJson, print_json
+from kvd.cli.views import console
 from kvd.errors import UnclearSelectionError, UnusableDirectoryError
 from shared.log import configure_logging
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from kvd.cli_options import AsJson
+from kvd.cli.options import AsJson
 from kvd.errors import InstallError, UnclearSelectionError
 from kvd.install.placing import NEW, Deed, place, remove
 from kvd.install.shipped import read_shipped

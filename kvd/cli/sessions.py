@@ -4,9 +4,9 @@ from typing import Annotated
 
 import typer
 
-from kvd import cli_session_views, cli_views
-from kvd.cli_connection import open_client
-from kvd.cli_filters import (
+from kvd.cli import session_views, views
+from kvd.cli.connection import open_client
+from kvd.cli.filters import (
     ORDERS,
     Ended,
     Idle,
@@ -19,7 +19,8 @@ from kvd.cli_filters import (
     SortName,
     filter_of,
 )
-from kvd.cli_options import (
+from kvd.cli.operator_client import OperatorClient
+from kvd.cli.options import (
     AsJson,
     Model,
     OfModel,
@@ -33,7 +34,6 @@ from kvd.cli_options import (
     require_terminal,
 )
 from kvd.errors import InUseError, UnclearSelectionError
-from kvd.operator_client import OperatorClient
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.units import format_bytes, parse_duration_s
 
@@ -64,10 +64,10 @@ def list_sessions(
     with open_client(runtime_dir) as client:
         sessions, total = client.sessions(wanted, limit, ORDERS[sort], reverse=reverse)
     if as_json:
-        print_json({"sessions": [cli_views.plain(info) for info in sessions], "total": total})
+        print_json({"sessions": [views.plain(info) for info in sessions], "total": total})
         return
-    console = cli_views.console()
-    console.print(cli_views.sessions_table(sessions, console.width))
+    console = views.console()
+    console.print(views.sessions_table(sessions, console.width))
     if len(sessions) < total:
         console.print(f"{len(sessions)} of {total} sessions")
     elif not sessions:
@@ -85,10 +85,10 @@ def show(
     with open_client(runtime_dir) as client:
         found = client.describe(key_of(session, tenant, model))
     if as_json:
-        print_json(cli_views.plain(found))
+        print_json(views.plain(found))
         return
-    console = cli_views.console()
-    for table in cli_session_views.session_tables(found, console.width):
+    console = views.console()
+    for table in session_views.session_tables(found, console.width):
         console.print(table)
 
 
@@ -135,7 +135,7 @@ def flush(
         request.dry_run = dry_run
         answer = client.flush(request)
     if as_json:
-        print_json(cli_views.plain(answer))
+        print_json(views.plain(answer))
     else:
         _say_flushed(answer, dry_run=dry_run)
         if secure and not answer.erased_tenants:  # perhaps a slip of the pen
@@ -244,7 +244,7 @@ def ttl(
     if as_json:
         print_json({"session_id": session, "expires_in_s": expires_in_s})
     else:
-        typer.echo(f"{session} expires in: {cli_views.expiry(expires_in_s)}")
+        typer.echo(f"{session} expires in: {views.expiry(expires_in_s)}")
 
 
 def _ttl_s(duration: str) -> float:

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from kvd.cli_rates import Rates
-from kvd.cli_tables import Column, fitted
-from kvd.cli_views import plain
+from kvd.cli.rates import Rates
+from kvd.cli.tables import Column, fitted
+from kvd.cli.views import plain
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.units import format_bytes, format_duration
 

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from kvd.cli_options import RuntimeDir
-from kvd.cli_plan_observe import show_observation
-from kvd.cli_plan_output import check_json, print_report, progress_bar
-from kvd.cli_plan_paper import show_paper
+from kvd.cli.options import RuntimeDir
+from kvd.cli.plan_observe import show_observation
+from kvd.cli.plan_output import check_json, print_report, progress_bar
+from kvd.cli.plan_paper import show_paper
 from kvd.errors import UnclearSelectionError
 
 _ARRIVES, _ENGINE, _CAPACITY = "What arrives", "Model and engine", "Capacities"

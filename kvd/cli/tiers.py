@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 from rich.console import RenderableType
 
-from kvd import cli_stats_views, cli_views
-from kvd.cli_connection import open_client
-from kvd.cli_filters import Interval, interval_s
-from kvd.cli_options import (
+from kvd.cli import stats_views, views
+from kvd.cli.connection import open_client
+from kvd.cli.filters import Interval, interval_s
+from kvd.cli.operator_client import OperatorClient
+from kvd.cli.options import (
     AsJson,
     OfModel,
     RuntimeDir,
@@ -20,9 +21,8 @@ from kvd.cli_options import (
     print_json,
     print_json_line,
 )
-from kvd.cli_watching import look_again, show_in_place
+from kvd.cli.watching import look_again, show_in_place
 from kvd.errors import CorruptionFoundError, UnverifiedError
-from kvd.operator_client import OperatorClient
 from shared.pb.kvd.v1 import kvd_pb2
 
 
@@ -46,17 +46,17 @@ def stats(
             return
         found = client.stats()
     if as_json:
-        print_json(cli_views.plain(found))
+        print_json(views.plain(found))
         return
-    console = cli_views.console()
-    for table in cli_stats_views.stats_tables(found, console.width):
+    console = views.console()
+    for table in stats_views.stats_tables(found, console.width):
         console.print(table)
 
 
 def _watch(looks: Iterator[kvd_pb2.GetStatsResponse], *, as_json: bool) -> None:
     if as_json:
         for found in looks:
-            print_json_line(cli_views.plain(found))
+            print_json_line(views.plain(found))
         return
     show_in_place(_views(looks))
 
@@ -74,7 +74,7 @@ def _views(
 def _tables(
     found: kvd_pb2.GetStatsResponse, before: kvd_pb2.GetStatsResponse | None, width: int
 ) -> list[RenderableType]:
-    return list(cli_stats_views.stats_tables(found, width, before))
+    return list(stats_views.stats_tables(found, width, before))
 
 
 def leases(
@@ -98,10 +98,10 @@ def leases(
             return
         found = client.leases(model)
     if as_json:
-        print_json({"leases": [cli_views.plain(lease) for lease in found]})
+        print_json({"leases": [views.plain(lease) for lease in found]})
     else:
-        console = cli_views.console()
-        console.print(cli_views.leases_table(found, console.width))
+        console = views.console()
+        console.print(views.leases_table(found, console.width))
 
 
 def verify(
@@ -123,14 +123,14 @@ def verify(
     with open_client(runtime_dir) as client:
         for last in client.verify(repair=repair, model=model):
             if shows_progress:
-                sys.stderr.write(f"\r\x1b[K{cli_views.verify_line(last)}")
+                sys.stderr.write(f"\r\x1b[K{views.verify_line(last)}")
                 sys.stderr.flush()
     if shows_progress:
         sys.stderr.write("\r\x1b[K")
     if as_json:
-        print_json(cli_views.plain(last))
+        print_json(views.plain(last))
     else:
-        cli_views.console().print(cli_views.verify_table(last))
+        views.console().print(views.verify_table(last))
     judge(last, repair=repair)
 
 
@@ -156,7 +156,7 @@ def _kill(client: OperatorClient, pid: int, *, yes: bool, as_json: bool) -> None
         confirm(f"End process {pid} with SIGKILL?")
     answer = client.kill_holder(pid)
     if as_json:
-        print_json({"pid": pid, **cli_views.plain(answer)})
+        print_json({"pid": pid, **views.plain(answer)})
         return
     typer.echo(f"ended {pid}, which held {answer.num_leases} leases on {answer.num_slots} slots")
     if not answer.gone:

@@ -8,8 +8,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvd.cli_connection import open_client
-from kvd.cli_options import AsJson, Config, RuntimeDir, print_json
+from kvd.cli.connection import open_client
+from kvd.cli.options import AsJson, Config, RuntimeDir, print_json
 from kvd.doctor.finding import Finding, Level, worst
 from kvd.doctor.machine import Machine, limits_of_this_process
 from shared.errors import ReportedError

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
-from kvd.cli_tables import Column, fitted
-from kvd.cli_views import expiry, leases_table, plain, state
+from kvd.cli.tables import Column, fitted
+from kvd.cli.views import expiry, leases_table, plain, state
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.units import format_bytes, format_duration
 

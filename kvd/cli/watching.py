@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.live import Live
 
-from kvd import cli_views
+from kvd.cli.views import console
 
 
 def look_again(look: Callable[[], Any], every_s: float) -> Iterator[Any]:
@@ -24,12 +24,12 @@ def show_in_place(views: Iterator[Callable[[int], Sequence[RenderableType]]]) ->
     Args:
         views: each is asked for what to show at the terminal's width.
     """
-    console = cli_views.console()
+    screen = console()
     if not sys.stdout.isatty():
         for view in views:
-            console.print(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')}")
-            console.print(*view(console.width), sep="\n")
+            screen.print(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')}")
+            screen.print(*view(screen.width), sep="\n")
         return
-    with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
+    with Live(console=screen, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
         for view in views:
-            live.update(Group(*view(console.width)), refresh=True)
+            live.update(Group(*view(screen.width)), refresh=True)

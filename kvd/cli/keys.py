@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kvd import config
-from kvd.cli_options import AsJson, Config, print_json
+from kvd.cli.options import AsJson, Config, print_json
 from kvd.encryption.errors import KeyFileError
 
 key_app = typer.Typer(help="Make and change the key that encrypts SSD.", no_args_is_help=True)
