@@ -29,6 +29,7 @@ from shared.observing_settings import TracingSettings
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.sampling import Sampler
 
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
@@ -72,7 +73,6 @@ def start_tracing(settings: TracingSettings, service: str, version: str) -> Trac
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
     except ImportError as error:
         raise TracingUnavailableError(
             "tracing.endpoint is set, and OpenTelemetry's exporter is not installed",
@@ -85,12 +85,23 @@ def start_tracing(settings: TracingSettings, service: str, version: str) -> Trac
             "service.instance.id": str(uuid.uuid4()),
         }
     )
-    provider = TracerProvider(ParentBasedTraceIdRatio(settings.sample_ratio), resource)
+    provider = TracerProvider(sampler_of(settings.sample_ratio), resource)
     is_open = settings.endpoint.startswith("http://")
     exporter = OTLPSpanExporter(settings.endpoint, insecure=is_open, timeout=EXPORT_S)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     trace.set_tracer_provider(provider)
     return Tracing(provider)
+
+
+def sampler_of(ratio: float) -> "Sampler":
+    """Keep a share of the traces, by their ids: the same ones in both processes.
+
+    Who calls may leave its trace out, but not force it in.
+    """
+    from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+
+    share = TraceIdRatioBased(ratio)
+    return ParentBased(share, remote_parent_sampled=share)
 
 
 # ------------------------------------------------------------------------------- between processes

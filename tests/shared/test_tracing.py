@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from opentelemetry import trace
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from shared.observing_settings import TracingSettings
 from shared.tracing import (
@@ -14,6 +15,7 @@ from shared.tracing import (
     enter_request,
     outgoing,
     past_span,
+    sampler_of,
     start_tracing,
     trace_id_of,
 )
@@ -47,6 +49,18 @@ def test_endpoints_that_are_none(endpoint):
     """What is no address of a collector is refused with the settings."""
     with pytest.raises(ValueError, match="endpoint"):
         TracingSettings(endpoint=endpoint)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "flag", "is_kept"), [(0, "01", False), (1, "01", True), (1, "00", False)]
+)
+def test_callers_may_leave_a_trace_out_and_not_force_it_in(ratio, flag, is_kept):
+    """What is kept is what the ratio says, and of that what its caller wants."""
+    parent = TraceContextTextMapPropagator().extract(
+        {"traceparent": f"00-{TRACE}-b7ad6b7169203331-{flag}"}
+    )
+    decision = sampler_of(ratio).should_sample(parent, int(TRACE, 16), "call").decision
+    assert decision.is_sampled() == is_kept
 
 
 def test_spans_keep_the_callers_trace():
