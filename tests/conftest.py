@@ -1,6 +1,7 @@
 """Fixtures of more than one test folder."""
 
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -21,6 +22,9 @@ def pytest_configure(config):
 
     Sockets' names have 107 bytes at most, of which pytest's own directories would take forty.
     """
+    # Who runs the tests in the background has Ctrl-C ignored, by what we start, too.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.load_profile("seeded" if "not long" in config.option.markexpr else "random")
     if config.option.basetemp is None and not hasattr(config, "workerinput"):
         config.option.basetemp = tempfile.mkdtemp(prefix="ca-")

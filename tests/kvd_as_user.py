@@ -7,12 +7,22 @@ Modules are loaded by root, because others may not be able to read them.
 
 import os
 import sys
+import tempfile
 from contextlib import redirect_stdout
 from io import StringIO
+from pathlib import Path
 
 from kvd.cli.main import main as kvd
 
 NOBODY_UID = 65534
+
+
+def let_others_enter(directory: Path) -> None:
+    """Open the way to a test's directory: those above it are pytest's own, more with workers."""
+    for part in (directory, *directory.parents):
+        if part == Path(tempfile.gettempdir()):
+            return
+        part.chmod(part.stat().st_mode | 0o011)
 
 
 def main() -> None:

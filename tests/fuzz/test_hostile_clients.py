@@ -32,6 +32,7 @@ from tests.fuzz.hostile import (
     throw_garbage,
     unfinished_calls,
 )
+from tests.kvd_as_user import let_others_enter
 from tests.kvd_polling import eventually
 from tests.synthetic_engine import SyntheticEngine, attached_engine, key_of
 
@@ -283,8 +284,7 @@ async def test_processes_of_other_users(attacked):
     """No socket opens for them; if its mode let them, the kernel would still say who they are."""
     run = attacked.kvd.runtime_dir
     names = ("data.sock", "engine.sock", "operator.sock", "reader.sock")
-    for parent in (run, *run.parents[:2]):
-        parent.chmod(parent.stat().st_mode | 0o011)
+    let_others_enter(run)
     async with others_are_served(attacked.honest_work):
         assert set(await _as_nobody(*(run / name for name in names))) == {b"EACCES"}
         (run / "data.sock").chmod(0o666)

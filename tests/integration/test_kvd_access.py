@@ -21,6 +21,7 @@ from shared.errors import DeniedError
 from shared.lineage import WHOLE
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.runtime_dir import DATA_SOCKET, ENGINE_SOCKET, OPERATOR_SOCKET, READER_SOCKET
+from tests.kvd_as_user import let_others_enter
 from tests.kvd_polling import eventually, reader_stats
 from tests.processes import KVD, KvdProcess, run_cli, running_kvd
 from tests.synthetic_engine import SyntheticEngine, attached_engine, key_of, small_layout
@@ -326,8 +327,7 @@ async def test_a_user_is_told_which_group_is_missing(tmp_path):
     operators, readers = (grp.getgrgid(gid).gr_name for gid in (1, 2))
     settings = f'[access]\noperator_group = "{operators}"\nreader_group = "{readers}"\n'
     async with kvd_with(tmp_path, settings) as kvd:
-        for directory in (tmp_path, tmp_path.parent):
-            directory.chmod(0o711)
+        let_others_enter(tmp_path)
         at = ("--runtime-dir", str(kvd.runtime_dir))
         code, line = await run_as(tmp_path, 1, "pin", "nobody", *at)
         assert code == 3, line

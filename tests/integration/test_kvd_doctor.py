@@ -12,6 +12,7 @@ import pytest
 
 from tests.faulty_kvd import FaultyKvd
 from tests.integration.test_kvd_access import run_as
+from tests.kvd_as_user import let_others_enter
 from tests.kvd_polling import eventually, reader_stats
 from tests.processes import KvdProcess, run_cli, running_kvd
 from tests.synthetic_engine import attached_engine, key_of
@@ -128,8 +129,7 @@ async def test_for_an_operator_who_is_not_kvd(tmp_path: Path) -> None:
     file.write_text(f'[access]\noperator_group = "{operators}"\n[encryption]\nkey_file = "{key}"\n')
     file.chmod(0o600)
     async with running_kvd(tmp_path, *SIZES, "--config", str(file)) as kvd:
-        for directory in (tmp_path, tmp_path.parent):
-            directory.chmod(0o711)
+        let_others_enter(tmp_path)
         at = ("--runtime-dir", str(kvd.runtime_dir), "--state-dir", str(kvd.state_dir))
         code, said = await run_as(tmp_path, 1, "doctor", "--json", *at)
         findings = json.loads(said)["findings"]

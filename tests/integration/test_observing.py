@@ -73,6 +73,9 @@ async def _run(model: Path, directory: Path, collector: Collector) -> Seen:
         (directory / f"{process}.toml").write_text(
             f'[metrics]\nlisten = "unix:{socket}"\n[tracing]\nendpoint = "{collector.endpoint}"\n'
         )
+    with (directory / "kvd.toml").open("a") as settings:
+        # Reading ahead would be as soon as the load that is to be seen waiting for SSD.
+        settings.write('[prefetch]\nin_flight_bytes = "0"\n')
     kvd = KvdProcess(
         directory / "kvd", ["--config", str(directory / "kvd.toml"), "--dram", "64MB"], keep="none"
     )

@@ -8,7 +8,7 @@ from tests.processes import run_cli
 async def test_an_unknown_part_is_refused():
     """A part that there is not: exit 2, and the line names those there are."""
     code, _, line = await run_cli("bench", "--only", "network")
-    assert (code, "arena, ssd, control, queue, restart" in line) == (2, True)
+    assert (code, "arena, ssd, encryption, control, queue, restart" in line) == (2, True)
 
 
 async def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path):
