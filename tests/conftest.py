@@ -2,11 +2,13 @@
 
 import shutil
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import structlog
 from hypothesis import HealthCheck, settings
 
 # Machines are slow now and then: nothing is timed. What `make test` draws is the same every time,
@@ -25,6 +27,8 @@ def pytest_configure(config):
     # Who runs the tests in the background has Ctrl-C ignored, by what we start, too.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Nor may what our own engines log get into what a command says that runs in this process.
+    structlog.configure(logger_factory=lambda *_: structlog.PrintLogger(sys.__stderr__))
     settings.load_profile("seeded" if "not long" in config.option.markexpr else "random")
     if config.option.basetemp is None and not hasattr(config, "workerinput"):
         config.option.basetemp = tempfile.mkdtemp(prefix="ca-")
