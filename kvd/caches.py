@@ -193,7 +193,7 @@ class Caches:
         self._is_erased = is_erased
         for cache in self:
             if is_erased is None:
-                cache.act(lambda core, _: core.erase_end())
+                cache.act(lambda core, _: core.erasing.end())
             else:
                 cache.act(partial(_shut_out, is_erased))
 
@@ -373,7 +373,7 @@ class Caches:
 
 
 def _shut_out(is_erased: Callable[[str], bool], engine: CacheEngine, now_ns: int) -> None:
-    engine.erase_begin(is_erased, now_ns)
+    engine.erasing.begin(is_erased, now_ns)
 
 
 def _set_limits(limits: Limits, engine: CacheEngine, now_ns: int) -> None:

@@ -104,13 +104,13 @@ class TenantEraser:
             dropped = cache.act(_step)
             num_sessions += dropped.num_sessions
             freed_bytes += dropped.freed_bytes
-            if cache.act(lambda core, _: core.is_erased()):
+            if cache.act(lambda core, _: core.erasing.is_gone()):
                 break
             await (asyncio.sleep(0) if dropped.num_sessions else cache.changed(POLL_S))
-        cache.act(lambda core, now_ns: core.wipe(now_ns))
-        while cache.act(lambda core, _: core.is_wiping()):
+        cache.act(lambda core, now_ns: core.erasing.wipe(now_ns))
+        while cache.act(lambda core, _: core.erasing.is_wiping()):
             await cache.changed(POLL_S)
-        if not cache.act(lambda core, _: core.is_wiped()):
+        if not cache.act(lambda core, _: core.erasing.is_wiped()):
             raise NotDurableError(
                 "memory of the sessions that were dropped could not be zeroed",
                 "see the log of kvd, and stop it with SIGINT, which gives the memory up",
@@ -148,4 +148,4 @@ class TenantEraser:
 
 
 def _step(core: CacheEngine, now_ns: int) -> FlushAnswer:
-    return core.erase_step(STEP_SESSIONS, now_ns)
+    return core.erasing.step(STEP_SESSIONS, now_ns)

@@ -1,7 +1,8 @@
 """CacheEngine: the one entrance to the cache of one layout.
 
 Owns nothing itself: it hands calls to the parts (loading, storing, writing, placement, retention,
-discarding, inspection) that share one CacheState. Must not know: clocks, files, sockets, tasks.
+discarding, inspection) that share one CacheState. What no engine asks for, scrubs, erasing and
+session files, are parts of their own, to be called directly. Must not know: clocks, files, sockets, tasks.
 Time enters as `now_ns`, effects leave through `drain`, completions come back as calls.
 
 Invariants (checking.py holds them as code):
@@ -23,7 +24,6 @@ from kvd.core import (
     adopting,
     checking,
     discarding,
-    exporting,
     inspection,
     restoring,
     retention,
@@ -34,7 +34,6 @@ from kvd.core.compacting import Compactor
 from kvd.core.erasing import Eraser
 from kvd.core.eviction.lru import LruPolicy
 from kvd.core.eviction.registry import PolicyMaker
-from kvd.core.exporting import Export
 from kvd.core.hashing import Hasher
 from kvd.core.leases import RestoredLease, StoreLease
 from kvd.core.loading import BUSY, Loader
@@ -49,7 +48,6 @@ from kvd.core.reading import Reader
 from kvd.core.records import (
     AdoptedSlot,
     EngineStats,
-    ExportedRows,
     FlushAnswer,
     IndexRows,
     LeaseInfo,
@@ -59,7 +57,6 @@ from kvd.core.records import (
     OrphanSlot,
     Pin,
     QueueStats,
-    ScrubStep,
     SessionDetail,
     SessionInfo,
     StoreAnswer,
@@ -68,6 +65,7 @@ from kvd.core.records import (
 )
 from kvd.core.relimiting import Relimiter
 from kvd.core.scrubbing import Scrubber
+from kvd.core.session_files import SessionFiles
 from kvd.core.session_filter import SessionFilter, SessionOrder
 from kvd.core.session_history import Move
 from kvd.core.state import CacheState, Limits
@@ -91,6 +89,11 @@ class CacheEngine:
         limits: bounds of everything that grows.
         salt_of: the persisted secret salt of a tenant, SALT_BYTES long.
         make_policy: builds what ranks sessions for eviction.
+
+    Attributes:
+        scrubs: comparing every copy with what was stored.
+        erasing: dropping tenants without a trace.
+        session_files: sessions on their way into files, and out of them.
     """
 
     def __init__(
@@ -112,8 +115,9 @@ class CacheEngine:
         self._compactor = Compactor(self._state, placement, self._writer, self._verifier)
         self._relimiter = Relimiter(self._state, placement, self._writer)
         self._peers = Peers(self._state, self._loader, self._storer)
-        self._scrubber = Scrubber(self._state, self._loader, self._writer)
-        self._eraser = Eraser(self._state, self._loader, self._storer)
+        self.scrubs = Scrubber(self._state, self._loader, self._writer)
+        self.erasing = Eraser(self._state, self._loader, self._storer)
+        self.session_files = SessionFiles(self._state, self._loader, self._storer, self.erasing)
 
     @property
     def layout(self) -> KVLayout:
@@ -256,7 +260,7 @@ class CacheEngine:
             TooManyLeasesError: at the bound.
             ErasingError: the tenant is being erased.
         """
-        self._eraser.refuse(key.tenant)
+        self.erasing.refuse(key.tenant)
         state = self._state
         state.advance(now_ns)
         is_running = state.placement.queue.is_running(key)
@@ -324,7 +328,7 @@ class CacheEngine:
             TooManyLeasesError: at the bound.
             ErasingError: the tenant is being erased.
         """
-        self._eraser.refuse(key.tenant)
+        self.erasing.refuse(key.tenant)
         self._state.advance(now_ns)
         self._state.turns.stored(key, num_tokens_of(token_ids), now_ns)
         return self._storer.prepare(key, token_ids, from_token, owner, lineage)
@@ -372,7 +376,7 @@ class CacheEngine:
             InvalidRequestError: ranges that are empty or outside the tokens.
             ErasingError: the tenant is being erased.
         """
-        self._eraser.refuse(key.tenant)
+        self.erasing.refuse(key.tenant)
         self._state.advance(now_ns)
         num_kept = discarding.discard(self._state, key, token_ids, ranges, lineage)
         session = self._state.sessions.get(key)
@@ -439,46 +443,6 @@ class CacheEngine:
         """Forget what happened to a tenant's sessions (None: to all)."""
         self._state.history.forget(tenant)
 
-    # ------------------------------------------------------------------------------------- erasing
-
-    def erase_begin(self, is_erased: Callable[[str], bool], now_ns: int) -> None:
-        """Shut tenants out until `erase_end`: what they load and store comes to nothing.
-
-        The caller owes `erase_step` until it drops nothing more, and waits for `is_erased`.
-        """
-        self._state.advance(now_ns)
-        self._eraser.begin(is_erased)
-
-    def erase_step(self, max_sessions: int, now_ns: int) -> FlushAnswer:
-        """Drop up to this many sessions of the tenants, from every tier, pinned or not."""
-        self._state.advance(now_ns)
-        return self._eraser.step(max_sessions)
-
-    def is_erased(self) -> bool:
-        """Whether nothing of the tenants is stored, or being moved, any more.
-
-        The rows of the last of it may be in `drain` yet, or on their way to the index: what is to
-        happen after them, as to the keys, goes behind them.
-        """
-        return self._eraser.is_gone()
-
-    def wipe(self, now_ns: int) -> None:
-        """Have all slots zeroed that are free now; wait until `is_wiping` says no."""
-        self._state.advance(now_ns)
-        self._eraser.wipe()
-
-    def is_wiping(self) -> bool:
-        """Whether slots are still to be zeroed."""
-        return self._eraser.is_wiping()
-
-    def is_wiped(self) -> bool:
-        """Whether every slot could be zeroed that was to be."""
-        return not self._eraser.has_failed()
-
-    def erase_end(self) -> None:
-        """Let the tenants in again."""
-        self._eraser.end()
-
     # --------------------------------------------------------------------------------------- peers
 
     def owner_gone(self, owner: int, now_ns: int) -> None:
@@ -527,57 +491,6 @@ class CacheEngine:
             sorted((lease.info() for lease in self._state.leases), key=lambda info: info.lease_id)
         )
 
-    # ------------------------------------------------------------------------------- session files
-
-    def begin_export(self, key: SessionKey, now_ns: int) -> Export:
-        """Begin to export a session: what it is now.
-
-        Raises:
-            UnknownSessionError: it is not stored.
-            ErasingError: the tenant is being erased.
-        """
-        self._eraser.refuse(key.tenant)
-        self._state.advance(now_ns)
-        return exporting.begin(self._state, retention.find_session(self._state, key))
-
-    def prepare_export(self, export: Export, max_spans: int, owner: int, now_ns: int) -> LoadAnswer:
-        """Lease the next spans, as far as slots can be had; the caller owes what a load owes.
-
-        When it is settled `exported` says what the rows are, before `complete_load`. The spans of
-        the answer are at their places in the session.
-
-        Raises:
-            SessionChangedError: it is another session by now.
-            TooManyLeasesError: at the bound.
-            ErasingError: the tenant is being erased.
-        """
-        self._eraser.refuse(export.key.tenant)
-        self._state.advance(now_ns)
-        return self._loader.prepare_export(export, max_spans, owner)
-
-    def exported(self, export: Export, lease_id: int) -> list[ExportedRows]:
-        """Prove the rows of a settled lease, and go on behind them; none: a read did not come.
-
-        Raises:
-            LeaseLostError: the rows turned out corrupt.
-            UnknownLineageError: nobody knows what they were computed after.
-        """
-        return self._loader.exported(export, lease_id)
-
-    def prepare_import(
-        self,
-        key: SessionKey,
-        token_ids: bytes,
-        from_token: int,
-        owner: int,
-        lineage: Lineage,
-        now_ns: int,
-    ) -> StoreAnswer:
-        """Lease slots as `prepare_store` does, for what no turn has computed."""
-        self._eraser.refuse(key.tenant)
-        self._state.advance(now_ns)
-        return self._storer.prepare(key, token_ids, from_token, owner, lineage)
-
     def confirm_leases(
         self, owner: int, lease_ids: Sequence[int]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -619,8 +532,8 @@ class CacheEngine:
     def verify_done(self, op_id: int, outcome: IoOutcome, now_ns: int) -> None:
         """Take the outcome of a VerifySlot or VerifyExtent."""
         self._state.advance(now_ns)
-        if self._scrubber.owns(op_id):
-            self._scrubber.verify_done(op_id, outcome)
+        if self.scrubs.owns(op_id):
+            self.scrubs.verify_done(op_id, outcome)
         else:
             self._loader.verify_done(op_id, outcome)
 
@@ -652,38 +565,12 @@ class CacheEngine:
     def wipe_done(self, op_id: int, outcome: IoOutcome, now_ns: int) -> None:
         """Take the outcome of a WipeSlots."""
         self._state.advance(now_ns)
-        self._eraser.wipe_done(op_id, outcome)
+        self.erasing.wipe_done(op_id, outcome)
 
     def rows_committed(self, op_id: int, now_ns: int) -> None:
         """Take the commit of a CommitRows."""
         self._state.advance(now_ns)
         self._compactor.committed(op_id)
-
-    # ------------------------------------------------------------------------------------- scrubs
-
-    def scrub_begin(self, repair: bool) -> int:
-        """Begin to compare every copy of every block with what was stored; returns its id.
-
-        Nothing happens until `scrub_step`. The caller owes steps until one is `done`, or
-        `scrub_end`.
-
-        Raises:
-            ScrubError: one is under way already.
-        """
-        return self._scrubber.begin(repair=repair)
-
-    def scrub_step(self, scrub_id: int, max_bytes: int, now_ns: int) -> ScrubStep:
-        """Go on with a scrub until `max_bytes` are under way; the caller sets the pace.
-
-        Raises:
-            ScrubError: it is over.
-        """
-        self._state.advance(now_ns)
-        return self._scrubber.step(scrub_id, max_bytes)
-
-    def scrub_end(self, scrub_id: int) -> None:
-        """Give a scrub up; without effect if it is over."""
-        self._scrubber.end(scrub_id)
 
     # ------------------------------------------------------------------------------------- looking
 

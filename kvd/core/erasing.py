@@ -54,8 +54,12 @@ class Eraser:
         if self._is_erased(tenant):
             raise ErasingError(f"tenant {tenant!r} is being erased", "try again in a moment")
 
-    def begin(self, is_erased: Callable[[str], bool]) -> None:
-        """See CacheEngine.erase_begin."""
+    def begin(self, is_erased: Callable[[str], bool], now_ns: int) -> None:
+        """Shut tenants out until `end`: what they load and store comes to nothing.
+
+        The caller owes `step` until it drops nothing more, and waits for `is_gone`.
+        """
+        self._state.advance(now_ns)
         self._is_erased = is_erased
         self._to_drop = [key for key in self._state.sessions if is_erased(key.tenant)]
         for lease in tuple(self._state.leases):
@@ -64,9 +68,10 @@ class Eraser:
             elif isinstance(lease, StoreLease) and is_erased(lease.key.tenant):
                 self._storer.outdate(lease)
 
-    def step(self, max_sessions: int) -> FlushAnswer:
-        """See CacheEngine.erase_step."""
+    def step(self, max_sessions: int, now_ns: int) -> FlushAnswer:
+        """Drop up to this many sessions of the tenants, from every tier, pinned or not."""
         state = self._state
+        state.advance(now_ns)
         taken, self._to_drop = self._to_drop[:max_sessions], self._to_drop[max_sessions:]
         keys = [key for key in taken if key in state.sessions]
         num_bytes = freed_bytes(state, dict.fromkeys(keys))
@@ -76,7 +81,11 @@ class Eraser:
         return FlushAnswer(len(keys), num_bytes, ())
 
     def is_gone(self) -> bool:
-        """See CacheEngine.is_erased."""
+        """Whether nothing of the tenants is stored, or being moved, any more.
+
+        The rows of the last of it may be in `drain` yet, or on their way to the index: what is to
+        happen after them, as to the keys, goes behind them.
+        """
         state, is_erased = self._state, self._is_erased
         if any(is_erased(op.block.tenant) for op in state.writes.values()):
             return False
@@ -86,8 +95,9 @@ class Eraser:
         num_used = sum(usage.used_bytes for usage in used) // state.layout.block_bytes
         return num_used == num_filling and not any(usage.num_sessions for usage in used)
 
-    def wipe(self) -> None:
-        """See CacheEngine.wipe."""
+    def wipe(self, now_ns: int) -> None:
+        """Have all slots zeroed that are free now; wait until `is_wiping` says no."""
+        self._state.advance(now_ns)
         self._num_to_wipe = self._state.slots.num_free
         self._has_failed = False
         self._wipe_some()
@@ -96,12 +106,12 @@ class Eraser:
         """Whether free slots are still to be wiped."""
         return bool(self._state.wipes)
 
-    def has_failed(self) -> bool:
-        """Whether a slot could not be wiped."""
-        return self._has_failed
+    def is_wiped(self) -> bool:
+        """Whether every slot could be zeroed."""
+        return not self._has_failed
 
     def wipe_done(self, op_id: int, outcome: IoOutcome) -> None:
-        """See CacheEngine.wipe_done."""
+        """Take the outcome of a WipeSlots; the engine has noted the time."""
         self._has_failed |= outcome is not IoOutcome.OK
         for slot_id in self._state.wipes.pop(op_id):
             self._state.slots.free(slot_id)
@@ -109,7 +119,7 @@ class Eraser:
         self._state.outbox.space_freed()
 
     def end(self) -> None:
-        """See CacheEngine.erase_end."""
+        """Let the tenants in again."""
         self._is_erased = _nobody
 
     def _wipe_some(self) -> None:

@@ -23,7 +23,6 @@ from kvd.core.leases import LoadLease
 from kvd.core.matching import Piece, check_from_token, match_tokens, num_tokens_of
 from kvd.core.reading import Reader
 from kvd.core.records import (
-    ExportedRows,
     LeaseState,
     LoadAnswer,
     LoadSpan,
@@ -85,7 +84,7 @@ class Loader:
         return self._grant(lease, pieces, len(stored))
 
     def prepare_export(self, export: Export, max_spans: int, owner: int) -> LoadAnswer:
-        """See CacheEngine.prepare_export."""
+        """See SessionFiles.prepare_export."""
         state = self._state
         pieces = exporting.next_pieces(state, export, max_spans)
         lease = LoadLease(
@@ -99,10 +98,6 @@ class Loader:
             is_export=True,
         )
         return self._grant(lease, pieces, len(pieces))
-
-    def exported(self, export: Export, lease_id: int) -> list[ExportedRows]:
-        """See CacheEngine.exported."""
-        return exporting.take(self._state, export, self._state.leases.load_of(lease_id))
 
     def _grant(self, lease: LoadLease, pieces: list[Piece], num_stored: int) -> LoadAnswer:
         """Lease pieces, as far as slots can be had for them."""

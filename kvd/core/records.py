@@ -385,7 +385,7 @@ class ScrubReport:
 
 @dataclass(frozen=True, slots=True)
 class ScrubStep:
-    """Answer of `scrub_step`."""
+    """Answer of a scrub's `step`."""
 
     done: bool  # everything is checked, and nothing under way
     issued_bytes: int  # what this step has asked for

@@ -69,7 +69,13 @@ class Scrubber:
         self._in_flight_bytes = 0
 
     def begin(self, *, repair: bool) -> int:
-        """See CacheEngine.scrub_begin."""
+        """Begin to compare every copy of every block with what was stored; returns its id.
+
+        Nothing happens until `step`. The caller owes steps until one is `done`, or `end`.
+
+        Raises:
+            ScrubError: one is under way already.
+        """
         if self._is_under_way:
             raise ScrubError("a scrub is under way", "wait for its end")
         self._last_id += 1
@@ -79,8 +85,13 @@ class Scrubber:
         self._counts = dict.fromkeys(ScrubReport.__slots__, 0)
         return self._last_id
 
-    def step(self, scrub_id: int, max_bytes: int) -> ScrubStep:
-        """See CacheEngine.scrub_step."""
+    def step(self, scrub_id: int, max_bytes: int, now_ns: int) -> ScrubStep:
+        """Go on with a scrub until `max_bytes` are under way; the caller sets the pace.
+
+        Raises:
+            ScrubError: it is over.
+        """
+        self._state.advance(now_ns)
         if not self._is_current(scrub_id):
             raise ScrubError(f"scrub {scrub_id} is over", "begin another one")
         issued_bytes = 0
@@ -97,7 +108,7 @@ class Scrubber:
         return ScrubStep(is_done, issued_bytes, ScrubReport(**self._counts))
 
     def end(self, scrub_id: int) -> None:
-        """See CacheEngine.scrub_end."""
+        """Give a scrub up; without effect if it is over."""
         if not self._is_current(scrub_id):
             return
         self._is_under_way = False

@@ -68,7 +68,7 @@ class Exporter:
         with _ending(cache, owner):
             answer = await self._granted(cache, export, max_spans, owner)
             token_offset = export.num_tokens
-            rows = cache.act(lambda core, _: core.exported(export, answer.lease_id))
+            rows = cache.act(lambda core, _: core.session_files.exported(export, answer.lease_id))
             piece = await finished_in_thread(_copied, cache, runs, token_offset, rows)
             # What raises here was given to somebody else, or is corrupt: nothing of it is sent.
             cache.act(lambda core, now_ns: core.complete_load(answer.lease_id, owner, now_ns))
@@ -83,7 +83,9 @@ class Exporter:
         while True:
             await self._caches.open(cache.layout, prefault=False)
             answer = cache.act(
-                lambda core, now_ns: core.prepare_export(export, max_spans, owner, now_ns)
+                lambda core, now_ns: core.session_files.prepare_export(
+                    export, max_spans, owner, now_ns
+                )
             )
             if answer.lookup is Lookup.PENDING:
                 answer = await _settled(cache, answer.lease_id, until)
@@ -131,4 +133,4 @@ def _copied(cache: Cache, runs: SlotRuns, token_offset: int, rows: list[Exported
 
 
 def _begin(key: SessionKey, core: CacheEngine, now_ns: int) -> Export:
-    return core.begin_export(key, now_ns)
+    return core.session_files.begin_export(key, now_ns)

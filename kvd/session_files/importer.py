@@ -212,7 +212,9 @@ class Import:
         token_ids = bytes(self._token_ids[: end * TOKEN_BYTES])
         start = self._buffer.token_offset
         key = self._unfinished
-        return core.prepare_import(key, token_ids, start, self._owner, self._lineage, now_ns)
+        return core.session_files.prepare_import(
+            key, token_ids, start, self._owner, self._lineage, now_ns
+        )
 
     def _fill(self, answer: StoreAnswer) -> None:
         arena = self._cache.arena
@@ -243,7 +245,9 @@ class Import:
                 f"session {self.key} came meanwhile", "say --replace, or name it with --session"
             )
         token_ids, owner = bytes(self._token_ids), self._owner
-        answer = core.prepare_import(self.key, token_ids, 0, owner, self._lineage, now_ns)
+        answer = core.session_files.prepare_import(
+            self.key, token_ids, 0, owner, self._lineage, now_ns
+        )
         info = core.session_info(self.key)
         if answer.lease_id or answer.refused or info is None:
             core.owner_gone(owner, now_ns)

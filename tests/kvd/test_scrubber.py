@@ -89,7 +89,7 @@ async def test_a_cancelled_caller_ends_its_run():
     with pytest.raises(asyncio.CancelledError):
         await watching
     assert not scrubber.is_running
-    assert cache.act(lambda core, _: core.scrub_begin(repair=False))
+    assert cache.act(lambda core, _: core.scrubs.begin(repair=False))
 
 
 def test_pace_spreads_bytes_evenly():

@@ -520,29 +520,29 @@ class CacheMachine(RuleBasedStateMachine):
     def erase(self, tenant, at_once, newest_first, other) -> None:
         """Nothing of a tenant is left anywhere; its engines' leases are lost or worth nothing."""
         world, engine = self.world, self.world.engine
-        engine.erase_begin(lambda name: name == tenant, world.now_ns)
+        engine.erasing.begin(lambda name: name == tenant, world.now_ns)
         self.loads = [load for load in self.loads if not self._is_lost(load)]
         if other.tenant == tenant:
             with pytest.raises(ErasingError):
                 engine.prepare_load(other, b"", 0, self.ids[1], world.now_ns)
         else:
             self.turn(other, [0, 1], 1, is_quiet=True)
-        while not engine.is_erased():
-            engine.erase_step(at_once, world.now_ns)
+        while not engine.erasing.is_gone():
+            engine.erasing.step(at_once, world.now_ns)
             world.pump()
             world.quiesce(newest_first=newest_first)
         assert not any(usage.num_sessions for usage in engine.tenants() if usage.tenant == tenant)
         world.commit(len(world.index.uncommitted))  # the keys are dropped behind these rows
         assert not any(key.tenant == tenant for key in world.index.sessions)
         assert tenant not in world.tenants_on_ssd()
-        engine.wipe(world.now_ns)
+        engine.erasing.wipe(world.now_ns)
         world.pump()
         if other.tenant != tenant:
             self.turn(other, [1], 1, is_quiet=True)
         world.quiesce(newest_first=newest_first)
-        assert not engine.is_wiping()
-        assert engine.is_wiped()
-        engine.erase_end()
+        assert not engine.erasing.is_wiping()
+        assert engine.erasing.is_wiped()
+        engine.erasing.end()
         world.pump()
 
     def _is_lost(self, load: Load) -> bool:
@@ -683,10 +683,10 @@ class CacheMachine(RuleBasedStateMachine):
         engine = self.world.engine
         if self.scrub_id:
             with pytest.raises(ScrubError):
-                engine.scrub_begin(repair)
+                engine.scrubs.begin(repair=repair)
         else:
-            self.scrub_id = engine.scrub_begin(repair)
-        step = engine.scrub_step(self.scrub_id, 1 << 30 if at_once else 1, self.world.now_ns)
+            self.scrub_id = engine.scrubs.begin(repair=repair)
+        step = engine.scrubs.step(self.scrub_id, 1 << 30 if at_once else 1, self.world.now_ns)
         self.world.pump()
         if step.done:
             assert not self.world.io_of(VerifyExtent)
@@ -695,7 +695,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.scrub_id)
     @rule()
     def scrub_end(self) -> None:
-        self.world.engine.scrub_end(self.scrub_id)
+        self.world.engine.scrubs.end(self.scrub_id)
         self.world.checked.clear()  # what it had under way finds nothing any more
         self.scrub_id = 0
         self.world.pump()
@@ -741,16 +741,16 @@ class CacheMachine(RuleBasedStateMachine):
         rows: list[Row] = []
         refusals = UnknownSessionError, UnknownLineageError, TooManyLeasesError, SessionChangedError
         with suppress(*refusals):
-            export = engine.begin_export(key, now_ns)
+            export = engine.session_files.begin_export(key, now_ns)
             while not export.is_done:
-                answer = engine.prepare_export(export, max_spans, EXPORTER, now_ns)
+                answer = engine.session_files.prepare_export(export, max_spans, EXPORTER, now_ns)
                 self.world.pump()
                 if answer.lookup is Lookup.PENDING:
                     self.world.quiesce()
                     answer = engine.settle_load(answer.lease_id)
                 if answer.lookup is Lookup.MISS or gives_up:
                     break
-                for part in engine.exported(export, answer.lease_id):
+                for part in engine.session_files.exported(export, answer.lease_id):
                     slot = self.world.slots[part.slot_id]
                     rows += slot[part.start : part.start + part.num_tokens]
                     tokens += struct.unpack(f"<{part.num_tokens}I", part.token_ids)
@@ -856,7 +856,7 @@ class CacheMachine(RuleBasedStateMachine):
         world = self.world
         for owner in OWNERS:
             world.engine.owner_gone(self.ids[owner], world.now_ns)
-        world.engine.scrub_end(self.scrub_id)
+        world.engine.scrubs.end(self.scrub_id)
         world.engine.flush(None, False, world.now_ns)
         world.pump()
         world.quiesce()

@@ -27,12 +27,12 @@ def is_a(tenant: str) -> bool:
 
 
 def begin(world):
-    world.engine.erase_begin(is_a, world.now_ns)
+    world.engine.erasing.begin(is_a, world.now_ns)
     world.pump()
 
 
 def drop(world, max_sessions=10):
-    answer = world.engine.erase_step(max_sessions, world.now_ns)
+    answer = world.engine.erasing.step(max_sessions, world.now_ns)
     world.pump()
     return answer
 
@@ -45,10 +45,10 @@ def test_a_tenant_is_gone_from_every_tier():
     world.engine.pin(B, Pin.HARD, world.now_ns)
     begin(world)
     assert drop(world, max_sessions=1).num_sessions == 1
-    assert not world.engine.is_erased()
+    assert not world.engine.erasing.is_gone()
     assert drop(world).num_sessions == 1
     world.quiesce()
-    assert world.engine.is_erased()
+    assert world.engine.erasing.is_gone()
     assert list(world.index.sessions) == [OTHER_TENANT]
     assert [usage.tenant for usage in world.engine.tenants()] == [OTHER_TENANT.tenant]
     assert load(world, OTHER_TENANT, ONES).end_token == 4
@@ -69,7 +69,7 @@ def test_a_tenant_is_shut_out_meanwhile():
         assert refused.value.retryable
     store(world, OTHER_TENANT, ONES)
     drop(world)
-    world.engine.erase_end()
+    world.engine.erasing.end()
     store(world, A, TWOS)
     assert load(world, A, TWOS).end_token == 4
 
@@ -87,10 +87,10 @@ def test_a_load_that_is_under_way_is_lost():
     with pytest.raises(LeaseLostError):
         world.engine.complete_load(waits.lease_id, OWNER, world.now_ns)
     drop(world)
-    assert not world.engine.is_erased()
+    assert not world.engine.erasing.is_gone()
     world.finish_all(ReadBlock)
     world.quiesce()
-    assert world.engine.is_erased()
+    assert world.engine.erasing.is_gone()
 
 
 def test_a_store_that_is_under_way_publishes_nothing():
@@ -101,12 +101,12 @@ def test_a_store_that_is_under_way_publishes_nothing():
     begin(world)
     drop(world)
     world.quiesce()
-    assert world.engine.is_erased()
-    world.engine.wipe(world.now_ns)
+    assert world.engine.erasing.is_gone()
+    world.engine.erasing.wipe(world.now_ns)
     world.pump()
     world.quiesce()
     assert world.slots[answer.blocks[0].slot_id]
-    world.engine.erase_end()
+    world.engine.erasing.end()
     assert complete_store(world, answer) == 0
     world.quiesce()
     assert load(world, A, ONES + TWOS).miss_reason == "unknown_session"
@@ -120,10 +120,10 @@ def test_a_write_that_is_under_way_is_waited_for():
     assert world.io_of(WriteBlock)
     begin(world)
     drop(world)
-    assert not world.engine.is_erased()
+    assert not world.engine.erasing.is_gone()
     world.finish_all(WriteBlock)
     world.quiesce()
-    assert world.engine.is_erased()
+    assert world.engine.erasing.is_gone()
     assert not world.index.blocks
 
 
@@ -134,7 +134,7 @@ def test_rows_may_be_on_their_way():
     world.now_ns += 20
     world.engine.expire(world.now_ns)
     begin(world)
-    assert world.engine.is_erased()
+    assert world.engine.erasing.is_gone()
     assert list(world.index.sessions) == [A]
     world.commit(len(world.index.uncommitted))  # as before the keys are dropped
     assert not world.index.sessions
@@ -148,13 +148,13 @@ def test_free_memory_is_zeroed():
         store(world, key, ONES)
     begin(world)
     drop(world)
-    world.engine.wipe(world.now_ns)
+    world.engine.erasing.wipe(world.now_ns)
     world.pump()
-    assert world.engine.is_wiping()
+    assert world.engine.erasing.is_wiping()
     prepare_load(world, OTHER_TENANT, ONES)  # its slot is not to be had
     assert prepare_store(world, OTHER_TENANT, ONES + TWOS, from_token=4).refused == "wait"
     world.finish_all(WipeSlots)
-    assert not world.engine.is_wiping()
+    assert not world.engine.erasing.is_wiping()
     assert sorted(map(len, world.slots)) == [0, 0, 0, 4]
     store(world, OTHER_TENANT, ONES + TWOS)
     assert load(world, OTHER_TENANT, ONES + TWOS).end_token == 8
@@ -164,8 +164,8 @@ def test_what_cannot_be_zeroed_is_told():
     """The slots come back; that they are not clean is known."""
     world = new_world()
     begin(world)
-    world.engine.wipe(world.now_ns)
+    world.engine.erasing.wipe(world.now_ns)
     world.pump()
     world.finish_all(WipeSlots, IoOutcome.TRANSIENT)
-    assert not world.engine.is_wiping()
-    assert not world.engine.is_wiped()
+    assert not world.engine.erasing.is_wiping()
+    assert not world.engine.erasing.is_wiped()

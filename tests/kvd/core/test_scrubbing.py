@@ -28,9 +28,9 @@ ALL = 1 << 40
 
 def scrub(world: CacheWorld, *, repair: bool = False, max_bytes: int = ALL) -> ScrubReport:
     """Scrub everything, with all that follows from it."""
-    scrub_id = world.engine.scrub_begin(repair)
+    scrub_id = world.engine.scrubs.begin(repair=repair)
     while True:
-        step = world.engine.scrub_step(scrub_id, max_bytes, world.now_ns)
+        step = world.engine.scrubs.step(scrub_id, max_bytes, world.now_ns)
         world.pump()
         if step.done:
             return step.report
@@ -79,26 +79,26 @@ def test_the_caller_sets_the_pace():
     """No more is under way than asked for; an operation at least, so that it comes to an end."""
     world = new_world()
     store(world, A, ONES + TWOS)
-    scrub_id = world.engine.scrub_begin(False)
-    step = world.engine.scrub_step(scrub_id, 1, world.now_ns)
+    scrub_id = world.engine.scrubs.begin(repair=False)
+    step = world.engine.scrubs.step(scrub_id, 1, world.now_ns)
     world.pump()
     assert (step.done, step.issued_bytes, len(world.io)) == (False, LAYOUT.block_bytes, 1)
-    again = world.engine.scrub_step(scrub_id, 1, world.now_ns)
+    again = world.engine.scrubs.step(scrub_id, 1, world.now_ns)
     assert (again.issued_bytes, again.report.dram_blocks) == (0, 0)
-    world.engine.scrub_end(scrub_id)
+    world.engine.scrubs.end(scrub_id)
     world.quiesce()
 
 
 def test_one_scrub_at_a_time():
     """A second one is refused; one that is over cannot be gone on with; it says what it found."""
     world = world_with_one_block()
-    scrub_id = world.engine.scrub_begin(False)
+    scrub_id = world.engine.scrubs.begin(repair=False)
     with pytest.raises(ScrubError, match="under way"):
-        world.engine.scrub_begin(False)
-    world.engine.scrub_end(scrub_id + 1)
-    world.engine.scrub_end(scrub_id)
+        world.engine.scrubs.begin(repair=False)
+    world.engine.scrubs.end(scrub_id + 1)
+    world.engine.scrubs.end(scrub_id)
     with pytest.raises(ScrubError, match="over"):
-        world.engine.scrub_step(scrub_id, ALL, world.now_ns)
+        world.engine.scrubs.step(scrub_id, ALL, world.now_ns)
     scrub(world)
     events = [e for e in world.events if isinstance(e, Emit) and e.name == "scrubbed"]
     assert [event.fields["dram_blocks"] for event in events] == ["0", "1"]
@@ -182,14 +182,14 @@ def test_repair_cuts_what_has_no_good_copy():
     world = world_with_one_block()
     slot_id = slot_of(world)
     world.damage_extent(extent_of(world))
-    scrub_id = world.engine.scrub_begin(True)
-    world.engine.scrub_step(scrub_id, ALL, world.now_ns)
+    scrub_id = world.engine.scrubs.begin(repair=True)
+    world.engine.scrubs.step(scrub_id, ALL, world.now_ns)
     world.pump()
     world.finish_all(VerifySlot)
     world.damage_slot(slot_id)
     world.finish_all(VerifyExtent)
     world.finish_all(VerifySlot)
-    step = world.engine.scrub_step(scrub_id, ALL, world.now_ns)
+    step = world.engine.scrubs.step(scrub_id, ALL, world.now_ns)
     assert (step.report.dram_corrupt, step.report.ssd_corrupt, step.report.lost) == (1, 1, 1)
     assert world.engine.session_info(A) is None
 
@@ -198,15 +198,15 @@ def test_what_moved_meanwhile_says_nothing():
     """A slot or extent given to another block is not that block's corruption."""
     world = new_world(num_slots=1, num_extents=1)
     store(world, A, ONES)
-    scrub_id = world.engine.scrub_begin(True)
-    world.engine.scrub_step(scrub_id, ALL, world.now_ns)
+    scrub_id = world.engine.scrubs.begin(repair=True)
+    world.engine.scrubs.step(scrub_id, ALL, world.now_ns)
     world.pump()
     checks = {**world.io}
     world.io = {}
     store(world, B, TWOS)
     world.io.update(checks)
     world.quiesce()
-    step = world.engine.scrub_step(scrub_id, ALL, world.now_ns)
+    step = world.engine.scrubs.step(scrub_id, ALL, world.now_ns)
     assert step.done
     assert step.report == ScrubReport()
     assert load(world, B, TWOS).lookup is Lookup.HIT
@@ -215,12 +215,12 @@ def test_what_moved_meanwhile_says_nothing():
 def test_an_io_error_is_not_corruption():
     """It is counted as an error, and nothing is dropped."""
     world = world_with_one_block()
-    scrub_id = world.engine.scrub_begin(True)
-    world.engine.scrub_step(scrub_id, ALL, world.now_ns)
+    scrub_id = world.engine.scrubs.begin(repair=True)
+    world.engine.scrubs.step(scrub_id, ALL, world.now_ns)
     world.pump()
     for kind in (VerifySlot, VerifyExtent):
         world.finish_all(kind, IoOutcome.TRANSIENT)
-    step = world.engine.scrub_step(scrub_id, ALL, world.now_ns)
+    step = world.engine.scrubs.step(scrub_id, ALL, world.now_ns)
     assert (step.done, step.report) == (True, ScrubReport(errors=2))
     assert tiers_of(world, A) == ["DS"]
 
@@ -228,8 +228,8 @@ def test_an_io_error_is_not_corruption():
 def test_a_block_under_verification_for_a_load_is_left_to_it():
     """The load takes the consequences, once."""
     world = world_with_one_block(verify_on_load=True)
-    scrub_id = world.engine.scrub_begin(True)
-    world.engine.scrub_step(scrub_id, ALL, world.now_ns)
+    scrub_id = world.engine.scrubs.begin(repair=True)
+    world.engine.scrubs.step(scrub_id, ALL, world.now_ns)
     world.pump()
     answer = prepare_load(world, A, ONES)
     world.damage_slot(slot_of(world))
@@ -249,8 +249,8 @@ def test_blocks_that_come_and_go_during_a_scrub():
     world = new_world(num_slots=4)
     store(world, A, ONES + TWOS)
     store(world, B, THREES)
-    scrub_id = world.engine.scrub_begin(False)
-    world.engine.scrub_step(scrub_id, 1, world.now_ns)
+    scrub_id = world.engine.scrubs.begin(repair=False)
+    world.engine.scrubs.step(scrub_id, 1, world.now_ns)
     world.pump()
     world.engine.flush(A, False, world.now_ns)
     world.pump()
@@ -258,7 +258,7 @@ def test_blocks_that_come_and_go_during_a_scrub():
     unhashed = prepare_store(world, A, TWOS)
     complete_store(world, unhashed)
     world.finish_all(VerifySlot)
-    while not (step := world.engine.scrub_step(scrub_id, ALL, world.now_ns)).done:
+    while not (step := world.engine.scrubs.step(scrub_id, ALL, world.now_ns)).done:
         world.pump()
         world.finish_all(VerifySlot)
         world.finish_all(VerifyExtent)
@@ -273,8 +273,8 @@ def test_a_session_unfolded_during_its_scrub_is_checked_whole():
     store(world, B, THREES * 2)
     first, second = (block.extent for block in world.engine.describe(A).blocks)
     world.damage_extent(second)
-    scrub_id = world.engine.scrub_begin(False)
-    while not (step := world.engine.scrub_step(scrub_id, 1, world.now_ns)).done:
+    scrub_id = world.engine.scrubs.begin(repair=False)
+    while not (step := world.engine.scrubs.step(scrub_id, 1, world.now_ns)).done:
         world.pump()
         checks = [world.io[op_id] for op_id in world.io_of(VerifyExtent)]
         if [check.extent for check in checks] == [first]:
