@@ -2,8 +2,8 @@
 
 Owns nothing itself: it hands calls to the parts (loading, storing, writing, placement, retention,
 discarding, inspection) that share one CacheState. What no engine asks for, scrubs, erasing and
-session files, are parts of their own, to be called directly. Must not know: clocks, files, sockets, tasks.
-Time enters as `now_ns`, effects leave through `drain`, completions come back as calls.
+session files, are parts of their own, to be called directly. Must not know: clocks, files, sockets,
+tasks. Time enters as `now_ns`, effects leave through `drain`, completions come back as calls.
 
 Invariants (checking.py holds them as code):
 1. what a load answers is the KV of exactly the tokens asked for, or less of it, never other bytes;
