@@ -39,7 +39,7 @@ async def test_a_user_runs_kvd_beside_the_systems(container, own):
     """It starts, answers, reloads and goes away, all in the user's directories."""
     await own(KVD, "install-units", "--user")
     drop_in = container.path(f"{HOME}/.config/systemd/user/kvd.service.d/test.conf")
-    drop_in.parent.mkdir()
+    drop_in.parent.mkdir(parents=True, exist_ok=True)
     drop_in.write_text(
         "\n".join(["[Service]", *(f"Environment={k}={v}" for k, v in SIZES.items()), ""])
     )
