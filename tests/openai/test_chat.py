@@ -1,18 +1,22 @@
 """/v1/chat/completions, by the official client."""
 
 import asyncio
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 import openai
 import pytest
 
 from inference_svc.client import turn_request
+from shared.errors import NotFoundError
 from shared.pb.inference.v1 import inference_pb2 as pb
 from tests.openai.conftest import MODEL, name_of, said
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 LENGTH = 8  # tokens of an answer
-MAX_ADMITTED = 12  # turns that run or are loaded, by the service's settings
+MAX_RUNNING = 8  # turns in a batch, by the service's settings
+MAX_ADMITTED = 12  # with those that are loaded ahead of it
 
 
 async def ask(client, messages, **options):
@@ -275,31 +279,68 @@ async def test_a_client_that_leaves_cancels_its_turn(api, opening):
 async def test_a_turn_that_is_cancelled_while_it_waits(api, opening):
     """By gRPC, say: it was the client's own, and nothing has failed."""
     name = name_of(opening)
-    async with api.service.client() as grpc_client, api.client() as client:
-        busy = [
-            asyncio.create_task(
-                grpc_client.submit(
-                    turn_request(
-                        "Keys.", f"{name}-{number}", tenant="globex",
-                        sampling=pb.Sampling(max_tokens=1500, ignore_eos=True),
-                    )
-                )
-            )
-            for number in range(MAX_ADMITTED + 1)
-        ]  # fmt: skip
-        async with asyncio.timeout(60):
-            while not (await grpc_client.get_model()).waiting_turns:
-                pass  # each round asks the service
-            asked = asyncio.create_task(ask(client, opening, extra_body={"session_id": name}))
-            while (await grpc_client.get_model()).waiting_turns < 2:
-                pass
-        assert await grpc_client.cancel(name, tenant="acme") == 1
+    async with (
+        api.service.client() as grpc_client,
+        api.client() as client,
+        full_service(grpc_client, name),
+    ):
+        asked = asyncio.create_task(ask(client, opening, extra_body={"session_id": name}))
+        await until_waiting(grpc_client, 2)
+        assert await cancel_when_there(grpc_client, name) == 1
         with pytest.raises(openai.ConflictError) as refused:
             await asked
+    assert refused.value.code == "cancelled"
+
+
+@asynccontextmanager
+async def full_service(grpc_client, name):
+    """Occupy every place of the service, so that whatever comes next waits.
+
+    Turns that have just come wait, too, for as long as it takes to admit them: only when all of
+    these are accepted and one still waits is there no place left.
+    """
+    accepted = set()
+
+    def note(session_id, event):
+        if event.HasField("accepted"):
+            accepted.add(session_id)
+
+    sampling = pb.Sampling(max_tokens=100_000, ignore_eos=True)
+    turns = [
+        turn_request("Keys.", f"{name}-{number}", tenant="globex", sampling=sampling)
+        for number in range(MAX_ADMITTED + 1)
+    ]
+    busy = [
+        asyncio.create_task(grpc_client.submit(turn, on_event=partial(note, turn.session_id)))
+        for turn in turns
+    ]
+    try:
+        async with asyncio.timeout(60):
+            while len(accepted) < len(busy):
+                await grpc_client.get_model()
+        await until_waiting(grpc_client, 1)
+        yield
+    finally:
         for task in busy:
             task.cancel()
         await asyncio.gather(*busy, return_exceptions=True)
-    assert refused.value.code == "cancelled"
+
+
+async def until_waiting(grpc_client, num_turns):
+    """Return when exactly so many turns wait, and the batch is full."""
+    async with asyncio.timeout(60):
+        while True:
+            model = await grpc_client.get_model()  # each round asks the service
+            if (model.running_turns, model.waiting_turns) == (MAX_RUNNING, num_turns):
+                return
+
+
+async def cancel_when_there(grpc_client, name):
+    """Cancel a turn that is on its way into the service; returns how many that were."""
+    async with asyncio.timeout(60):
+        while True:
+            with suppress(NotFoundError):
+                return await grpc_client.cancel(name, tenant="acme")
 
 
 async def test_the_oldest_unnamed_session_makes_room(api, opening):
