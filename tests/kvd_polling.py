@@ -41,6 +41,24 @@ async def sessions_of(kvd: KvdProcess) -> list[kvd_pb2.SessionInfo]:
         return list((await stub.ListSessions(request, timeout=DEADLINE_S)).sessions)
 
 
+async def until_kept(kvd: KvdProcess, session_id: str) -> None:
+    """Return when the next kvd would find a session in DRAM: blocks hashed, index committed."""
+    session = kvd_pb2.SessionKey(session_id=session_id)
+    described = kvd_pb2.DescribeSessionRequest(session=session)
+    async with grpc.aio.insecure_channel(f"unix:{kvd.runtime_dir}/reader.sock") as channel:
+        reader = kvd_pb2_grpc.ReaderStub(channel)
+
+        async def is_hashed() -> bool:
+            blocks = (await reader.DescribeSession(described, timeout=DEADLINE_S)).blocks
+            return all(block.hashed for block in blocks)
+
+        await eventually(is_hashed, wanted=True)
+    async with grpc.aio.insecure_channel(f"unix:{kvd.runtime_dir}/operator.sock") as channel:
+        # An operator is answered once the index has taken the change, and all before it.
+        set_ttl = kvd_pb2.SetTtlRequest(session=session, ttl_s=3600)
+        await kvd_pb2_grpc.OperatorStub(channel).SetTtl(set_ttl, timeout=DEADLINE_S)
+
+
 async def all_clean(kvd: KvdProcess) -> None:
     """Return when no block is dirty: everything stored is on SSD."""
 

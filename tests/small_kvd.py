@@ -29,6 +29,7 @@ class SmallKvd(kvd_pb2_grpc.EngineServicer):
         gone: peers whose connection has ended.
         may_attach: Attach is answered once it is set.
         mute: names of calls that are never answered: PrepareStore, CompleteStore, EndSession.
+        unanswered: calls of these that have come, oldest first.
         ended: ids of sessions that end, oldest first.
         told: queue snapshots, newest last.
     """
@@ -42,6 +43,7 @@ class SmallKvd(kvd_pb2_grpc.EngineServicer):
         self.may_attach = asyncio.Event()
         self.may_attach.set()
         self.mute: set[str] = set()
+        self.unanswered: list[str] = []
         self.ended: list[str] = []
         self.told: list[kvd_pb2.QueueSnapshot] = []
         self.peer: Peer | None = None
@@ -104,6 +106,7 @@ class SmallKvd(kvd_pb2_grpc.EngineServicer):
     async def _answer(self, call):
         """Return, unless this call is never answered."""
         if call in self.mute:
+            self.unanswered.append(call)
             await asyncio.get_running_loop().create_future()
 
     async def EndSession(self, request, context):  # noqa: N802

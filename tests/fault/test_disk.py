@@ -1,6 +1,5 @@
 """A disk that is full, slow or broken: DRAM goes on, nothing false is written, and it recovers."""
 
-import asyncio
 import errno
 import os
 import subprocess
@@ -9,7 +8,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from tests.fault.ledger import Ledger, everything_verifies, nothing_leaks
-from tests.kvd_polling import all_clean, eventually, reader_stats
+from tests.kvd_polling import all_clean, eventually, reader_stats, until_kept
 from tests.synthetic_engine import attached_engine, key_of, small_layout
 
 LAYOUT = small_layout()
@@ -109,7 +108,8 @@ async def test_every_write_fails(new_kvd, outcome, number):
             await ledger.grow(engine, name, 50)
         await eventually(lambda: degraded(kvd), wanted=True)
         assert set(await ledger.judge(engine, kvd)) == {"dram"}
-        await asyncio.sleep(0.3)  # hashed: no statistic tells
+        for name in NAMES:
+            await until_kept(kvd, name)
         assert await kvd.kill_it()
         kvd.faults = {}
         await kvd.start()

@@ -13,8 +13,8 @@ import pytest
 
 from shared.grants import Lookup
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
-from shared.runtime_dir import OPERATOR_SOCKET, READER_SOCKET
-from tests.kvd_polling import all_clean, eventually
+from shared.runtime_dir import READER_SOCKET
+from tests.kvd_polling import all_clean, eventually, until_kept
 from tests.processes import running_kvd
 from tests.synthetic_engine import attached_engine, encode, key_of, small_layout
 
@@ -101,24 +101,6 @@ async def until_no_leases(kvd):
     await eventually(num_leases, 0)
 
 
-async def until_kept(kvd, session_id="a"):
-    """Return when the next kvd would find a session: its blocks hashed, its row committed."""
-    session = kvd_pb2.SessionKey(session_id=session_id)
-    request = kvd_pb2.DescribeSessionRequest(session=session)
-
-    async def all_hashed():
-        async with reader(kvd) as stub:
-            return all(block.hashed for block in (await stub.DescribeSession(request)).blocks)
-
-    await eventually(all_hashed, True)
-    address = f"unix:{kvd.runtime_dir / OPERATOR_SOCKET}"
-    async with grpc.aio.insecure_channel(address) as channel:
-        # An operator is answered once the index has taken the change, and all before it.
-        await kvd_pb2_grpc.OperatorStub(channel).SetTtl(
-            kvd_pb2.SetTtlRequest(session=session, ttl_s=3600)
-        )
-
-
 def arena_files(kvd):
     return sorted(path.suffix for path in (kvd.state_dir.parent / "shm").rglob("*.*"))
 
@@ -130,7 +112,7 @@ async def test_dram_outlives_a_kill_of_kvd(tmp_path: Path) -> None:
         attached_engine(kvd.runtime_dir) as engine,
     ):
         await engine.store(key_of("a"), TOKENS)
-        await until_kept(kvd)
+        await until_kept(kvd, "a")
         mapped = engine.client._attachment.arena
         for _ in range(2):
             await kvd.kill()
@@ -196,7 +178,7 @@ async def test_arenas_of_another_size_are_discarded(tmp_path: Path) -> None:
     async with running_kvd(tmp_path, *FLAGS) as kvd:
         async with attached_engine(kvd.runtime_dir) as engine:
             await engine.store(key_of("a"), TOKENS)
-            await until_kept(kvd)
+            await until_kept(kvd, "a")
         await kvd.kill()
         kvd._flags = ["--dram", "2MB", "--ssd", "0"]
         await kvd.start()

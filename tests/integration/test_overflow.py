@@ -5,7 +5,9 @@ session as it was recorded, with its discards, and with the reuse that each turn
 """
 
 import asyncio
+import time
 from contextlib import aclosing, asynccontextmanager, suppress
+from functools import partial
 
 import grpc
 import pytest
@@ -17,12 +19,13 @@ from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.pb.inference.v1 import inference_pb2_grpc
 from shared.runtime_dir import channel_options
 from tests.models import narrow_model
-from tests.pair import SLOT_BYTES, Pair
+from tests.pair import SLOT_BYTES, Pair, until
 from tests.truncation_oracle import TruncationOracle
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 WINDOW_TOKENS = 512
+NUM_LEAVING = 12  # clients that hang up in the middle
 DRAM = ("--dram", "16MB")
 REJECT = pb.Overflow(policy="reject")
 
@@ -72,6 +75,11 @@ def reused_all(turn, *tiers):
     assert usage.reused_tokens == usage.history_tokens > 0
     assert (usage.recomputed_tokens, usage.recompute_reason) == (0, "")
     assert set(usage.tier_tokens) == set(tiers)
+
+
+async def is_cut(pair, session_id, num_tokens):
+    """Whether kvd has less of a session than so many tokens."""
+    return (await pair.stored(session_id)).num_tokens < num_tokens
 
 
 @asynccontextmanager
@@ -298,6 +306,8 @@ async def test_a_turn_cancelled_while_it_waited_is_tried_again(
     async with pair.service, pair.with_kvd(*DRAM):
         for _ in range(2):
             await pair.say("of", 200)
+        await pair.until_saved()
+        before = (await pair.stored("of")).num_tokens
         wanted = turn_request(
             pair.some_tokens(150), pair.name("of"), sampling=pb.Sampling(max_tokens=16), wait=True
         )
@@ -306,7 +316,7 @@ async def test_a_turn_cancelled_while_it_waited_is_tried_again(
             begun(pair, long_turn("is-next"), until="started"),
             begun(pair, wanted, until="accepted"),
         ):
-            await asyncio.sleep(0.2)
+            await until(partial(is_cut, pair, "of", before))
         retry = await pair.submit(wanted)
         await identical(pair, judge, "of")
     assert retry.usage.dropped_tokens > 100
@@ -425,21 +435,24 @@ async def test_a_client_that_leaves_does_not_leave_a_discard_half_done(model_dir
         async with grpc.aio.insecure_channel(
             pair.service.address, options=channel_options()
         ) as channel:
-            stub = inference_pb2_grpc.InferenceStub(channel)
-            for number in range(12):
+            stub, whole_s = inference_pb2_grpc.InferenceStub(channel), 0.0
+            for number in range(NUM_LEAVING):
                 name = pair.name(f"left{number}")
                 await pair.say(f"left{number}", 30, max_tokens=2)
                 gone = [pb.TokenRange(start=0, end=10)]
+                begun_s = time.perf_counter()
                 call = stub.Discard(pb.DiscardRequest(session_id=name, ranges=gone))
-                await asyncio.sleep(0.0007 * number)
-                call.cancel()
+                if number:  # the first one is measured, the others end somewhere inside it
+                    await asyncio.sleep(whole_s * number / NUM_LEAVING)
+                    call.cancel()
                 with suppress(asyncio.CancelledError):
                     await call
+                    whole_s = whole_s or time.perf_counter() - begun_s
                 await said_when_free(pair, f"left{number}")
-        before = [await pair.session(f"left{number}") for number in range(12)]
+        before = [await pair.session(f"left{number}") for number in range(NUM_LEAVING)]
         await pair.service.stop()
         await pair.service.start()
-        after = [await pair.session(f"left{number}") for number in range(12)]
+        after = [await pair.session(f"left{number}") for number in range(NUM_LEAVING)]
     assert before == after
     assert any(session.discards for session in after)
 

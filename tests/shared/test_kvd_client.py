@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,11 @@ async def until(is_so):
     async with asyncio.timeout(30):
         while not is_so():  # noqa: ASYNC110  # what is waited for has no event
             await asyncio.sleep(0.005)
+
+
+def num_waiting(grant):
+    """How many threads wait for a layer of a load."""
+    return len(grant.progress._words._changed._waiters)
 
 
 async def detached(client):
@@ -134,7 +140,7 @@ async def test_layers_are_waited_for_in_threads(tmp_path):
         assert (grant.lookup, grant.end_token) == (Lookup.PENDING, 16)
         for layer in range(3):
             waiting = asyncio.create_task(asyncio.to_thread(grant.progress.wait_layer, layer, 30))
-            await asyncio.sleep(0.01)  # so that it does wait
+            await until(partial(num_waiting, grant))
             assert not waiting.done()
             kvd.arena.progress.publish(grant.lease_id, layer + 1)
             await waiting
@@ -150,7 +156,7 @@ async def test_no_thread_waits_for_ever(tmp_path, end):
         grant = await client.prepare_load(KEY, TOKENS, 0, 5, accept_pending=True)
         timeout_s = 0.05 if end == "time passes" else 60
         waiting = asyncio.create_task(asyncio.to_thread(grant.progress.wait_layer, 0, timeout_s))
-        await asyncio.sleep(0.01)  # so that it does wait
+        await until(partial(num_waiting, grant))
         if end == "fails":
             kvd.arena.progress.fail(grant.lease_id)
         elif end == "kvd goes":
@@ -214,7 +220,7 @@ async def test_the_ends_of_sessions_are_told_when_kvd_is_back(tmp_path):
             await client.end_session(key_of("c"))
             kvd.mute.add("EndSession")
             ending = asyncio.create_task(client.end_session(key_of("d")))
-            await asyncio.sleep(0.01)  # so that it is on its way
+            await until(lambda: kvd.unanswered == ["EndSession"])
             kvd.peer.gone.set()
             with pytest.raises(KvdUnavailableError):
                 await ending

@@ -3,7 +3,6 @@
 import os
 import signal
 import struct
-import time
 import uuid
 
 import pytest
@@ -29,6 +28,7 @@ from tests.synthetic_engine import small_layout
 
 LAYOUT = small_layout()
 NUM_SLOTS = 4
+NUM_TURNS = 40  # kills at random moments
 SIZE = journal_bytes(LAYOUT, NUM_SLOTS)
 BOOT_ID = str(uuid.uuid4())
 WRITER = ProcessIdentity(4242, 99, b"i" * 16)
@@ -246,19 +246,25 @@ def test_a_kill_at_a_write_point_leaves_old_new_or_free(fd, point, nth, expected
 
 
 def test_random_kills_leave_only_records_that_were_put(fd):
-    """A process that rewrites records all the time is killed at random moments."""
+    """A process that rewrites records all the time is killed at a moment of no meaning."""
 
     def write():
         journal = Journal(fd, LAYOUT, NUM_SLOTS, NoFaults())
         for number in range(1 << 30):
             journal.put(number % NUM_SLOTS, committed(number, 1 + number % 16))
+            if number < NUM_TURNS:
+                os.write(tells, b".")
 
     num_free = 0
-    for turn in range(40):
+    for turn in range(NUM_TURNS):
+        told, tells = os.pipe()
         child = in_child(write)
-        time.sleep(0.002 + 0.0007 * turn)  # a moment of no meaning, inside the writing
+        for _ in range(turn + 1):  # it goes on meanwhile: nobody knows how far it is then
+            os.read(told, 1)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        os.close(told)
+        os.close(tells)
         journal = Journal(fd, LAYOUT, NUM_SLOTS, NoFaults())
         adopted, writing = journal.read_all()
         assert not writing
@@ -268,4 +274,4 @@ def test_random_kills_leave_only_records_that_were_put(fd):
             assert number % NUM_SLOTS == slot.slot_id
         num_free += NUM_SLOTS - len(adopted)
         journal.close()
-    assert num_free < 40 * NUM_SLOTS
+    assert num_free < NUM_TURNS * NUM_SLOTS
