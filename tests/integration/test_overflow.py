@@ -275,6 +275,7 @@ async def test_a_context_that_repeats_itself_is_not_taken_for_what_a_cancelled_t
     async with pair.with_kvd(*DRAM):
         first = turn_request(period * 60, pair.name(name), sampling=pb.Sampling(max_tokens=1))
         await pair.submit(first)
+        await pair.until_saved()  # blocks that are being written outlive the cut for that long
         before = await pair.session(name)
         cut = turn_request(
             pair.some_tokens(100),
