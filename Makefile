@@ -7,7 +7,7 @@ PROTO_VENV := .venv-protos
 # The floor that pyproject.toml names: stubs refuse to run on anything older than they were made with.
 PROTO_TOOLS := grpcio-tools==1.76.0
 
-.PHONY: demo test test-failed test-long test-systemd check protos train clean
+.PHONY: demo test test-failed flakes test-long test-systemd check protos train clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -31,6 +31,12 @@ test: $(VENV)/.installed
 # What failed in the last run, without a neighbour on the machine. Nothing failed: nothing runs.
 test-failed: $(VENV)/.installed
 	$(BIN)/pytest -m 'not long and not systemd' --last-failed --last-failed-no-failures none
+
+# Each test several times beside busy neighbours, in random orders: what fails now and then fails here.
+# REPEATS, BURNERS, WORKERS and SEED: see .ci/flakes. FLAKES names the tests, as FLAKES=tests/fault.
+FLAKES ?=
+flakes: $(VENV)/.installed
+	.ci/flakes $(FLAKES)
 
 # Full counts of what `make test` samples; among them 200 clients for 10 minutes (LOAD_CLIENTS, LOAD_MINUTES).
 test-long: $(VENV)/.installed
