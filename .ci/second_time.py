@@ -1,6 +1,6 @@
 """Names the tests that failed beside others and passed alone: what pytest no longer has as failed.
 
-second_time.py BEFORE AFTER    pytest's `lastfailed` files of the first run and of the second
+Called with pytest's `lastfailed` files: that of the first run, and that of the second.
 """
 
 import json

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 NUM_TURNS = 1000
 FIRST_TURNS = 100
 SMALL_TURNS = 64
+PATIENT_TURNS = 250  # more than find a place at once, so that hints are followed again and again
 MAX_RUNNING = 8
 ANSWER_TOKENS = 8
 SHORT = pb.Sampling(max_tokens=ANSWER_TOKENS, ignore_eos=True)
@@ -156,7 +157,7 @@ async def test_a_full_service_says_when_to_come_back(small):
         refusals.append(error)
         refused.release()
 
-    requests = [short_turn(f"patient-{number}") for number in range(NUM_TURNS)]
+    requests = [short_turn(f"patient-{number}") for number in range(PATIENT_TURNS)]
     async with small.client() as client:
         await submit_all(client, [short_turn(f"early-{n}") for n in range(MAX_RUNNING)])
         async with blockers(client, [f"blocker-{n}" for n in range(SMALL_TURNS)], "accepted"):
@@ -167,7 +168,7 @@ async def test_a_full_service_says_when_to_come_back(small):
                 await refused.acquire()
             model = await client.get_model()
         assert_whole(await turns)
-    assert model.counters["turns_refused"] >= NUM_TURNS
+    assert model.counters["turns_refused"] >= PATIENT_TURNS
     for refusal in refusals:
         assert refusal.reason == "queue_full"
         assert refusal.details == {"queue_length": str(SMALL_TURNS)}

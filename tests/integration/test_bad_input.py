@@ -5,6 +5,7 @@ The two tables below are the list of what a caller, or an operator at the start,
 
 import asyncio
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -13,9 +14,11 @@ import pytest
 from inference_svc.client import InferenceClient, turn_request
 from shared.errors import InvalidInputError, NotFoundError, ReportedError, StateError
 from shared.pb.inference.v1 import inference_pb2 as pb
+from tests.inference_processes import SERVICE
 from tests.models import WINDOW_TOKENS, build_recurrent_model
 from tests.pair import Pair
 from tests.processes import EXIT_S
+from tests.warm_python import wait_ended
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -169,6 +172,7 @@ class BadStart:
     exit_code: int
     words: tuple[str, ...]
     environ: dict[str, str] = field(default_factory=dict)
+    is_warm: bool = False
 
 
 SERVE = ("inference_svc.cli", "serve", "--state-dir", "{tmp}/state", "--mode", "recompute")
@@ -176,9 +180,21 @@ LISTEN = ("--listen", "unix:{tmp}/own.sock")
 KVD = ("kvd", "serve", "--runtime-dir", "{tmp}/run", "--state-dir", "{tmp}/state")
 BAD_STARTS = (
     BadStart("no model", (*SERVE, *LISTEN), 78, ("--model",)),
-    BadStart("unknown model", (*SERVE, *LISTEN, "--model", "{tmp}/none"), 78, ("does not exist",)),
+    BadStart(
+        "unknown model",
+        (*SERVE, *LISTEN, "--model", "{tmp}/none"),
+        78,
+        ("does not exist",),
+        is_warm=True,
+    ),
     BadStart("not a model", (*SERVE, *LISTEN, "--model", "{tmp}"), 78, ("config.json",)),
-    BadStart("no cache", (*SERVE, *LISTEN, "--model", "{recurrent}"), 78, ("recurrent", "Mamba")),
+    BadStart(
+        "no cache",
+        (*SERVE, *LISTEN, "--model", "{recurrent}"),
+        78,
+        ("recurrent", "Mamba"),
+        is_warm=True,
+    ),
     BadStart("socket in use", (*SERVE, "--listen", "{live}", "--model", "{tmp}"), 78, ("in use",)),
     BadStart(
         "no place for the socket",
@@ -225,17 +241,34 @@ def places(pair: Pair, tmp_path_factory) -> dict[str, str]:
 async def test_a_bad_start_is_refused_in_one_line(places: dict[str, str], bad: BadStart):
     """stderr is one line that says what to change, and the exit code is the error's."""
     arguments = [argument.format(**places) for argument in bad.arguments]
+    environ = {"PATH": "/usr/bin:/bin", "HOME": places["tmp"], **bad.environ}
+    run = _run_warm if bad.is_warm else _run_cold
+    async with asyncio.timeout(EXIT_S):
+        code, text = await run(arguments, environ)
+    assert code == bad.exit_code, text
+    assert text.count("\n") == 1, text
+    for word in bad.words:
+        assert word in text
+
+
+async def _run_cold(arguments: list[str], environ: dict[str, str]) -> tuple[int, str]:
+    """Run `python -m ARGUMENTS`; returns its exit code and what it said, all of it on stderr."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", *arguments),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env={"PATH": "/usr/bin:/bin", "HOME": places["tmp"], **bad.environ},
+        env=environ,
     )
-    async with asyncio.timeout(EXIT_S):
-        stdout, stderr = await process.communicate()
-    text = stderr.decode()
-    assert process.returncode == bad.exit_code, text
-    assert text.count("\n") == 1, text
+    stdout, stderr = await process.communicate()
     assert not stdout
-    for word in bad.words:
-        assert word in text
+    assert process.returncode is not None
+    return process.returncode, stderr.decode()
+
+
+async def _run_warm(arguments: list[str], environ: dict[str, str]) -> tuple[int, str]:
+    """The same of what imports torch before it refuses; stdout and stderr are one."""
+    module, *rest = arguments
+    with tempfile.TemporaryFile() as said:
+        code = await wait_ended(SERVICE.spawn(module, rest, environ, said.fileno()))
+        said.seek(0)
+        return code, said.read().decode()
