@@ -23,7 +23,7 @@ from kvd import config
 from kvd.caches import Caches
 from kvd.clock import Clock
 from kvd.daemon import Daemon
-from kvd.tiers.faults import WritePoint
+from kvd.tiers.faults import NoFaults, WritePoint
 from kvd.tiers.manifest import Manifest
 from shared.child_process import wait_serving
 from shared.log import configure_logging
@@ -36,7 +36,7 @@ ERASE_POINTS = (WritePoint.SLOT_WIPED, WritePoint.KEYS_DROPPED, WritePoint.WAL_T
 CHECK_S = 0.1  # between two checks; what tests store is small
 
 
-class InjectedFaults:
+class InjectedFaults(NoFaults):
     """Fails as it is told; see the module docstring. Any thread."""
 
     def __init__(

@@ -1,9 +1,11 @@
 """Injected failures, for tests: an argument of whatever touches the disk or shared memory.
 
 Each named write point is passed right after the write that it names. A test enumerates `WritePoint`
-and kills the process at one of them.
+and kills the process at one of them. The syncs of segments go through here, too: a test that cuts
+the power keeps only what they were called for.
 """
 
+import os
 from enum import Enum
 from typing import Protocol
 
@@ -51,9 +53,20 @@ class Faults(Protocol):
         """Run when a write point is reached."""
         ...
 
+    def fsync(self, fd: int) -> None:
+        """Make a file's content and size durable, or a directory's names."""
+        ...
+
+    def fdatasync(self, fd: int) -> None:
+        """Make what was written into allocated space durable."""
+        ...
+
 
 class NoFaults:
     """The device's own failures only."""
+
+    fsync = staticmethod(os.fsync)
+    fdatasync = staticmethod(os.fdatasync)
 
     def before_read(self, extent: int) -> None:
         """Let it happen."""

@@ -84,7 +84,7 @@ class SegmentFiles:
         missing = [p for p in (self._directory, *self._directory.parents) if not p.exists()]
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         for made in missing:
-            sync_directory(made.parent)
+            self._sync_directory(made.parent)
         if self._direct != "off":
             self.is_direct = probe_direct(self._directory)
             self._use_buffered("" if self.is_direct else "its file system has no direct I/O")
@@ -205,8 +205,8 @@ class SegmentFiles:
                 if error.errno not in _WITHOUT_FALLOCATE:
                     raise
                 os.ftruncate(fd, size)  # a write may find the disk full
-            os.fsync(fd)
-            sync_directory(self._directory)
+            self._faults.fsync(fd)
+            self._sync_directory(self._directory)
             self._faults.reach(WritePoint.SEGMENT_ALLOCATED)
         except OSError:
             os.ftruncate(fd, had)  # a failed fallocate keeps what it took
@@ -223,11 +223,10 @@ class SegmentFiles:
             report = log.warning if self._direct == "on" else log.info
             report("ssd_buffered", directory=str(self._directory), reason=why)
 
-
-def sync_directory(directory: Path) -> None:
-    """Make the names of what is new in a directory survive a power cut."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    def _sync_directory(self, directory: Path) -> None:
+        """Make the names of what is new in a directory survive a power cut."""
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self._faults.fsync(fd)
+        finally:
+            os.close(fd)

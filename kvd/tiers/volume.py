@@ -14,7 +14,6 @@ Threads: reads and writes from any number, sync() from one; shrink() and close()
 
 import errno
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -197,7 +196,7 @@ class SegmentVolume:
         failed: dict[int, IoOutcome] = {}
         for segment in {written.segment for written in batch if written.outcome is IoOutcome.OK}:
             try:
-                os.fdatasync(self._files.for_reading(segment))
+                self._faults.fdatasync(self._files.for_reading(segment))
                 self._faults.reach(WritePoint.SEGMENT_SYNCED)
             except OSError as error:
                 # What the kernel could not write it forgets: all since the last sync is lost, what

@@ -14,7 +14,7 @@ import pytest
 
 from kvd.config import DramSettings, Settings, SsdSettings
 from kvd.daemon import Daemon
-from kvd.tiers.faults import WritePoint
+from kvd.tiers.faults import NoFaults
 from shared.child_process import wait_serving
 from shared.reload import fixed
 from tests.kvd_polling import all_clean, eventually, reader_stats
@@ -25,7 +25,7 @@ TOKENS = list(range(100, 150))
 OTHER_TOKENS = list(range(1100, 1150))
 
 
-class FaultPlan:
+class FaultPlan(NoFaults):
     """Fails reads or writes with an errno for as long as one is set."""
 
     def __init__(self) -> None:
@@ -40,9 +40,6 @@ class FaultPlan:
     def before_write(self, extent: int) -> None:
         """See kvd.tiers.faults.Faults."""
         self._fail(self.write_errno)
-
-    def reach(self, point: WritePoint) -> None:
-        """See kvd.tiers.faults.Faults."""
 
     def _fail(self, number: int) -> None:
         if number:

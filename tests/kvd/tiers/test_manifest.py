@@ -4,6 +4,7 @@ import errno
 import sqlite3
 import struct
 import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -12,7 +13,12 @@ from hypothesis import strategies as st
 
 from kvd.core.records import BlockRecord, Pin, SessionRecord
 from kvd.tiers.faults import NoFaults, WritePoint
-from kvd.tiers.index_database import SCHEMA_VERSION, NewerManifestError, UnusableManifestError
+from kvd.tiers.index_database import (
+    SCHEMA_VERSION,
+    NewerManifestError,
+    UnusableManifestError,
+    open_database,
+)
 from kvd.tiers.manifest import LayoutRow, Manifest
 from shared.kv_layout import Component, KVLayout, Layer
 from shared.session_key import SessionKey
@@ -436,3 +442,11 @@ def test_a_rollback_that_fails_is_tried_again(make):
     manifest.put_block(LAYOUT.fingerprint, BLOCK, committed.set)
     assert committed.wait(30)
     assert refused
+
+
+def test_a_commit_outlives_the_power(tmp_path):
+    """SQLite is asked to sync its log at each commit: what was committed is said to be durable."""
+    names = ("journal_mode", "synchronous")
+    with closing(open_database(tmp_path / "manifest.db", tmp_path / "v", NoFaults())) as db:
+        settings = [db.execute(f"PRAGMA {name}").fetchone()[0] for name in names]
+    assert settings == ["wal", 2]  # 2: FULL

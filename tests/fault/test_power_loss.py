@@ -1,0 +1,295 @@
+"""The power fails at any moment: what kvd said to be durable is there, and no row names lost bytes.
+
+A real cache runs over real files in this process. Its segments are synced through an argument
+(`Faults`) that remembers what each sync made durable: contents by file, names by directory. At
+every sync and write point an image is taken of what a power cut would leave: of segments only what
+was synced, of the index everything that SQLite has written, which is the worst pair there is. (That
+a commit is durable is SQLite's business; that it is asked for, test_manifest.py sees to.) Each
+image is then recovered by the real code.
+"""
+
+import os
+import random
+import threading
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from kvd.caches import VOLUMES, Caches
+from kvd.clock import resume_clock
+from kvd.config import DramSettings, Settings, SsdSettings
+from kvd.core.engine import CacheEngine
+from kvd.core.extent_shape import ExtentShape
+from kvd.core.records import LeaseState
+from kvd.daemon import MANIFEST_NAME
+from kvd.engines import Engines
+from kvd.scrubber import Scrubber
+from kvd.tiers.faults import NoFaults, WritePoint
+from kvd.tiers.manifest import Manifest
+from shared.grants import Lookup
+from shared.units import ceil_div
+from tests.synthetic_engine import encode, key_of, small_layout
+
+LAYOUT = small_layout()
+OWNER = 1
+WAIT_S = 30.0
+NUM_EXTENTS = 24  # fewer than blocks are stored: those of flushed sessions are used again
+MOMENTS = {
+    "segment_created",
+    "segment_allocated",
+    "extent_written",
+    "segment_synced",
+    "index_begun",
+    "index_rows",
+    "index_committed",
+    "before a sync",
+    "after a sync",
+}
+
+
+class Image(NamedTuple):
+    """What a power cut at one moment leaves.
+
+    Attributes:
+        moment: which.
+        durable: the sessions that kvd had said to be durable.
+        segments: durable files by their paths in the state directory.
+        index: the database's files by name.
+    """
+
+    moment: str
+    durable: frozenset[str]
+    segments: dict[str, bytes]
+    index: dict[str, bytes]
+
+    def write(self, directory: Path) -> None:
+        """Make a state directory of it."""
+        for name, content in {**self.segments, **self.index}.items():
+            path = directory / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+
+
+class Power(NoFaults):
+    """Syncs for real, and keeps an image of every moment. For any thread.
+
+    Attributes:
+        images: one after the other, each unlike the one before.
+        moments: of all images, and of those that were like the one before.
+        may_commit: while it is not set the index takes nothing.
+        durable: see Image.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.images: list[Image] = []
+        self.moments: set[str] = set()
+        self.may_commit = threading.Event()
+        self.may_commit.set()
+        self.durable: frozenset[str] = frozenset()
+        self._directory = directory
+        self._contents: dict[int, bytes] = {}  # inode → as of its last sync
+        self._names: dict[int, dict[str, int]] = {}  # inode of a directory → names, inodes
+        self._lock = threading.Lock()
+
+    def reach(self, point: WritePoint) -> None:
+        self.keep(point.value)
+        if point is WritePoint.INDEX_BEGUN:
+            assert self.may_commit.wait(WAIT_S)
+
+    def fsync(self, fd: int) -> None:
+        self._sync(fd, os.fsync)
+
+    def fdatasync(self, fd: int) -> None:
+        self._sync(fd, os.fdatasync)
+
+    def _sync(self, fd: int, sync) -> None:
+        """Sync; what is written from now on is not in it."""
+        self.keep("before a sync")
+        path = Path(f"/proc/self/fd/{fd}").readlink()
+        if path.is_dir():
+            with os.scandir(path) as entries:
+                synced = {entry.name: entry.inode() for entry in entries}
+        else:
+            synced = path.read_bytes()
+        sync(fd)
+        with self._lock:
+            (self._names if path.is_dir() else self._contents)[os.fstat(fd).st_ino] = synced
+        self.keep("after a sync")
+
+    def keep(self, moment: str) -> None:
+        """Take an image."""
+        with self._lock:
+            index = {
+                path.name: path.read_bytes()
+                for path in (self._directory / (MANIFEST_NAME + end) for end in ("", "-wal"))
+                if path.exists()
+            }
+            segments = dict(self._segments(self._directory.stat().st_ino, ""))
+            image = Image(moment, self.durable, segments, index)
+            if not self.images or image[1:] != self.images[-1][1:]:
+                self.images.append(image)
+            self.moments.add(moment)
+
+    def _segments(self, inode: int, path: str):
+        for name, child in self._names.get(inode, {}).items():
+            yield from self._segments(child, f"{path}{name}/")
+            if name.endswith(".segment"):
+                yield path + name, self._contents.get(child, b"")
+
+
+@asynccontextmanager
+async def running_caches(directory: Path, faults: NoFaults):
+    """All that kvd stores with, without its doors; what an earlier one has left is restored."""
+    settings = Settings(
+        runtime_dir=directory,
+        state_dir=directory,
+        dram=DramSettings(bytes=40 * LAYOUT.block_bytes, keep="none", prefault=False),
+        ssd=SsdSettings(
+            bytes=NUM_EXTENTS * ExtentShape(LAYOUT).full_bytes,
+            reserve_bytes=0,
+            segment_bytes=1 << 16,
+        ),
+    )
+    manifest = Manifest(directory / MANIFEST_NAME, directory / VOLUMES, faults)
+    manifest.open()
+    broken: list[Exception] = []
+    clock = resume_clock(None, "boot", 0)
+    caches = Caches(settings, manifest, clock, Engines(4), faults, lambda _: None, broken.append)
+    try:
+        caches.restore()
+        yield caches
+    finally:
+        await caches.close(keep_dram=False)
+        manifest.close()
+    assert not broken
+
+
+def _tokens(name: str) -> list[int]:
+    """Between one and three blocks, most with a partial one; no two names share a prefix."""
+    first = int(name) * 1000
+    return list(range(first, first + 16 + int(name) * 7 % 30))
+
+
+def _num_blocks(*names: str) -> int:
+    return sum(ceil_div(len(_tokens(name)), LAYOUT.block_tokens) for name in names)
+
+
+def _bytes_of(name: str, token: int) -> bytes:
+    return random.Random(f"{name} {token}").randbytes(LAYOUT.block_bytes)  # noqa: S311  # test data
+
+
+async def _store(cache, name: str) -> None:
+    tokens = encode(_tokens(name))
+    answer = cache.act(
+        lambda core, now_ns: core.prepare_store(key_of(name), tokens, 0, OWNER, now_ns)
+    )
+    while answer.refused == "wait":  # for reads and writes that hold slots
+        assert await cache.changed(WAIT_S)
+        answer = cache.act(
+            lambda core, now_ns: core.prepare_store(key_of(name), tokens, 0, OWNER, now_ns)
+        )
+    assert (answer.refused, answer.more) == ("", False)
+    for block in answer.blocks:
+        cache.arena.slots.slot(block.slot_id)[:] = _bytes_of(name, block.token_offset)
+    cache.act(lambda core, now_ns: core.complete_store(answer.lease_id, OWNER, True, now_ns))
+
+
+async def _until_durable(cache) -> None:
+    while cache.stats().dirty_bytes:
+        await cache.changed(0.01)  # a commit is not told to who waits
+
+
+def _flush(name: str, core: CacheEngine, now_ns: int) -> None:
+    core.flush(key_of(name), False, now_ns)
+
+
+async def _load(cache, name: str) -> None:
+    """Load all of a session from SSD, and compare every byte that is used."""
+    tokens = _tokens(name)
+    answer = cache.act(
+        lambda core, now_ns: core.prepare_load(key_of(name), encode(tokens), 0, OWNER, now_ns)
+    )
+    assert answer.lookup is not Lookup.MISS, answer.miss_reason
+    lease_id = answer.lease_id
+    while cache.act(lambda core, _: core.lease_state(lease_id)) is LeaseState.PENDING:
+        assert await cache.changed(WAIT_S)
+    answer = cache.act(lambda core, _: core.settle_load(lease_id))
+    assert (answer.end_token, answer.more) == (len(tokens), False)
+    for span in answer.spans:
+        slot = cache.arena.slots.slot(span.slot_id)
+        stored = _bytes_of(name, span.token_offset)
+        for layer in range(len(LAYOUT.layers)):
+            for component in range(2):
+                start = LAYOUT.component_offset(layer, component)
+                end = start + span.num_tokens * 64
+                assert slot[start:end] == stored[start:end]
+    cache.act(lambda core, now_ns: core.complete_load(lease_id, OWNER, now_ns))
+
+
+async def _run(directory: Path) -> Power:
+    """Stores one by one and at once, flushes, and stores where the flushed ones were."""
+    power = Power(directory)
+    async with running_caches(directory, power) as caches:
+        cache, _ = await caches.open(LAYOUT, prefault=False)
+
+        async def store(*names: str, pending: int = 0) -> None:
+            for name in names:
+                await _store(cache, name)
+            while cache._performer.num_pending > pending:
+                assert await cache.changed(WAIT_S)
+            power.may_commit.set()
+            await _until_durable(cache)
+            power.durable |= set(names)
+
+        def flush(*names: str) -> None:
+            for name in names:
+                power.durable -= {name}
+                cache.act(partial(_flush, name))
+
+        await store("1")
+        await store("2")
+        await store("3", "4", "5", "6", "7", "8")
+        flush("1", "3", "4", "5")
+        await store("9", "10")
+        await caches.committed()
+        power.may_commit.clear()
+        flush("6", "7", "8")
+        # All is written and synced that can be before the index has dropped the blocks of these.
+        await store("11", "12", "13", "14", pending=_num_blocks("6", "7", "8"))
+        power.keep("the end")
+    return power
+
+
+async def test_what_is_durable_outlives_the_power(tmp_path: Path) -> None:
+    """After a power cut at any moment all rows name bytes that are there, all told sessions too."""
+    (tmp_path / "kvd").mkdir()
+    power = await _run(tmp_path / "kvd")
+    images = power.images
+    assert power.moments >= MOMENTS
+    assert len(images[-1].segments) > 1
+    assert images[-1].durable == {"2", "9", "10", "11", "12", "13", "14"}
+    assert _num_blocks(*(str(number) for number in range(1, 15))) > NUM_EXTENTS
+    for number, image in enumerate(images):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        image.write(directory)
+        async with running_caches(directory, NoFaults()) as caches:
+            moment = f"{number}: {image.moment}"
+            if not list(caches):  # before the layout's row was written
+                assert not image.durable, moment
+                continue
+            cache, _ = await caches.open(LAYOUT, prefault=False)
+            assert await _num_corrupt(caches) == 0, moment
+            listed = cache.act(lambda core, _: core.session_keys())
+            assert {key.session_id for key in listed} >= image.durable, moment
+            for name in sorted(image.durable):
+                await _load(cache, name)
+
+
+async def _num_corrupt(caches: Caches) -> int:
+    """How many extents that rows name do not hold their blocks."""
+    async with aclosing(Scrubber(1 << 40).run(list(caches), repair=False)) as reports:
+        async for progress in reports:
+            report = progress.report
+    return report.ssd_corrupt
