@@ -247,3 +247,15 @@ def test_headers_have_room_for_tags():
             shape = ExtentShape(KVLayout("ab" * 16, (layer,) * num_layers, block_tokens))
             needed = 64 + (TAG_BYTES + 8) * num_layers + 4 * block_tokens + TAG_BYTES
             assert shape.header_bytes == 4096 * math.ceil(needed / 4096)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 16])
+def test_nothing_that_was_staged_before_is_on_disk(sealed, num_tokens):
+    """Staging memory may hold rows in plain, of whoever was opened in it: padding is zeroed."""
+    before = b"\xa5" * (3 * EXTENT)
+    sealed.staging.take(len(before))[:] = before
+    blocks = [Block(num_tokens) for _ in range(2 if num_tokens == LAYOUT.block_tokens else 1)]
+    run = [block.at(index * WHOLE) for index, block in enumerate(blocks)]
+    volume = sealed.made[-1]
+    assert volume.sync([volume.write(run, sealed.staging)]) == [IoOutcome.OK]
+    assert not _windows(_content(sealed)) & _windows(before)

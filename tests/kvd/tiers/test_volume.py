@@ -91,14 +91,24 @@ def test_packed_blocks_round_trip(num_tokens, layered):
         disk.close()
 
 
-def test_unused_rows_are_not_on_disk(disk):
-    """Rows behind the used ones may be of another session: a packed extent has zeros there."""
+@pytest.mark.parametrize("num_tokens", [1, 5, 15])
+def test_unused_rows_are_not_on_disk(disk, num_tokens):
+    """Slot and staging memory may hold another session's rows: behind the used ones are zeros."""
     disk.volume()
-    block = Block(1)
-    disk.write(0, block)
+    block = Block(num_tokens)
+    disk.staging.take(2 * EXTENT)[:] = b"\xa5" * (2 * EXTENT)  # what was staged before
+    assert disk.write(0, block) is IoOutcome.OK
     content = (disk.directory / "v" / "00000.segment").read_bytes()
-    used = LAYOUT.token_bytes
-    assert sum(byte != 0 for byte in content) <= used + 64 + 8 * 4 + 4
+    header_bytes = 64 + 8 * len(LAYOUT.layers) + 4 * num_tokens
+    assert not any(content[header_bytes : SHAPE.header_bytes])
+    offset = SHAPE.header_bytes
+    for index, layer in enumerate(LAYOUT.layers):
+        used = layer.token_bytes * num_tokens
+        end = offset + SHAPE.slice_bytes(index, num_tokens)
+        assert (used == 0) is not any(content[offset : offset + used])
+        assert not any(content[offset + used : end])
+        offset = end
+    assert not any(content[offset:])
 
 
 def test_large_blocks_move_in_groups(disk):
