@@ -46,6 +46,7 @@ from kvd.tiers.volume import SegmentVolume
 from shared.kv_layout import Component, KVLayout, Layer
 from shared.progress_words import FAILED_BIT, LAYERS_MASK, ProgressWords
 from shared.session_key import SessionKey
+from shared.units import SECTOR_BYTES
 
 # Slices of 512 KiB: a layered read has four groups.
 LAYOUT = KVLayout(
@@ -358,6 +359,26 @@ async def test_a_load_hurries_a_verify_in_the_background(world):
     world.faults.hold.set()
     done = await world.until_idle()
     assert sorted(entry[1] for entry in done) == [1, 2, 3, 4, 11]
+
+
+@pytest.mark.parametrize("num_tokens", [16, 3])
+async def test_what_is_in_flight_is_counted(world, num_tokens):
+    """The pool is told the bytes of each write and read: its budget is one of bytes."""
+    write, _ = world.write_action(1, 0, 0, num_tokens)
+    shape = world.volume.shape
+    num_bytes = shape.num_sectors(num_tokens) * SECTOR_BYTES
+    for action, expected in (
+        (write, num_bytes),
+        (ReadBlock(2, write.key, 0, 1, num_tokens), num_bytes - shape.header_bytes),
+    ):
+        world.faults.hold.clear()
+        world.performer.perform(action)
+        async with asyncio.timeout(DEADLINE_S):
+            while len(world.pool):  # noqa: ASYNC110  # until it runs, and is held there
+                await asyncio.sleep(0.001)
+        assert world.pool.bytes_in_flight == expected
+        world.faults.hold.set()
+        await world.until_idle()
 
 
 # ------------------------------------------------------------------------- journal and index
