@@ -199,9 +199,14 @@ async def test_the_order_of_policies_is_the_planned_one(live):
     Hits are compared: the planner knows no parts of sessions, of which kvd makes use.
     """
     plan = {policy: planned(policy).hits_fu for policy in POLICIES}
-    for worse, better in itertools.permutations(POLICIES, 2):
-        if plan[better] - plan[worse] > CLEAR:
-            assert live[better].fu_share > live[worse].fu_share, (worse, better, plan, live)
+    clear = {
+        (worse, better)
+        for worse, better in itertools.permutations(POLICIES, 2)
+        if plan[better] - plan[worse] > CLEAR
+    }
+    assert clear == {("lru", policy) for policy in WHOLE_QUEUE}, plan
+    for worse, better in clear:
+        assert live[better].fu_share > live[worse].fu_share, (worse, better, plan, live)
 
 
 @pytest.mark.parametrize("policy", WHOLE_QUEUE)

@@ -81,9 +81,17 @@ def test_what_a_flush_may_drop():
 
 
 def test_engines_and_the_rest_are_not_looked_at():
-    """Other services have checks of their own."""
-    narrow("/kvd.v1.Engine/PrepareLoad", ACME, kvd_pb2.PrepareLoadRequest())
-    narrow("/grpc.health.v1.Health/Watch", ACME, None)
+    """Other services have checks of their own: what they are asked stays as it is."""
+    request = kvd_pb2.PrepareLoadRequest(session=kvd_pb2.SessionKey(tenant="other"))
+    before = request.SerializeToString()
+    narrow("/kvd.v1.Engine/PrepareLoad", ACME, request)
+    assert request.SerializeToString() == before
+    with pytest.raises(TenantDeniedError):  # the same request, where it is looked at
+        narrow("/kvd.v1.Reader/DescribeSession", ACME, request)
+    untouchable = object()
+    narrow("/grpc.health.v1.Health/Watch", ACME, untouchable)
+    with pytest.raises(TenantDeniedError, match="concerns all tenants"):
+        narrow("/kvd.v1.Reader/Watch", ACME, untouchable)
 
 
 def test_whose_engines_may_attach():

@@ -11,12 +11,16 @@ from kvd.bench.options import (
     fitted,
     layout_with,
 )
+from shared.layout_message import layout_message, layout_of
+from shared.pb.kvd.v1 import kvd_pb2
 from shared.units import GIB
 
 
 @pytest.mark.parametrize("layout", [*DATA_LAYOUTS, SMALL_LAYOUT])
 def test_layouts_can_be_attached_with(layout):
-    layout.check()
+    """kvd takes them from a message, as engines send them."""
+    sent = kvd_pb2.KVLayout.FromString(layout_message(layout).SerializeToString())
+    assert layout_of(sent) == layout
 
 
 def test_a_layout_has_the_slices_asked_for():

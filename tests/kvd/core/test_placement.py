@@ -45,9 +45,10 @@ def test_a_shared_block_stays_with_the_warmer_session():
     world = new_world(num_slots=3)
     store(world, A, ONES + TWOS)
     store(world, B, ONES + THREES)
-    store(world, C, THREES)
+    store(world, C, THREES + TWOS)  # two slots: all of A's blocks are looked at, then B's last
     assert tiers_of(world, A) == ["DS", "S"]
-    assert tiers_of(world, B) == ["DS", "DS"]
+    assert tiers_of(world, B) == ["DS", "S"]
+    assert tiers_of(world, C) == ["DS", "DS"]
 
 
 def test_a_shared_block_goes_when_all_its_sessions_are_passed():

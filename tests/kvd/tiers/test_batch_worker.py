@@ -1,6 +1,7 @@
 """One thread, whole batches, in order."""
 
 import threading
+import time
 
 from kvd.tiers.batch_worker import BatchWorker
 
@@ -39,13 +40,31 @@ def test_close_handles_what_is_queued():
 
 
 def test_close_can_discard():
-    """A hurried end drops what has not begun."""
+    """A hurried end drops what has not begun, and waits for what has."""
     handled = []
-    worker = BatchWorker("test", handled.extend, max_batch=2)
-    worker.put(1)
+    entered, proceed = threading.Event(), threading.Event()
+
+    def handle(batch):
+        entered.set()
+        assert proceed.wait(20)
+        handled.extend(batch)
+
+    worker = BatchWorker("test", handle, max_batch=2)
     worker.start()
-    worker.close(discard=True)
-    assert handled in ([], [1])
+    worker.put(0)
+    assert entered.wait(30)
+    for item in (1, 2, 3):
+        worker.put(item)
+    closing = threading.Thread(target=worker.close, kwargs={"discard": True})
+    closing.start()
+    until_s = time.monotonic() + 10
+    while len(worker):  # until close() has dropped it, which waits for what is handled
+        assert time.monotonic() < until_s
+        closing.join(0.001)
+    assert closing.is_alive()
+    proceed.set()
+    closing.join(30)
+    assert (handled, closing.is_alive()) == ([0], False)
 
 
 def test_close_without_start():

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvd.tiers.progress import Progress, Wakeup
-from shared.progress_words import LoadFailedError, LoadProgress, ProgressWords
+from shared.progress_words import LAYERS_MASK, LoadFailedError, LoadProgress, ProgressWords
 
 LEASE = (7 << 40) + 1
 
@@ -90,18 +90,34 @@ def test_words_run_out_and_come_back(progress, words):
 
 
 def test_many_threads_wait_while_many_publish(progress, words):
-    """Each waiter sees its own load to the end, whoever wakes it."""
+    """Each waiter sees its own load to the end, layer by layer, whoever wakes it."""
     leases = [LEASE + n for n in range(4)]
-    loads = [LoadProgress(words, progress.open(i, words.wake), i) for i in leases]
+    indices = {lease: progress.open(lease, words.wake) for lease in leases}
+
+    def wait_for_all(lease):
+        load = LoadProgress(words, indices[lease], lease)
+        for layer in range(200):
+            load.wait_layer(layer, 60)
+            yield words.word(indices[lease]) & LAYERS_MASK > layer
+
+    def publish_all(lease, num_layers):
+        for layers in range(num_layers + 1):
+            progress.publish(lease, layers)
+
     with ThreadPoolExecutor(12) as pool:
-        waiting = [
-            pool.submit(lambda load=load: [load.wait_layer(n, 60) for n in range(200)])
-            for load in loads * 2
-        ]
-        for lease in leases:
-            pool.submit(lambda lease=lease: [progress.publish(lease, n) for n in range(201)])
-        for future in waiting:
+        waiting = [pool.submit(lambda of=lease: list(wait_for_all(of))) for lease in leases * 2]
+        # The last one comes to layer 199 only: its waiters have to go on waiting.
+        publishing = [pool.submit(publish_all, lease, 200) for lease in leases[:-1]]
+        publishing.append(pool.submit(publish_all, leases[-1], 199))
+        for future in publishing:
             future.result(60)
+        for future, lease in zip(waiting, leases * 2, strict=True):
+            if lease != leases[-1]:
+                assert future.result(60) == [True] * 200
+        assert not any(future.done() for future in (waiting[3], waiting[7]))
+        progress.publish(leases[-1], 200)
+        for future in (waiting[3], waiting[7]):
+            assert future.result(60) == [True] * 200
 
 
 def test_too_few_words_are_refused(progress):
