@@ -109,6 +109,15 @@ def test_pooling_spreads_the_best_score():
 
 
 def test_h2o_keeps_heavy_hitters_and_the_latest():
-    """Half of the budget each."""
-    scores = [0.0, 7.0, 0.0, 0.0, 8.0, 0.0, 0.0, 0.0]
+    """Half of the budget each, though others have more attention than the latest."""
+    scores = [0.0, 7.0, 6.0, 0.0, 8.0, 5.0, 2.0, 1.0]
     assert without(range(8), HeavyHitters(0.5).drop(8, scores, [])) == [1, 4, 6, 7]
+    assert without(range(8), HeavyHitters(0.5, 0.25).drop(8, scores, [])) == [1, 2, 4, 7]
+    assert without(range(8), HeavyHitters(0.5, 0.0).drop(8, scores, [])) == [1, 2, 4, 5]
+
+
+def test_h2o_counts_tokens_without_a_score_among_the_latest():
+    """The answer's last tokens use up the recent half first, and more of the budget if need be."""
+    scores = [9.0, 7.0, 6.0, 5.0]
+    assert without(range(8), HeavyHitters(0.5).drop(8, scores, [])) == [4, 5, 6, 7]
+    assert without(range(8), HeavyHitters(0.75).drop(8, scores, [])) == [0, 1, 4, 5, 6, 7]

@@ -363,6 +363,47 @@ async def test_a_save_whose_step_failed_stores_nothing_and_is_no_error(model, co
     assert scene.counters.snapshot()["save_errors"] == 0
 
 
+@pytest.mark.parametrize("part", ["slab", "tail"])
+async def test_a_load_holds_the_rows_it_copies_to(model, copy_threads, part):
+    """A turn that is cancelled gives its rows back; they are lent again once the copy has ended."""
+    scene = await saved_scene(model, copy_threads, grant_tokens=64)
+    lent = {"slab": scene.pool.new_slab(64)}
+    request = LoadRequest(KEY, as_token_bytes(PROMPT[:-1]), lent["slab"], LoadPolicy.ALWAYS)
+    begun = await scene.store.begin_load(request)
+    lent["tail"] = scene.pool.new_write_buffer(begun.tail_from, 64)
+    gate = LayerGate(len(model[1].layers))
+    before, seen = scene.pool.num_free, []
+
+    def cancel():
+        if not seen:
+            scene.pool.release(lent[part])
+            seen.append(scene.pool.num_free)
+
+    gate.on_change = cancel
+    layers = range(gate.num_layers)
+    await scene.store.finish_load(begun, lent["slab"], lent["tail"], gate, layers)
+    assert gate.error is None
+    assert seen == [before]
+    assert scene.pool.num_free == before + 64
+
+
+async def test_a_save_holds_the_rows_it_copies(model, copy_threads):
+    """They are lent again once the save has ended, whoever has given them back meanwhile."""
+    scene = Scene(model, copy_threads)
+    _, buffer = scene.computed()
+    before = scene.pool.num_free
+    clock = StepClock(len(model[1].layers), CPU)
+    tokens = as_token_bytes(PROMPT[:16])
+    save = asyncio.create_task(scene.store.save(KEY, tokens, 0, buffer, clock))
+    await asyncio.to_thread(clock_is_awaited, clock)
+    scene.pool.release(buffer)
+    assert scene.pool.num_free == before
+    clock.enqueued(clock.num_layers)
+    clock.confirm()
+    assert await save == ""
+    assert scene.pool.num_free == before + 64
+
+
 def clock_is_awaited(clock):
     """Return when a thread is blocked at a gate."""
     while not clock._changed._waiters:
