@@ -1,7 +1,7 @@
 """Rows that are being read or written are not lent again, though their owner has let them go.
 
-A turn may be cancelled at any moment, and gives its rows back then, while another thread is still at
-work on them. (Copies from and to kvd: store/test_session_store.py.)
+A turn that is cancelled gives its rows back at once, while another thread may still be at work on
+them. (Copies from and to kvd: store/test_session_store.py.)
 """
 
 from types import SimpleNamespace
