@@ -45,6 +45,7 @@ SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 SPARE_RPCS = 4096
 MAX_CONNECTIONS = 4096  # a client needs one, however many turns it follows
 RETRY_S = 1.0  # after kvd's client failed in a way it should not
+DIGESTS_FILE = "weights.json"  # in the state directory: digests of what was served before
 STOP_GRACE_S = 1.0  # for RPCs that have been answered to reach their clients
 
 log = get_logger(__name__)
@@ -71,7 +72,8 @@ def run(
     try:
         if settings.model.path is None:
             raise UnknownModelError("no model is named", "give --model a model directory")
-        model = _load(settings.model, settings.model.path)
+        digests = settings.server.state_dir / DIGESTS_FILE
+        model = _load(settings.model, settings.model.path, digests)
         live = LiveSettings(loaded, read_again, LIVE_KEYS)
         uvloop.run(_serve(live, model, transcripts))
     except BaseExceptionGroup as failed:  # a task group's: also of what refuses a start
@@ -92,7 +94,7 @@ def _refusal_in(failed: BaseExceptionGroup[BaseException]) -> ConfigError | None
     return found if isinstance(found, ConfigError) else None
 
 
-def _load(settings: ModelSettings, path: Path) -> "Model":
+def _load(settings: ModelSettings, path: Path, digests: Path) -> "Model":
     import torch
 
     from inference_svc.assembly import Model
@@ -101,7 +103,7 @@ def _load(settings: ModelSettings, path: Path) -> "Model":
 
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    loaded = load_model(path, settings.dtype, settings.device)
+    loaded = load_model(path, settings.dtype, settings.device, digests)
     calibration = calibrate(loaded, settings.positions)
     log.info(
         "model_calibrated",

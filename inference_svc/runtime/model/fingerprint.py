@@ -1,52 +1,137 @@
-"""Fingerprint of a model directory: the identity under which sessions and KV bytes are kept.
+"""Fingerprint of a model directory: the identity under which sessions and KV cache are kept.
 
-Covers what changes the KV bytes: the config, each weight file's header, and its bytes (all of a
-small file, evenly spread pages of a large one). Does not cover where the directory lies, the
-tokenizer or the dtype it is served in.
+Two directories have one fingerprint only if equal token ids have equal KV cache, and equal texts
+have equal token ids. It covers
+
+- config.json, but for what only says who saved it;
+- every byte of every weight file, and which of them has which tensor;
+- the tokenizer and the chat template, but for what changes no token.
+
+It does not cover where the directory lies, generation_config.json (it changes no KV cache), or the
+dtype that the model is served in, which is part of the KV layout.
 """
 
 import hashlib
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
-WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
-WHOLE_BYTES = 64 * 2**20  # files up to this size are read whole, some tens of milliseconds
-SAMPLED_PAGES = 256
-PAGE_BYTES = 4096
+from inference_svc.runtime.model.file_digests import DigestCache, FileDigests
+
+INDEX_FILE = "model.safetensors.index.json"
+# What tokenizers and templates are read from. Names of vocabularies differ between families.
+TOKENIZER_PATTERNS = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json", "*.jinja"),
+)
 # Written by whoever saved the model last; they do not change what it computes.
-IGNORED_CONFIG_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+IGNORED_CONFIG_KEYS = frozenset(
+    {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
+)
+# They bound, pad or decode; the service does the first two itself.
+IGNORED_TOKENIZER_KEYS = frozenset(
+    {
+        *("version", "truncation", "padding", "model_max_length", "padding_side"),
+        *("truncation_side", "clean_up_tokenization_spaces", "name_or_path", "backend"),
+        *("processor_class", "tokenizer_file", "transformers_version"),
+    }
+)
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the weight files of a model directory, sorted by name."""
-    return sorted(file for pattern in WEIGHT_PATTERNS for file in path.glob(pattern))
+    """Return the weight files of a model directory, sorted by name.
+
+    All that could be loaded: those beside config.json, and those that the index names elsewhere.
+    """
+    found = {*path.glob("*.safetensors"), *(path / name for name in _shards(path))}
+    return sorted(file for file in found if file.is_file())
+
+
+class Fingerprint:
+    """Fingerprints a directory beside its being loaded: weights are hashed from `__enter__` on.
+
+    Args:
+        path: of the model directory.
+        cache: of weight files' digests; None: every byte is read.
+
+    Attributes:
+        weights: what is hashed.
+    """
+
+    def __init__(self, path: Path, cache: DigestCache | None = None) -> None:
+        self._path = path
+        self._files = weight_files(path)
+        self.weights = FileDigests(self._files, cache)
+
+    def __enter__(self) -> Self:
+        self.weights.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.weights.__exit__(kind, error, trace)
+
+    def result(self) -> str:
+        """Wait for a 128-bit digest, hex. Called when the model is loaded.
+
+        Raises:
+            OSError: a file cannot be read, or a weight file was written meanwhile.
+            ValueError: if config.json is not JSON.
+        """
+        config = json.loads((self._path / "config.json").read_text())
+        parts: list[tuple[str, Any]] = [("config", _without(config, IGNORED_CONFIG_KEYS))]
+        parts += [("shards", sorted(_shards(self._path).items()))]
+        parts += [("tokenizer", list(_tokenizer_parts(self._path)))]
+        for file, digest in zip(self._files, self.weights.digests(), strict=True):
+            parts.append((str(file.relative_to(self._path)), digest.hex()))
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
 def model_fingerprint(path: Path) -> str:
-    """Return a 128-bit digest, hex.
-
-    Raises:
-        OSError: if a file cannot be read.
-        ValueError: if config.json is not JSON.
-    """
-    config = json.loads((path / "config.json").read_text())
-    kept = {key: value for key, value in config.items() if key not in IGNORED_CONFIG_KEYS}
-    digest = hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=16)
-    for file in weight_files(path):
-        _add_weights(digest, file)
-    return digest.hexdigest()
+    """Return the fingerprint of a directory; reads all of it."""
+    with Fingerprint(path) as fingerprint:
+        return fingerprint.result()
 
 
-def _add_weights(digest: "hashlib.blake2b", file: Path) -> None:
-    num_bytes = file.stat().st_size
-    digest.update(f"{file.name}:{num_bytes}".encode())
-    with file.open("rb") as weights:
-        if num_bytes <= WHOLE_BYTES:
-            digest.update(weights.read())
-            return
-        if file.suffix == ".safetensors":
-            header_bytes = int.from_bytes(weights.read(8), "little")
-            digest.update(weights.read(min(header_bytes, WHOLE_BYTES)))
-        for page in range(SAMPLED_PAGES):
-            weights.seek((num_bytes - PAGE_BYTES) * page // (SAMPLED_PAGES - 1))
-            digest.update(weights.read(PAGE_BYTES))
+def _tokenizer_parts(path: Path) -> Iterator[tuple[str, str]]:
+    files = {file for pattern in TOKENIZER_PATTERNS for file in path.glob(pattern)}
+    for file in sorted(file for file in files if file.is_file()):
+        content = file.read_bytes()
+        if file.suffix == ".json":
+            content = _canonical(content)
+        yield file.name, hashlib.sha256(content).hexdigest()
+
+
+def _canonical(content: bytes) -> bytes:
+    """JSON without its layout and without what changes no token; anything else as it is."""
+    try:
+        found = json.loads(content)
+    except ValueError:  # whoever loads it says so
+        return content
+    return json.dumps(_without(found, IGNORED_TOKENIZER_KEYS)).encode()
+
+
+def _without(found: Any, ignored: frozenset[str]) -> Any:
+    """An object without some of its members, sorted; anything else as it is."""
+    if not isinstance(found, dict):
+        return found
+    return {name: found[name] for name in sorted(found) if name not in ignored}
+
+
+def _shards(path: Path) -> Mapping[str, list[str]]:
+    """Which tensors are in which file, as the index says; {} if there is none that can be read."""
+    try:
+        weight_map = json.loads((path / INDEX_FILE).read_text())["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError):  # whoever loads it says so
+        return {}
+    shards: dict[str, list[str]] = {}
+    if isinstance(weight_map, dict):
+        for tensor, shard in sorted(weight_map.items()):
+            shards.setdefault(str(shard), []).append(tensor)
+    return shards

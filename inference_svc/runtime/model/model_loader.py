@@ -3,6 +3,7 @@
 Knows no architecture; `calibration` decides whether the model can be served.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,14 +15,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from inference_svc.core.errors import UnknownModelError, UnsupportedModelError
-from inference_svc.runtime.model.fingerprint import model_fingerprint, weight_files
+from inference_svc.runtime.model.file_digests import DigestCache
+from inference_svc.runtime.model.fingerprint import Fingerprint, weight_files
 from shared.kv_layout import ITEM_BYTES
+from shared.log import get_logger
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 # Names that configs use for the number of positions.
 CONTEXT_WINDOW_KEYS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
 # Models that count distances only need not name one. What the common ones (BLOOM) were trained at.
 UNSTATED_WINDOW = 2048
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,26 +56,47 @@ class LoadedModel:
     dtype: torch.dtype
 
 
-def load_model(path: Path, dtype: str = "auto", device: str = "cpu") -> LoadedModel:
-    """Load the model in `path`.
+def load_model(
+    path: Path, dtype: str = "auto", device: str = "cpu", digests: Path | None = None
+) -> LoadedModel:
+    """Load the model in `path`, and fingerprint it meanwhile.
 
     Args:
         path: a directory with config.json and weights, as `save_pretrained` writes it.
         dtype: "auto" (what the config says), "float32", "bfloat16" or "float16".
         device: as torch names it.
+        digests: file where the digests of weights are remembered; None: they are all read.
 
     Raises:
         UnknownModelError: if there is no model in `path`.
         UnsupportedModelError: if there is one that cannot be loaded or is no decoder-only model.
     """
     _check_directory(path)
-    model = _from_pretrained(path, dtype)
-    return describe_model(
-        model.to(_device(device)),
-        tokenizer=_load_tokenizer(path),
-        name=path.resolve().name,
-        fingerprint=model_fingerprint(path),
+    cache = None if digests is None else DigestCache(digests)
+    with Fingerprint(path, cache) as fingerprint:
+        model = _from_pretrained(path, dtype)
+        return describe_model(
+            model.to(_device(device)),
+            tokenizer=_load_tokenizer(path),
+            name=path.resolve().name,
+            fingerprint=_wait_for(fingerprint, path),
+        )
+
+
+def _wait_for(fingerprint: Fingerprint, path: Path) -> str:
+    """The fingerprint, and a line about what it took beyond loading."""
+    began_s = time.monotonic()
+    with _one_line(
+        f"{path} cannot be fingerprinted", "start again when nothing writes to it any more"
+    ):
+        found = fingerprint.result()
+    log.info(
+        "model_fingerprinted",
+        fingerprint=found,
+        hashed_bytes=fingerprint.weights.read_bytes,
+        waited_s=round(time.monotonic() - began_s, 3),
     )
+    return found
 
 
 def describe_model(

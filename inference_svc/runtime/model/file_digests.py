@@ -1,0 +1,242 @@
+"""Digests of whole files, computed beside other work and remembered between starts.
+
+Every byte counts. A file is hashed in pieces of PIECE_BYTES by a few threads (hashlib gives up the
+interpreter's lock), and its digest is the digest of its pieces' digests. SHA-256, because a wrong
+match would let two models share KV cache, because processors have instructions for it (1.75 GB/s a
+core measured with them), and because it needs no argument about who chose the bytes. At that rate
+140 GB take 80 s of CPU time, 10 s on eight threads: about what reading them takes.
+
+A digest is remembered under the file's real path (links are followed), with its size, inode,
+modification and change times; any difference and the file is read again. A digest is not remembered
+if the file was touched within SETTLED_NS of hashing: another write may then leave the same times.
+
+Invariants:
+    1. a file that changes while it is hashed, or before `check_unchanged`, has no digest;
+    2. what is remembered is replaced as a whole, and what does not match its own checksum is not
+       believed: a lost or damaged cache costs one more reading.
+"""
+
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from shared.log import get_logger
+from shared.units import NS_PER_S, ceil_div
+
+PIECE_BYTES = 16 * 2**20
+READ_BYTES = 2**20  # at once: stays in a core's cache between reading and hashing
+MAX_THREADS = 8  # more would take from loading what they give
+MAX_REMEMBERED = 4096  # files, some 300 bytes each: those of about a hundred large models
+SETTLED_NS = 2 * NS_PER_S  # the coarsest time stamps of file systems in use
+FORMAT = f"sha256 of {PIECE_BYTES}".encode()  # what is remembered in another format is not believed
+
+log = get_logger(__name__)
+
+
+class FileChangedError(OSError):
+    """A file was written while it was read."""
+
+
+@dataclass(frozen=True)
+class FileState:
+    """What changes when a file does; the change time cannot be set by whoever writes it."""
+
+    num_bytes: int
+    inode: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, file: Path | int) -> Self:
+        """The state of a file, or of what a link leads to."""
+        found = os.stat(file)  # noqa: PTH116  # an open file, too
+        return cls(found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns)
+
+    def is_settled(self, now_ns: int, settled_ns: int) -> bool:
+        """Whether a later write is going to have another time."""
+        return now_ns - max(self.mtime_ns, self.ctime_ns) >= settled_ns
+
+
+class DigestCache:
+    """Digests in one JSON file, below a line with its checksum; the last used files are kept.
+
+    Args:
+        path: of the file; its directory is the service's own.
+        settled_ns: see the module docstring.
+    """
+
+    def __init__(self, path: Path, settled_ns: int = SETTLED_NS) -> None:
+        self._path = path
+        self._settled_ns = settled_ns
+        self._entries: dict[str, dict[str, Any]] = self._read()
+
+    def find(self, path: Path, state: FileState) -> bytes | None:
+        """Return a file's digest if the file is as it was; None if it has to be hashed.
+
+        Args:
+            path: of the file; links are followed.
+            state: of the file now.
+        """
+        entry = self._entries.get(str(path.resolve()))
+        if entry is None or entry.get("state") != asdict(state):
+            return None
+        return bytes.fromhex(entry["digest"])
+
+    def remember(self, found: Mapping[Path, tuple[FileState, bytes]], hashed_ns: int) -> None:
+        """Keep digests, durably; a disk that refuses them costs the next start its time.
+
+        Args:
+            found: of each file its state and its digest.
+            hashed_ns: Unix time when hashing began.
+        """
+        before = list(self._entries.items())
+        for path, (state, digest) in found.items():
+            name = str(path.resolve())
+            self._entries.pop(name, None)  # the last used ones stand last
+            if state.is_settled(hashed_ns, self._settled_ns):
+                self._entries[name] = {"state": asdict(state), "digest": digest.hex()}
+        for name in list(self._entries)[:-MAX_REMEMBERED]:
+            del self._entries[name]
+        if list(self._entries.items()) == before:
+            return
+        try:
+            self._write()
+        except OSError as error:
+            log.warning("weight_digests_not_kept", path=str(self._path), error=error.strerror)
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        try:
+            checksum, _, body = self._path.read_bytes().partition(b"\n")
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            log.warning("weight_digests_unreadable", path=str(self._path), error=error.strerror)
+            return {}
+        if checksum != _checksum(body):
+            log.warning("weight_digests_damaged", path=str(self._path))
+            return {}
+        entries: dict[str, dict[str, Any]] = json.loads(body)
+        return entries
+
+    def _write(self) -> None:
+        """Replace the file, so that a crash leaves the old one or the new one."""
+        body = json.dumps(self._entries).encode()
+        new = self._path.with_name(self._path.name + ".new")
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "wb") as file:  # noqa: PTH123  # a descriptor
+            file.write(_checksum(body) + b"\n" + body)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(self._path)
+        directory = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+
+class FileDigests:
+    """Hashes files in the background from `__enter__` on; leaving it stops what is not done.
+
+    Args:
+        files: in the order in which they are going to be needed.
+        cache: None remembers nothing.
+
+    Attributes:
+        read_bytes: that were hashed, not remembered.
+    """
+
+    def __init__(self, files: Sequence[Path], cache: DigestCache | None = None) -> None:
+        self._files = tuple(files)
+        self._cache = cache
+        self._stop = threading.Event()
+        self._began_ns = time.time_ns()
+        self._states: dict[Path, FileState] = {}
+        self._known: dict[Path, bytes] = {}
+        self._pieces: dict[Path, list[Future[bytes]]] = {}
+        self._threads = ThreadPoolExecutor(num_threads(), thread_name_prefix="digest")
+        self.read_bytes = 0
+
+    def __enter__(self) -> Self:
+        """Begin.
+
+        Raises:
+            OSError: a file is not there.
+        """
+        for file in self._files:
+            state = self._states[file] = FileState.of(file)
+            known = self._cache.find(file, state) if self._cache else None
+            if known is not None:
+                self._known[file] = known
+                continue
+            self.read_bytes += state.num_bytes
+            self._pieces[file] = [
+                self._threads.submit(self._hash_piece, file, index)
+                for index in range(ceil_div(state.num_bytes, PIECE_BYTES))
+            ]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        self._threads.shutdown(cancel_futures=True)
+
+    def digests(self) -> list[bytes]:
+        """Wait for the digests of all files, in their order, and remember them.
+
+        Raises:
+            OSError: a file cannot be read, or was written meanwhile.
+        """
+        for file, pieces in self._pieces.items():
+            digest = hashlib.sha256(self._states[file].num_bytes.to_bytes(8, "little"))
+            for piece in pieces:
+                digest.update(piece.result())
+            self._known[file] = digest.digest()
+        self.check_unchanged()
+        if self._cache:
+            found = {file: (self._states[file], self._known[file]) for file in self._files}
+            self._cache.remember(found, self._began_ns)
+        return [self._known[file] for file in self._files]
+
+    def check_unchanged(self) -> None:
+        """Raise FileChangedError unless every file is what it was in the beginning."""
+        for file, state in self._states.items():
+            if FileState.of(file) != state:
+                raise FileChangedError(f"{file} was written while it was read")
+
+    def _hash_piece(self, file: Path, index: int) -> bytes:
+        digest, buffer = hashlib.sha256(), bytearray(READ_BYTES)
+        view, offset = memoryview(buffer), index * PIECE_BYTES
+        end = min(offset + PIECE_BYTES, self._states[file].num_bytes)
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            while offset < end and not self._stop.is_set():
+                num_read = os.preadv(descriptor, [view[: end - offset]], offset)
+                if not num_read:
+                    raise FileChangedError(f"{file} became shorter while it was read")
+                digest.update(view[:num_read])
+                offset += num_read
+        finally:
+            os.close(descriptor)
+        return digest.digest()
+
+
+def num_threads() -> int:
+    """Half of the processors that this process may use, MAX_THREADS at most."""
+    return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
+
+
+def _checksum(body: bytes) -> bytes:
+    return hashlib.sha256(FORMAT + body).hexdigest().encode()
