@@ -136,8 +136,12 @@ def _given(message: Any) -> dict[str, Any]:
 
 def _decode_input(request: pb.SubmitTurnRequest) -> TurnInput:
     kind = request.WhichOneof("input")
+    if request.special_tokens and kind in {"chat", "tokens"}:
+        raise InvalidTurnError(
+            f"special_tokens goes with text, not with {kind}", "leave it out, or send text"
+        )
     if kind == "text" and request.text:
-        return TextInput(request.text)
+        return TextInput(request.text, request.special_tokens)
     if kind == "chat" and any(message.content for message in request.chat.messages):
         return ChatInput(tuple((m.role, m.content) for m in request.chat.messages))
     if kind == "tokens" and request.tokens.ids:

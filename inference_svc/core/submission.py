@@ -11,9 +11,14 @@ from shared.session_key import SessionKey
 
 @dataclass(frozen=True)
 class TextInput:
-    """Raw text, no template."""
+    """Raw text, no template.
+
+    Attributes:
+        has_special: names of special tokens in it are these tokens; otherwise they are text.
+    """
 
     text: str
+    has_special: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,30 @@
 """A turn's input to the token ids that are appended to the session.
 
-A session's tokens only grow, so the chat template is applied incrementally: what new messages add
-is the template of (dummy turn, new messages) less the template of the dummy turn. Whether a model's
-template allows that is tried out when the service starts, and which special tokens begin a message.
+Chat messages go through the model's template (`chat_template.py`), and what clients have written in
+them stays text (`control_tokens.py`). Whether a model's template allows that is tried out when the
+service starts, and which special tokens begin a message.
 
 Holds its own copy of the tokenizer: encoding runs on a thread, decoding on the event loop.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
 from inference_svc.core.chat_frames import FrameTokens, common_prefix
 from inference_svc.core.errors import InvalidTurnError, NoChatTemplateError
+from inference_svc.runtime.turns.chat_template import (
+    DUMMY_QUESTION,
+    OTHER_QUESTION,
+    ChatTemplate,
+    Message,
+    dummy_turn,
+    message,
+)
+from inference_svc.runtime.turns.control_tokens import ControlTokens
 
-DUMMY_QUESTION = "ping 7f3a"
-DUMMY_ANSWER = "pong 9c1e"
-OTHER_QUESTION = "what 5b20"  # begins with another token than DUMMY_QUESTION
 TALKERS = frozenset({"user", "assistant"})  # roles that end what leads a conversation
-Message = Mapping[str, str]  # role, content
 
 
 class TurnText:
@@ -28,40 +33,47 @@ class TurnText:
     Attributes:
         chat_problem: why chat messages cannot be taken; "" if they can.
         frame_tokens: where messages of a chat begin; set by `try_out`.
-        _closing: what the template writes after an answer, end-of-turn token included.
     """
 
     def __init__(self, tokenizer: Any | None, eos_ids: frozenset[int]) -> None:
         self._tokenizer: Any = copy.deepcopy(tokenizer)
         self._eos_ids = eos_ids
-        self._base = ""
-        self._closing = ""
         self.frame_tokens = FrameTokens()
-        self.chat_problem = "the model has no tokenizer" if tokenizer is None else ""
+        self.chat_problem = "the model has no tokenizer"
+        if tokenizer is not None:
+            self.chat_problem = "the chat template was not tried out"
+            self._template = ChatTemplate(self._tokenizer)
+            self._control = ControlTokens(self._tokenizer)
 
     def try_out(self) -> None:
         """Find out whether, and how, the model's chat template can be applied incrementally."""
         if self._tokenizer is None:
             return
-        if not getattr(self._tokenizer, "chat_template", None):
-            self.chat_problem = "the model has no chat template"
+        template, control = self._template, self._control
+        self.chat_problem = template.try_out()
+        control.add_written(template.source)
+        if self.chat_problem:
             return
-        try:
-            self._base = self._render(_dummy_turn(), is_prompt=False)
-            self._closing = self._base.rpartition(DUMMY_ANSWER)[2]
-            self._added_text([{"role": "user", "content": DUMMY_QUESTION}])
-        except InvalidTurnError as error:
-            self.chat_problem = error.message
-        if DUMMY_ANSWER not in self._base:
-            self.chat_problem = "the chat template does not repeat answers"
-        if not self.chat_problem:
-            self.frame_tokens = FrameTokens(self._opening_ids(), self._eos_ids)
+        control.add_written(template.base + template.added([message("user", DUMMY_QUESTION)]))
+        template.find_roles(control.num_in)
+        for before, after in template.surroundings():
+            control.add_written(before + after)
+            control.add_neighbours(before, after)
+        self.frame_tokens = FrameTokens(self._opening_ids(), self._eos_ids)
 
-    def encode_text(self, text: str, *, opens_session: bool) -> list[int]:
+    def encode_text(
+        self, text: str, *, opens_session: bool, has_special: bool = False
+    ) -> list[int]:
         """Encode raw text; the first turn gets the model's begin token, if it uses one.
+
+        Args:
+            text: as it came.
+            opens_session: the context is empty.
+            has_special: names of special tokens in it are these tokens, not text.
 
         Raises:
             NoChatTemplateError: the model has no tokenizer.
+            InvalidTurnError: what would be a control token cannot be spelled out.
         """
         if self._tokenizer is None:
             raise NoChatTemplateError("the model has no tokenizer", "send token ids")
@@ -69,7 +81,8 @@ class TurnText:
         begins = (
             opens_session and bos_id is not None and self._tokenizer("").input_ids[:1] == [bos_id]
         )
-        return [bos_id, *self._encode(text)] if begins else self._encode(text)
+        encode = self._control.encode if has_special else self._control.encode_plain
+        return [bos_id, *encode(text)] if begins else encode(text)
 
     def encode_chat(
         self,
@@ -94,7 +107,8 @@ class TurnText:
         if not history_ids:
             return self._encode_opening(messages)
         closing = self._unwritten_closing(history_ids[-1]) if continues_answer else ""
-        return self._encode(closing + self._added_text(messages))
+        guarded, marked = self._guarded(messages)
+        return self._control.encode(closing + self._template.added(guarded), marked)
 
     def system_tokens(self, messages: Sequence[Message], input_ids: Sequence[int]) -> int:
         """Count the first tokens of a session that are its system message.
@@ -106,15 +120,15 @@ class TurnText:
             messages: of the session's first turn.
             input_ids: how they were encoded.
         """
-        leading = list(takewhile(lambda message: message["role"] not in TALKERS, messages))
+        leading = list(takewhile(lambda one: one["role"] not in TALKERS, messages))
         try:
             questions = [
-                self._encode_opening([*leading, _question(text)])
+                self._encode_opening([*leading, message("user", text)])
                 for text in (DUMMY_QUESTION, OTHER_QUESTION)
             ]
             shared = common_prefix(input_ids, *questions)
-            other = [{**message, "content": OTHER_QUESTION} for message in leading]
-            without = self._encode_opening([*other, _question(DUMMY_QUESTION)])
+            other = [{**one, "content": OTHER_QUESTION} for one in leading]
+            without = self._encode_opening([*other, message("user", DUMMY_QUESTION)])
         except InvalidTurnError:  # the template wants other roles: there is no system message
             return 0
         whole_frames = self.frame_tokens.last_start(input_ids[:shared])
@@ -122,63 +136,44 @@ class TurnText:
         return shared if is_inside else whole_frames
 
     def encode_piece(self, text: str) -> list[int]:
-        """Encode the part of a token that stands before a stop string."""
-        return self._encode(text)
+        """Encode text that stands within a turn, by itself."""
+        return self._control.encode_plain(text)
 
     def _opening_ids(self) -> frozenset[int]:
         """Special tokens that begin a question, and the prompt for an answer."""
-        turn = [*_dummy_turn(), _question(DUMMY_QUESTION)]
-        question = self._render(turn, is_prompt=False)
-        prompted = self._render(turn, is_prompt=True)
-        texts = (question[len(self._base) :], prompted[len(question) :])
-        first_ids = {token for text in texts for token in self._encode(text)[:1]}
-        return frozenset(first_ids.intersection(self._tokenizer.added_tokens_decoder))
+        template = self._template
+        turn = [*dummy_turn(), message("user", DUMMY_QUESTION)]
+        question = template.render(turn, is_prompt=False)
+        prompted = template.render(turn, is_prompt=True)
+        texts = (question[len(template.base) :], prompted[len(question) :])
+        first_ids = {token for text in texts for token in self._control.encode(text)[:1]}
+        return first_ids & self._control.ids
 
     def _encode_opening(self, messages: Sequence[Message]) -> list[int]:
-        return self._encode(self._render(messages, is_prompt=True))
+        guarded, marked = self._guarded(messages)
+        return self._control.encode(self._template.render(guarded, is_prompt=True), marked)
+
+    def _guarded(self, messages: Sequence[Message]) -> tuple[list[Message], list[str]]:
+        """Messages of roles that the template knows, with marks in their texts, and what these are.
+
+        Raises:
+            InvalidTurnError: of other roles, or of a text that cannot be spelled out.
+        """
+        self._template.check_roles(messages)
+        marked: list[str] = []
+        guarded: list[Message] = [
+            {
+                name: value if name == "role" else self._control.guard(value, marked)
+                for name, value in one.items()
+            }
+            for one in messages
+        ]
+        return guarded, marked
 
     def _unwritten_closing(self, last_id: int) -> str:
         """What the answer did not write of the closing: all, unless it has its end token."""
         if last_id not in self._eos_ids:
-            return self._closing
+            return self._template.closing
         end_text: str = self._tokenizer.decode([last_id], skip_special_tokens=False)
-        _, found, rest = self._closing.partition(end_text)
-        return rest if found else self._closing
-
-    def _added_text(self, messages: Sequence[Message]) -> str:
-        text = self._render([*_dummy_turn(), *messages], is_prompt=True)
-        if not text.startswith(self._base):
-            raise InvalidTurnError(
-                "the chat template rewrites earlier messages when these are added",
-                "send other roles, or text or token ids",
-            )
-        return text[len(self._base) :]
-
-    def _render(self, messages: Sequence[Message], *, is_prompt: bool) -> str:
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
-                add_generation_prompt=is_prompt,
-            )
-        except Exception as error:  # a template is a program of the model's author
-            raise InvalidTurnError(
-                f"the chat template refuses these messages ({' '.join(str(error).split()):.120})",
-                "send the roles and the order that the model expects",
-            ) from error
-        return text
-
-    def _encode(self, text: str) -> list[int]:
-        token_ids: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
-        return token_ids
-
-
-def _question(text: str) -> Message:
-    return {"role": "user", "content": text}
-
-
-def _dummy_turn() -> list[Message]:
-    return [
-        _question(DUMMY_QUESTION),
-        {"role": "assistant", "content": DUMMY_ANSWER},
-    ]
+        _, found, rest = self._template.closing.partition(end_text)
+        return rest if found else self._template.closing

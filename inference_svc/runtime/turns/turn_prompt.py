@@ -141,7 +141,10 @@ class PromptMaker:
         given = submission.input
         if isinstance(given, TextInput):
             token_ids = await self._thread.run(
-                self._text.encode_text, given.text, opens_session=not context.token_ids
+                self._text.encode_text,
+                given.text,
+                opens_session=not context.token_ids,
+                has_special=given.has_special,
             )
         elif isinstance(given, ChatInput):
             token_ids = await self._thread.run(

@@ -10,7 +10,8 @@ from inference_svc.runtime.turns.chat_text import TurnText
 from inference_svc.runtime.turns.detokenize import Detokenizer
 
 STRICT = (
-    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "{% for m in messages %}"
+    "{% if 'call' in m.content %}{{ raise_exception('no calls') }}{% endif %}"
     "[{{ m.role }}]{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
 )
 REWRITES = "{{ messages | length }}{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
@@ -66,8 +67,8 @@ def test_what_the_template_refuses_is_an_invalid_turn(tokenizer):
     """The template's own words reach the client."""
     text = text_of(tokenizer, STRICT)
     assert text.chat_problem == ""
-    with pytest.raises(InvalidTurnError, match="no tools"):
-        text.encode_chat([{"role": "tool", "content": "x"}], [1])
+    with pytest.raises(InvalidTurnError, match="no calls"):
+        text.encode_chat([user("call it")], [1])
 
 
 def test_a_template_that_rewrites_history_is_found_out_at_the_start(tokenizer):

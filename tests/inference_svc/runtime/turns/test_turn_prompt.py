@@ -90,7 +90,8 @@ async def test_text_is_cut_anywhere_and_token_ids_where_their_messages_begin(pro
     """A special token in raw text begins no message."""
     rendered = "<|start|>user\n" + "Why? " * 8
     ids = tuple(tokenizer(rendered, add_special_tokens=False).input_ids)
-    for given, first_end in ((TextInput(rendered), None), (TokenInput(ids), len(ids))):
+    raw = TextInput(rendered, has_special=True)
+    for given, first_end in ((raw, None), (TokenInput(ids), len(ids))):
         first = await prompts.make(submission(given), Context())
         assert first.context.token_ids == ids
         second = await prompts.make(

@@ -1,0 +1,277 @@
+"""Text of clients is text: it never becomes a control token, whatever is written in it.
+
+Control tokens are those that a model takes as structure: the tokenizer's special tokens, and added
+tokens that its chat template writes (`<think>`, `<tool_call>`), special or not. Whoever could write
+one into a message could forge where a message ends, and who speaks next.
+
+Text without such parts is left as it is, and is tokenised together with the template around it, as
+the stock `apply_chat_template(tokenize=True)` does: cutting it apart would change its tokens. Of
+other text each such part is replaced by a mark before the template sees it. The tokenizer, our own
+copy, knows marks as a token. When all is tokenised, each mark is replaced by the tokens that spell
+out what was there. What would become a control token is found by asking the tokenizer, so that this
+holds for what it normalises as well.
+"""
+
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+from tokenizers import AddedToken
+
+from inference_svc.core.errors import InvalidTurnError
+
+MAX_ROUNDS = 8  # of looking for control tokens between those found; two are enough as far as known
+MAX_SPELLED = 4096  # spellings that are remembered
+# Of added tokens that are not special, those that look like markup: others are ordinary words.
+_MARKUP = re.compile(r"[^\w\s](?:.*\w.*)[^\w\s]", re.DOTALL)
+_WITNESS = "x"  # what precedes a spelling when it is tried out
+
+
+class ControlTokens:
+    """See the module docstring. Used by one thread at a time.
+
+    Args:
+        tokenizer: a copy of its own: a token is added to it.
+
+    Attributes:
+        ids: of all control tokens.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        added: dict[int, AddedToken] = tokenizer.added_tokens_decoder
+        self._contents = {token_id: str(token.content) for token_id, token in added.items()}
+        special = {token_id for token_id, token in added.items() if token.special}
+        special.update(tokenizer.all_special_ids)
+        blank = {found for found, content in self._contents.items() if not content.strip()}
+        self.ids = frozenset(special - blank - _unknown(tokenizer))
+        self._normalize = _normalizer(tokenizer)
+        self._heads: set[str] = set()
+        self._tails: set[str] = set()
+        # Nobody can guess it, and no tokenizer or template has a reason to change it.
+        self._open = f"\ue000{secrets.randbelow(10**18):018}\ue001"
+        self._close = "\ue002"
+        self._mark = self._open + self._close
+        self._marks = re.compile(f"{self._open}([0-9]+){self._close}")
+        self._spell = lru_cache(MAX_SPELLED)(self._find_spelling)
+        tokenizer.add_tokens([AddedToken(self._mark, normalized=False)])
+        self._mark_id: int = tokenizer.convert_tokens_to_ids(self._mark)
+        self._prepare()
+
+    def add_written(self, text: str) -> None:
+        """Count the added tokens in a text that the model's author wrote among control tokens."""
+        found = {
+            token_id
+            for token_id, content in self._contents.items()
+            if content in text and _MARKUP.fullmatch(content)
+        }
+        if not found <= self.ids:
+            self.ids |= found
+            self._prepare()
+
+    def add_neighbours(self, before: str, after: str) -> None:
+        """Note what a template writes around a message's text, which could complete a token."""
+        for name in self._names:
+            for at in range(1, len(name)):
+                if before.endswith(name[:at]):
+                    self._heads.add(name[at:])
+                if after.startswith(name[at:]):
+                    self._tails.add(name[:at])
+
+    def num_in(self, text: str) -> int:
+        """How many control tokens there are in a text of the model's author."""
+        return sum(token_id in self.ids for token_id in self.encode(text))
+
+    def guard(self, text: str, marked: list[str]) -> str:
+        """Return a client's text with marks in place of what would become control tokens.
+
+        Args:
+            text: as it came.
+            marked: what the marks stand for; extended.
+
+        Raises:
+            InvalidTurnError: this tokenizer cannot spell such a part out.
+        """
+        head, tail = self._edges(text)
+        before = self._mark_for(text[slice(*head)], marked) if head[0] < head[1] else ""
+        after = self._mark_for(text[slice(*tail)], marked) if tail[0] < tail[1] else ""
+        middle = self._guarded(text[head[1] : tail[0]], marked, MAX_ROUNDS)
+        return text[: head[0]] + before + middle + after + text[tail[1] :]
+
+    def encode(self, text: str, marked: Sequence[str] = ()) -> list[int]:
+        """Encode a text with the control tokens that are in it, and marks as what they stand for.
+
+        Raises:
+            InvalidTurnError: the template has taken a mark apart.
+        """
+        wanted = [marked[int(number)] for number in self._marks.findall(text)] if marked else []
+        ids = self._encode(self._marks.sub(self._mark, text) if wanted else text)
+        if not marked:
+            return ids
+        if ids.count(self._mark_id) != len(wanted) or text.count(self._open) != len(wanted):
+            raise _unspellable(marked[0])
+        spelled = iter([self._spell(part) for part in wanted])
+        return [
+            one for found in ids for one in (next(spelled) if found == self._mark_id else (found,))
+        ]
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Encode a client's text by itself, without a control token.
+
+        Raises:
+            InvalidTurnError: this tokenizer cannot spell out what is in it.
+        """
+        marked: list[str] = []
+        return self.encode(self.guard(text, marked), marked)
+
+    # ------------------------------------------------------------------------------------ finding
+
+    def _prepare(self) -> None:
+        """Note the names of control tokens, and with which characters they begin."""
+        self._names = {self._contents[found] for found in self.ids if self._contents.get(found)}
+        self._lengths = sorted({len(name) for name in self._names}, reverse=True)
+        firsts = {name[0] for name in self._names}
+        folded = {text[0] for text in map(self._normalize, self._names) if text}
+        # A tokenizer that puts "▁" before each text finds it in each text: there are other signs.
+        self._firsts = frozenset(firsts | folded - {"▁", " "})
+        self._first = re.compile("|".join(map(re.escape, firsts)) or r"\Z.")
+
+    def _guarded(self, text: str, marked: list[str], rounds: int) -> str:
+        """Return a text with marks; what is between them is looked at again, by itself.
+
+        A tokenizer takes what follows a mark for the beginning of a text.
+        """
+        if self._firsts.isdisjoint(text) and self._firsts.isdisjoint(self._normalize(text)):
+            return text  # nearly all texts: this is cheap, and never wrong
+        spans = self._named_spans(text) or self._folded_spans(text)
+        if not spans:
+            return text
+        if not rounds:
+            raise _unspellable(text)
+        parts, at = [], 0
+        for start, end in spans:
+            parts.append(self._guarded(text[at:start], marked, rounds - 1))
+            parts.append(self._mark_for(text[start:end], marked))
+            at = end
+        return "".join(parts) + self._guarded(text[at:], marked, rounds - 1)
+
+    def _named_spans(self, text: str) -> list[tuple[int, int]]:
+        """Where the names of control tokens are in a text; ascending, the longest where several."""
+        spans, at = [], 0
+        for match in self._first.finditer(text):
+            start = match.start()
+            if start < at:
+                continue
+            for length in self._lengths:
+                if text[start : start + length] in self._names:
+                    at = start + length
+                    spans.append((start, at))
+                    break
+        return spans
+
+    def _folded_spans(self, text: str) -> list[tuple[int, int]]:
+        """Where the tokenizer sees control tokens in a text without their names; ascending."""
+        if self.ids.isdisjoint(self._encode(text)):
+            return []
+        if not self._tokenizer.is_fast:
+            raise _unspellable(text)
+        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        spans = []
+        for token_id, (start, end) in zip(found.input_ids, found.offset_mapping, strict=True):
+            if token_id in self.ids:
+                part = text[start:end].lstrip()  # some take the blanks beside them
+                spans.append((end - len(part), end - len(part) + len(part.rstrip())))
+        return spans
+
+    def _edges(self, text: str) -> tuple[tuple[int, int], tuple[int, int]]:
+        """What becomes a control token together with what the template writes beside it.
+
+        Returns:
+            Spans at the beginning and at the end of the text, apart from blanks.
+        """
+        start, end = len(text) - len(text.lstrip()), len(text.rstrip())
+        heads = [start + len(name) for name in self._heads if text.startswith(name, start)]
+        start_tail = max([start, *heads])
+        tails = [end - len(name) for name in self._tails if text.endswith(name, start_tail, end)]
+        if not (heads or tails):
+            return (0, 0), (len(text), len(text))
+        return (start, start_tail), (min([end, *tails]), max(end, start_tail))
+
+    def _mark_for(self, part: str, marked: list[str]) -> str:
+        self._spell(part)  # refused now rather than after rendering
+        marked.append(part)
+        return f"{self._open}{len(marked) - 1}{self._close}"
+
+    # ----------------------------------------------------------------------------------- spelling
+
+    def _find_spelling(self, part: str) -> tuple[int, ...]:
+        """Tokens that spell a text and are no control tokens; best those that read the same."""
+        before = self._encode(_WITNESS)
+        rough: tuple[int, ...] = ()
+        meant = {_close_up(_WITNESS + text) for text in (part, self._normalize(part))}
+        for ids in self._spellings(part):
+            if not ids or not self.ids.isdisjoint(ids):
+                continue
+            text = self._decode([*before, *ids])
+            if text == _WITNESS + part:
+                return tuple(ids)
+            if not rough and _close_up(text) in meant:
+                rough = tuple(ids)
+        if not rough:
+            raise _unspellable(part)
+        return rough
+
+    def _spellings(self, part: str) -> Iterator[list[int]]:
+        """Ways to write a text: cut in two, so that it is not seen as a whole, or in characters."""
+        for at in range(1, len(part)):
+            yield self._encode(part[:at]) + self._encode(part[at:])
+        for text in (part, self._normalize(part)):
+            yield [token_id for character in text for token_id in self._character_ids(character)]
+
+    def _character_ids(self, character: str) -> list[int]:
+        names = (character, *(f"<0x{byte:02X}>" for byte in character.encode()))
+        ids = [self._tokenizer.convert_tokens_to_ids(name) for name in names]
+        unknown = (None, self._tokenizer.unk_token_id)
+        if ids[0] not in unknown:
+            return ids[:1]
+        if not any(found in unknown for found in ids[1:]):
+            return ids[1:]
+        return self._encode(character)
+
+    def _encode(self, text: str) -> list[int]:
+        token_ids: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
+        return token_ids
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
+
+def _unknown(tokenizer: Any) -> set[int]:
+    """The token of characters that a tokenizer does not know, which is no structure by itself."""
+    names = ("bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id", "mask_token_id")
+    others = {getattr(tokenizer, name, None) for name in names}
+    return {tokenizer.unk_token_id} - others
+
+
+def _normalizer(tokenizer: Any) -> Any:
+    """What a tokenizer does to a text before it looks for tokens; nothing, as far as is known."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    normalizer = getattr(backend, "normalizer", None)
+    return str if normalizer is None else normalizer.normalize_str
+
+
+def _close_up(text: str) -> str:
+    """A text without blanks, as some tokenizers give it back."""
+    return "".join(text.replace("▁", " ").split())
+
+
+def _unspellable(part: str) -> InvalidTurnError:
+    return InvalidTurnError(
+        f"the text {part[:40]!r} is a control token of the model, and cannot be spelled out",
+        "write it in another way",
+    )
