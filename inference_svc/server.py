@@ -106,6 +106,12 @@ def _load(settings: ModelSettings, path: Path, digests: Path) -> "Model":
     loaded = load_model(path, settings.dtype, settings.device, digests)
     calibration = calibrate(loaded, settings.positions)
     log.info(
+        "model_fingerprinted",
+        fingerprint=loaded.fingerprint,
+        hashed_bytes=loaded.hashed_bytes,
+        waited_s=round(loaded.hash_wait_s, 3),
+    )
+    log.info(
         "model_calibrated",
         attention_mode=calibration.mode,
         positions=calibration.positions,

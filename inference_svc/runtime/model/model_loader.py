@@ -6,7 +6,7 @@ Knows no architecture; `calibration` decides whether the model can be served.
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,12 @@ from inference_svc.core.errors import UnknownModelError, UnsupportedModelError
 from inference_svc.runtime.model.file_digests import DigestCache
 from inference_svc.runtime.model.fingerprint import Fingerprint, weight_files
 from shared.kv_layout import ITEM_BYTES
-from shared.log import get_logger
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 # Names that configs use for the number of positions.
 CONTEXT_WINDOW_KEYS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
 # Models that count distances only need not name one. What the common ones (BLOOM) were trained at.
 UNSTATED_WINDOW = 2048
-
-log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -42,6 +39,8 @@ class LoadedModel:
         context_window: tokens; UNSTATED_WINDOW if the config does not say.
         vocab_size: of the logits.
         eos_ids: tokens that end an answer.
+        hashed_bytes: of weights, that were read for the fingerprint; 0 if it was remembered.
+        hash_wait_s: from the end of loading to the fingerprint.
     """
 
     model: Any
@@ -54,6 +53,8 @@ class LoadedModel:
     eos_ids: frozenset[int]
     device: torch.device
     dtype: torch.dtype
+    hashed_bytes: int = 0
+    hash_wait_s: float = 0.0
 
 
 def load_model(
@@ -75,28 +76,17 @@ def load_model(
     cache = None if digests is None else DigestCache(digests)
     with Fingerprint(path, cache) as fingerprint:
         model = _from_pretrained(path, dtype)
-        return describe_model(
-            model.to(_device(device)),
-            tokenizer=_load_tokenizer(path),
-            name=path.resolve().name,
-            fingerprint=_wait_for(fingerprint, path),
+        model, tokenizer = model.to(_device(device)), _load_tokenizer(path)
+        loaded_s = time.monotonic()
+        with _one_line(
+            f"{path} cannot be fingerprinted", "start again when nothing writes to it any more"
+        ):
+            found = fingerprint.result()
+        return replace(
+            describe_model(model, tokenizer=tokenizer, name=path.resolve().name, fingerprint=found),
+            hashed_bytes=fingerprint.weights.read_bytes,
+            hash_wait_s=time.monotonic() - loaded_s,
         )
-
-
-def _wait_for(fingerprint: Fingerprint, path: Path) -> str:
-    """The fingerprint, and a line about what it took beyond loading."""
-    began_s = time.monotonic()
-    with _one_line(
-        f"{path} cannot be fingerprinted", "start again when nothing writes to it any more"
-    ):
-        found = fingerprint.result()
-    log.info(
-        "model_fingerprinted",
-        fingerprint=found,
-        hashed_bytes=fingerprint.weights.read_bytes,
-        waited_s=round(time.monotonic() - began_s, 3),
-    )
-    return found
 
 
 def describe_model(
