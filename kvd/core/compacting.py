@@ -38,7 +38,6 @@ from kvd.core.records import Tier
 from kvd.core.session import Session
 from kvd.core.session_history import MoveKind
 from kvd.core.state import CacheState
-from kvd.core.ttl import TtlClock
 from kvd.core.verifying import Verifier
 from kvd.core.writing import Writer
 from shared.session_key import SessionKey
@@ -69,7 +68,7 @@ class Compactor:
         self._placement = placement
         self._writer = writer
         self._verifier = verifier
-        self._resting = TtlClock()  # sessions to look at once they have been left alone
+        self._resting = state.make_clock()  # sessions to look at once they have been left alone
         self._waiting: dict[SessionKey, None] = {}  # wasteful ones
         self._work: _Work | None = None
         self._rests_at = -1  # Outbox.num_freed when there was no room

@@ -129,7 +129,8 @@ class CacheState:
         self.extents = ExtentTable(limits.num_extents, self.shape.sectors_per_extent)
         self.leases = LeaseTable(limits.max_leases)
         self.placement = SessionPlacement(make_policy, self._capacity_bytes)
-        self.ttl = TtlClock()
+        self._clocks: list[TtlClock] = []  # see make_clock
+        self.ttl = self.make_clock()
         self.turns = TurnLog(limits.max_turns)
         self.outbox = Outbox()
         self.measures = Measures()
@@ -188,6 +189,12 @@ class CacheState:
         return self.shape.num_sectors(block.num_tokens)
 
     # ------------------------------------------------------------------------------------ sessions
+
+    def make_clock(self) -> TtlClock:
+        """Make a clock for deadlines of sessions; one that is dropped leaves it at once."""
+        clock = TtlClock()
+        self._clocks.append(clock)
+        return clock
 
     def add_session(self, session: Session) -> None:
         """Take a new session in; its spans, and a place in the orders, are to follow."""
@@ -270,6 +277,8 @@ class CacheState:
         num_tokens, num_blocks = session.num_tokens, session.num_spans
         self._drop_folded(session, session.num_folded)
         del self.sessions[session.key]
+        for clock in self._clocks:
+            clock.forget(session.key)
         self.policy.removed(session.key)
         self.tenants.removed(session.key)
         self.tenants.count_session(session.key.tenant, -1)

@@ -22,7 +22,6 @@ from kvd.core.records import Admission, BlockRecord
 from kvd.core.session import Session
 from kvd.core.session_history import MoveKind
 from kvd.core.state import CacheState, WriteOp
-from kvd.core.ttl import TtlClock
 from shared.units import NS_PER_S, SECTOR_BYTES
 
 FIRST_RETRY_NS = NS_PER_S  # after a failed write; doubles with each further failure
@@ -38,7 +37,7 @@ class Writer:
     def __init__(self, state: CacheState, placement: Placement) -> None:
         self._state = state
         self._placement = placement
-        self._resting = TtlClock()  # sessions with blocks to write back
+        self._resting = state.make_clock()  # sessions with blocks to write back
         self._issued_bytes = 0
         self._retry_at_ns = 0
         self._retry_delay_ns = FIRST_RETRY_NS

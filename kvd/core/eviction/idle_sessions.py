@@ -5,13 +5,13 @@ are watched too, at most MOST_GHOSTS of them: else no return of a dropped sessio
 seen, and only sessions that were kept would be learned from.
 
 Invariants: 1. a session is idle or busy, and only idle ones age; 2. a history is of a session that
-is stored or among the ghosts.
+is stored or among the ghosts; 3. only sessions with a history wait to age, each once, however often
+they became idle and whether or not anybody asks who has aged.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from heapq import heappop, heappush
 
 from kvd.core.eviction.return_hazards import (
     EDGES_NS,
@@ -21,6 +21,7 @@ from kvd.core.eviction.return_hazards import (
     bucket_at,
     observe,
 )
+from kvd.core.ttl import TtlClock
 from shared.session_key import SessionKey
 from shared.units import NS_PER_S
 
@@ -44,7 +45,6 @@ class _History:
         session_class: by its traits when it became idle, or was stored since.
         idle_ns: since when it is idle; None: it is not, or has ended.
         bucket: of idle time that it is in.
-        spell: number of this idle time.
     """
 
     num_turns: int = 0
@@ -54,7 +54,6 @@ class _History:
     session_class: SessionClass | None = None
     idle_ns: int | None = None
     bucket: int = 0
-    spell: int = 0
 
     def traits(self) -> Traits:
         """Class of the session: turns so far, size of the last one, idle time before it."""
@@ -74,8 +73,7 @@ class IdleSessions:
         self._histories: dict[SessionKey, _History] = {}
         self._ghosts: OrderedDict[SessionKey, None] = OrderedDict()
         self._new: dict[SessionKey, int] = {}  # turns of sessions that were never idle
-        self._ageing: list[tuple[int, int, SessionKey]] = []  # heap: when, spell
-        self._num_spells = 0
+        self._ageing = TtlClock()  # when idle sessions come to another bucket, or earlier
         self._num_seen = 0
         self._num_learned = 0  # of these
 
@@ -108,8 +106,6 @@ class IdleSessions:
         history = self._history(key)
         history.idle_ns, history.bucket = now_ns, 0
         history.session_class = self._hazards.class_of(history.traits())
-        self._num_spells += 1
-        history.spell = self._num_spells
         self._age_later(key, history)
 
     def sized(self, key: SessionKey, num_tokens: int) -> None:
@@ -134,13 +130,16 @@ class IdleSessions:
     def aged(self, now_ns: int) -> Iterator[SessionKey]:
         """Let time pass; yield the sessions that are of another age now, some at a time."""
         for _ in range(MOST_AGED):
-            if not self._ageing or self._ageing[0][0] > now_ns:
+            key = self._ageing.pop_due(now_ns)
+            if key is None:
                 return
-            _, spell, key = heappop(self._ageing)
-            history = self._histories.get(key)
-            if history is None or history.idle_ns is None or history.spell != spell:
-                continue  # it was not idle all the time
+            history = self._histories[key]
+            if history.idle_ns is None:
+                continue  # it ages again when it is idle again
             idle_ns = now_ns - history.idle_ns
+            if idle_ns < EDGES_NS[history.bucket + 1]:
+                self._age_later(key, history)  # it was used meanwhile
+                continue
             self._grow_older(history, bucket_at(idle_ns))
             if idle_ns < EDGES_NS[-1]:
                 self._age_later(key, history)
@@ -178,8 +177,7 @@ class IdleSessions:
 
     def _age_later(self, key: SessionKey, history: _History) -> None:
         assert history.idle_ns is not None, "only idle sessions age"
-        at_ns = history.idle_ns + EDGES_NS[history.bucket + 1]
-        heappush(self._ageing, (at_ns, history.spell, key))
+        self._ageing.schedule(key, history.idle_ns + EDGES_NS[history.bucket + 1])
 
     def _history(self, key: SessionKey) -> _History:
         history = self._histories.get(key)
@@ -193,4 +191,6 @@ class IdleSessions:
         self._ghosts[key] = None
         self._ghosts.move_to_end(key)
         if len(self._ghosts) > MOST_GHOSTS:
-            del self._histories[self._ghosts.popitem(last=False)[0]]
+            oldest, _ = self._ghosts.popitem(last=False)
+            del self._histories[oldest]
+            self._ageing.forget(oldest)

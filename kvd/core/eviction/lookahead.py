@@ -35,7 +35,10 @@ class LookaheadPolicy(LookaheadQueuePolicy):
     ) -> None:
         """See EvictionPolicy."""
         super().engaged(key, place, now_ns, is_running=is_running)
-        self._moved[key] = place
+        if place is None and key not in self._places:
+            self._moved.pop(key, None)  # it came and went between two looks
+        else:
+            self._moved[key] = place
 
     def victims(
         self, tier: Tier | None, now_ns: int, *, colder_than: SessionKey | None = None

@@ -3,7 +3,7 @@
 import pytest
 
 from kvd.core.errors import InvalidRequestError, UnknownSessionError
-from kvd.core.records import TTL_NEVER_NS, Pin
+from kvd.core.records import TTL_NEVER_NS, Admission, Pin
 from kvd.core.retention import EXPIRE_BATCH, RECHECK_NS
 from kvd.core.session_filter import SessionFilter
 from kvd.core.tenants import TenantLimits
@@ -26,6 +26,21 @@ def expire(world, elapsed_ns: int) -> None:
     world.now_ns += elapsed_ns
     world.engine.expire(world.now_ns)
     world.pump()
+
+
+def test_sessions_that_are_gone_leave_every_clock():
+    """Long before their TTL, their write-back or their compaction would have been due."""
+    world = new_world(
+        default_ttl_ns=10**9, admission=Admission.WRITE_BACK, write_back_delay_ns=10**9
+    )
+    clocks = world.engine._state._clocks
+    for _ in range(20):
+        store(world, A, ONES)
+        assert {len(clock) for clock in clocks} >= {1}
+        world.engine.flush(A, dry_run=False, now_ns=world.now_ns)
+        world.pump()
+        assert sum(map(len, clocks)) == 0
+    assert world.engine.next_deadline_ns() is None
 
 
 def test_a_session_expires_after_its_last_use():

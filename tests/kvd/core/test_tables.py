@@ -142,6 +142,19 @@ def test_the_earliest_deadline_counts():
     assert [clock.pop_due(40), clock.pop_due(40), clock.pop_due(40)] == [A, B, None]
 
 
+def test_a_session_that_is_gone_leaves_the_clock():
+    """However far its deadline was; the next one counts, and it may come back."""
+    clock = TtlClock()
+    for deadline_ns, key in ((10, A), (15, B)):
+        clock.schedule(key, deadline_ns)
+    clock.forget(A)
+    clock.forget(A)
+    assert (len(clock), clock.next_deadline_ns()) == (1, 15)
+    clock.schedule(A, 20)
+    assert [clock.pop_due(40), clock.pop_due(40), clock.pop_due(40)] == [B, A, None]
+    assert len(clock) == 0
+
+
 def test_an_extent_has_the_used_rows_only():
     """Header, then each layer's rows in whole sectors; a full block is as large as its slot."""
     layers = (

@@ -43,6 +43,21 @@ def test_the_paper_s_window_exempts_its_jobs_and_no_others():
     assert sessions.victims() == "abcde"
 
 
+def test_jobs_that_came_and_went_are_not_remembered_for_the_next_look():
+    """Nobody asks the paper's policy for victims, and jobs come and go all the same."""
+    sessions = Sessions("lookahead", capacity_bytes=200)
+    sessions.use("a")
+    for number in range(50):
+        sessions.queue(["a", f"new {number}"], [f"runs {number}"])
+    assert len(sessions.policy._moved) == 2
+    sessions.victims()
+    sessions.queue([])
+    assert len(sessions.policy._moved) == 2
+    sessions.victims()
+    assert not sessions.policy._moved
+    assert not sessions.policy._places
+
+
 def test_the_whole_queue_goes_last_tail_first():
     sessions = Sessions("lookahead_queue")
     sessions.use("a", "b", "c", "d", "e")

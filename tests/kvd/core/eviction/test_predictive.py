@@ -5,7 +5,7 @@ from string import ascii_lowercase, ascii_uppercase
 import pytest
 
 from kvd.core.eviction import idle_sessions, predictive
-from kvd.core.eviction.return_hazards import bucket_at, observe
+from kvd.core.eviction.return_hazards import EDGES_NS, bucket_at, observe
 from kvd.core.records import Tier
 from shared.units import NS_PER_S
 from tests.kvd.core.eviction.sessions import Sessions, key_of
@@ -139,6 +139,35 @@ def test_only_so_many_sessions_that_are_not_stored_are_remembered(monkeypatch):
     assert key_of("stays") in histories
     assert key_of("new 49") in histories
     assert len(histories) == 1 + 10
+
+
+def test_sessions_wait_to_age_once_though_nobody_asks_who_has(monkeypatch):
+    """However often they are used; one that is forgotten waits no more."""
+    monkeypatch.setattr(idle_sessions, "MOST_GHOSTS", 10)
+    sessions = Chats()
+    for _ in range(30):
+        for name in "abc":
+            sessions.turn(name)
+            sessions.now_ns += NS_PER_S
+    ageing = sessions.policy._idle._ageing
+    assert len(ageing) == 3
+    for number in range(50):
+        sessions.turn(f"dropped {number}")
+        sessions.policy.removed(key_of(f"dropped {number}"))
+    assert len(ageing) == 3 + 10
+
+
+def test_a_session_ages_from_its_last_use_on():
+    """Though it waits to age since an earlier one; it comes to no bucket too early."""
+    sessions = Chats()
+    sessions.turn("a")
+    sessions.now_ns += EDGES_NS[1] - 1
+    sessions.use("a")
+    history = sessions.policy._idle._histories[key_of("a")]
+    for elapsed_ns, bucket in ((1, 0), (EDGES_NS[1] - 2, 0), (1, 1), (EDGES_NS[9], 9)):
+        sessions.now_ns += elapsed_ns
+        sessions.victims()
+        assert history.bucket == bucket
 
 
 def test_jobs_of_unknown_sessions_that_never_start_take_bounded_room(monkeypatch):
