@@ -1,6 +1,7 @@
 """The Operator service: flush, pin, set TTLs, end a process that hangs on to slots, verify."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import aclosing
 from functools import partial
@@ -235,9 +236,9 @@ async def _would_flush(cache: Cache, keys: list[SessionKey], wanted: SessionFilt
         leased += found[1]
         await asyncio.sleep(0)
     num_bytes = 0
-    counted: set[bytes] = set()
+    counted: Counter[bytes] = Counter()
     for bit in _bits(list(flushed)):
-        num_bytes += cache.act(partial(_freed_bytes, bit, flushed, counted))
+        num_bytes += cache.act(partial(_freed_bytes, bit, counted))
         await asyncio.sleep(0)
     return FlushAnswer(len(flushed), num_bytes, tuple(leased))
 
@@ -260,12 +261,11 @@ def _flushable(
 
 def _freed_bytes(
     keys: list[SessionKey],
-    flushed: dict[SessionKey, None],
-    counted: set[bytes],
+    counted: Counter[bytes],
     core: CacheEngine,
     _now_ns: int,
 ) -> int:
-    return core.freed_bytes(keys, flushed, counted)
+    return core.freed_bytes(keys, counted)
 
 
 def _add(response: kvd_pb2.FlushResponse, answer: FlushAnswer) -> None:

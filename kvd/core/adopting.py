@@ -48,7 +48,7 @@ def settle(state: CacheState) -> None:
     used = []
     for block in adopted:
         if block.users:
-            used.append((state.sessions[next(reversed(block.users))].last_access_ns, block))
+            used.append((state.sessions[block.newest_user()].last_access_ns, block))
         else:
             state.forget(block)
     for _, block in sorted(used, key=lambda pair: pair[0], reverse=True):  # what is warm is next

@@ -50,9 +50,10 @@ class Block:
         is_ahead: read into DRAM ahead of a load, and not loaded yet.
         readers: load leases on it: its slot stays.
         holders: calls and store leases that build on it: it does not leave its last tier.
-        users: sessions with a span on it (a dict, for its order).
-        last_user: the session that used it last, as far as known: a hint for finding a warm user
-            quickly.
+        users: sessions with a span on it, in the order in which they came (a dict, for that).
+        num_answer_dram: of the users, those that answer for it in DRAM; see block_users.py.
+        num_answer_ssd: the same, on SSD.
+        last_user: the session that used it last, as far as known. It may be gone if no other does.
     """
 
     key: bytes
@@ -69,6 +70,8 @@ class Block:
     readers: int = 0
     holders: int = 0
     users: dict[SessionKey, None] = field(default_factory=dict)
+    num_answer_dram: int = 0
+    num_answer_ssd: int = 0
     last_user: SessionKey | None = None
 
     @property
@@ -91,6 +94,21 @@ class Block:
     def wanted(self) -> bool:
         """Whether anybody needs the block at all."""
         return bool(self.users or self.readers or self.holders)
+
+    def num_answer(self, tier: Tier) -> int:
+        """How many of its users answer for it in the tier."""
+        return self.num_answer_dram if tier is Tier.DRAM else self.num_answer_ssd
+
+    def newest_user(self) -> SessionKey:
+        """Find the user that came last; there is one.
+
+        A dict keeps the gaps of what was removed, and looking at its last item steps over those at
+        its end each time. To pop the item drops them for good, so that this is O(1) in the long
+        run.
+        """
+        key, _ = self.users.popitem()
+        self.users[key] = None
+        return key
 
     def resides(self, tier: Tier) -> bool:
         """Whether the block has a place in the tier."""

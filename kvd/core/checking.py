@@ -226,12 +226,13 @@ def _check_block(state: CacheState, block: Block) -> None:
         assert block.io in (BlockIo.IDLE, BlockIo.VERIFYING), "unverified bytes are not written"
     _check_contents(block)
     for tier in Tier:
+        num_answer = sum(
+            state.sessions[k].pin is Pin.HARD or state.policy.ranks(k, tier) for k in block.users
+        )
+        assert block.num_answer(tier) == num_answer, "who answers for a block is counted right"
         if block.users and block.resides(tier):
-            is_answered = any(
-                state.sessions[k].pin is Pin.HARD or state.policy.ranks(k, tier)
-                for k in block.users
-            )
-            assert is_answered, f"nobody answers for a block in {tier.value}"
+            assert num_answer, f"nobody answers for a block in {tier.value}"
+    assert not block.users or block.last_user in block.users, "the last user is one of them"
 
 
 def _check_contents(block: Block) -> None:

@@ -18,6 +18,7 @@ Calls that name an owner are made only between its attach and `owner_gone`.
 *Source:* sessions as the unit of placement: CachedAttention §3.3; the sans-I/O shape: aioquic.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from kvd.core import (
@@ -433,11 +434,9 @@ class CacheEngine:
         self._state.advance(now_ns)
         return retention.flushable(self._state, keys, wanted)
 
-    def freed_bytes(
-        self, keys: Sequence[SessionKey], flushed: dict[SessionKey, None], counted: set[bytes]
-    ) -> int:
-        """What dropping `flushed` frees, of the blocks of some of them: see retention.py."""
-        return retention.freed_bytes(self._state, flushed, keys, counted)
+    def freed_bytes(self, keys: Sequence[SessionKey], counted: Counter[bytes]) -> int:
+        """What dropping some of the sessions of one flush frees: see retention.py."""
+        return retention.freed_bytes(self._state, keys, counted)
 
     def forget_history(self, tenant: str | None) -> None:
         """Forget what happened to a tenant's sessions (None: to all)."""

@@ -13,6 +13,7 @@ Pure. Invariants: 1. a tenant is erased only if it has no sessions, no blocks an
 way; 2. a slot that is being wiped is nobody's: not free, in no block, lease or journal record.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -74,7 +75,7 @@ class Eraser:
         state.advance(now_ns)
         taken, self._to_drop = self._to_drop[:max_sessions], self._to_drop[max_sessions:]
         keys = [key for key in taken if key in state.sessions]
-        num_bytes = freed_bytes(state, dict.fromkeys(keys))
+        num_bytes = freed_bytes(state, keys, Counter())
         for key in keys:
             state.outbox.count("sessions_flushed")
             state.drop_session(state.sessions[key], SESSION_FLUSHED, WHY)

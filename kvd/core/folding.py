@@ -68,18 +68,19 @@ class FoldedTails:
             self._fold_blocks(session, taken)
         return is_busy
 
-    def unfold(self, session: Session) -> None:
-        """Make blocks of a session's folded ones; nothing else changes."""
-        blocks, spans = list(session.tail_blocks()), list(session.tail_spans())
+    def unfold(self, session: Session) -> list[Block]:
+        """Make blocks of a session's folded ones; the caller makes it their user."""
+        records, spans = list(session.tail_blocks()), list(session.tail_spans())
         self._unregister(session)
         session.folded = session.folded_spans = b""
         session.spans = [*session.spans, *spans]
-        for record in blocks:
+        blocks = []
+        for record in records:
             block = Block(record.key, record.num_tokens, session.key.tenant)
-            block.users[session.key] = None
-            block.last_user = session.key
             self._blocks.add(block)
             self._blocks.enter_ssd(block, record.extent)
+            blocks.append(block)
+        return blocks
 
     def take(self, session: Session, num_blocks: int) -> list[BlockRecord]:
         """Take a session's last folded blocks off; the caller gives up what they occupy."""

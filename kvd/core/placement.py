@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 
 from kvd.core.block import Block, BlockIo
-from kvd.core.records import Admission, Pin, Tier
+from kvd.core.records import Admission, Tier
 from kvd.core.session import Session
 from kvd.core.session_history import MoveKind
 from kvd.core.state import CacheState
@@ -46,7 +46,20 @@ class _Plan:
     folded: list[tuple[Session, int]] = field(default_factory=list)  # that many of its last ones
     emptied: list[SessionKey] = field(default_factory=list)
     passed: set[SessionKey] = field(default_factory=set)
+    num_passed: dict[bytes, int] = field(default_factory=dict)  # of these, users of a shared block
     num_taken: int = 0  # folded blocks included
+
+    def pass_user(self, block: Block, tier: Tier | None) -> bool:
+        """Pass one of a block's users; returns whether it stays with another.
+
+        That is one which is hard-pinned, or comes later in the order. O(1): the users that are
+        passed are counted, and so are all that answer for the block.
+        """
+        num_users = len(block.users) if tier is None else block.num_answer(tier)
+        if num_users == 1:
+            return False
+        num_passed = self.num_passed[block.key] = self.num_passed.get(block.key, 0) + 1
+        return num_passed < num_users
 
 
 class Placement:
@@ -209,7 +222,7 @@ class Placement:
             if plan.num_taken >= num_wanted:
                 return False
             block = self._state.blocks[block_key]
-            if not _is_in(block, rule.tier) or self._is_covered(block, rule.tier, plan.passed):
+            if not _is_in(block, rule.tier) or plan.pass_user(block, rule.tier):
                 continue
             if _may_take(block, rule, may_cut=may_cut):
                 plan.blocks.append(block)
@@ -218,17 +231,6 @@ class Placement:
                 is_emptied = False
                 may_cut = may_cut and block.may_vanish()  # never cut before a block that is in use
         return is_emptied
-
-    def _is_covered(self, block: Block, tier: Tier | None, passed: set[SessionKey]) -> bool:
-        """Whether the block stays with a session that is pinned or comes later in the order."""
-        sessions, policy = self._state.sessions, self._state.policy
-
-        def is_warmer(key: SessionKey) -> bool:
-            if sessions[key].pin is Pin.HARD:
-                return True
-            return key not in passed and (tier is None or policy.ranks(key, tier))
-
-        return self._state.warm_user(block, is_warmer)
 
     # -------------------------------------------------------------------------------------- taking
 
@@ -248,9 +250,9 @@ class Placement:
         if rule.tier is Tier.DRAM:
             for key in filter(state.placement.queue.is_queued, plan.passed):
                 state.placement.prefetching.reopen(key)  # what goes is to be read again in time
-        for block in plan.blocks:
+        state.outbox.count(counter, len(plan.blocks))
+        for block in reversed(plan.blocks):  # heads first: a session is cut once, where it ends
             if _is_in(block, rule.tier):  # else an earlier cut took it along
-                state.outbox.count(counter)
                 self._take(block, rule.tier)
 
     def _measure(self, plan: _Plan, tier: Tier) -> None:
@@ -275,8 +277,9 @@ class Placement:
 
     def _left(self, key: SessionKey, tier: Tier) -> None:
         """Note that a session has nothing more to give in the tier."""
-        if key in self._state.sessions:
-            self._state.policy.left(key, tier)
+        session = self._state.sessions.get(key)
+        if session is not None:
+            self._state.users.left(session, tier)
             if tier is Tier.DRAM:
                 self._state.fold_later(key)
 

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from kvd.core.block import Block, BlockIo
-from kvd.core.records import Pin, Tier
+from kvd.core.records import Tier
 from kvd.core.session import Session
 from kvd.core.state import CacheState
 from shared.session_key import SessionKey
@@ -43,7 +43,7 @@ class ReadPlan:
         self.missing.popleft()
         self.num_begun += 1
         self.session.num_read_ahead += 1
-        _enter(state, self.session)
+        state.users.entered(self.session, Tier.DRAM)
 
 
 def plan_session(state: CacheState, key: SessionKey, *, is_waiting: bool) -> ReadPlan | None:
@@ -58,14 +58,9 @@ def plan_session(state: CacheState, key: SessionKey, *, is_waiting: bool) -> Rea
     keys = session.block_keys()
     missing = deque(key for key in keys if _is_missing(state.blocks[key]))
     if len(missing) < len(keys):
-        _enter(state, session)
+        state.users.entered(session, Tier.DRAM)
     is_too_much = session.num_read_ahead + len(missing) > MOST_TIMES * session.num_spans
     return None if is_too_much or not missing else ReadPlan(session, missing, is_waiting)
-
-
-def _enter(state: CacheState, session: Session) -> None:
-    if session.pin is not Pin.HARD:
-        state.policy.entered(session.key, Tier.DRAM)
 
 
 def _is_missing(block: Block) -> bool:

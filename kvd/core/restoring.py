@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from kvd.core.actions import RESTORED
 from kvd.core.block_rows import BlockRows
+from kvd.core.block_users import NOWHERE
 from kvd.core.packing import PLACE_BYTES, plain_span
 from kvd.core.records import IndexRows, Pin, SessionRecord, Span, Tier
 from kvd.core.row_join import Ints, count_users, head_lengths, join_spans, pack_all_places
@@ -118,8 +119,7 @@ class _Restoration:
             if not block.tenant:
                 block.tenant = tenant
                 self.state.tenants.charge(tenant, 1)
-            block.users[session.key] = None
-            block.last_user = session.key
+        self.state.users.add(session, blocks)
 
     def _add(self, session: Session, settings: SessionRecord | None) -> None:
         """Register a session, and give it its place in the orders."""
@@ -128,7 +128,7 @@ class _Restoration:
         if session.folded:
             state.tails.restored(session)
         if settings is None:
-            state.policy.entered(key, Tier.SSD)
+            state.users.entered(session, Tier.SSD)
             state.tenants.entered(key)
         else:
             self._set(session, settings)
@@ -139,11 +139,12 @@ class _Restoration:
         session.ttl_ns, session.pin, session.ended = settings.ttl_ns, settings.pin, settings.ended
         state.count_pin(session, 1)
         if session.pin is Pin.HARD:
+            state.users.recount(session, NOWHERE)
             return
         if session.pin is Pin.SOFT:
             state.policy.guarded(key, is_guarded=True)
             state.tenants.guarded(key, is_guarded=True)
-        state.policy.entered(key, Tier.SSD)
+        state.users.entered(session, Tier.SSD)
         state.tenants.entered(key)
         if session.ended:
             state.policy.ended(key)

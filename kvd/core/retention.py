@@ -5,6 +5,7 @@ in no eviction order, a soft-pinned one is guarded in every one; 3. a flush neve
 session.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 
 from kvd.core.actions import SESSION_ENDED, SESSION_EXPIRED, SESSION_FLUSHED
@@ -59,13 +60,15 @@ def expire(state: CacheState) -> None:
 def pin(state: CacheState, key: SessionKey, pin: Pin) -> None:
     """Change how a session is protected from expiry and eviction; the end of a pin is a use."""
     session = find_session(state, key)
+    answered = state.users.answers(session)
     state.count_pin(session, -1)
     session.pin = pin
     state.count_pin(session, 1)
     if pin is Pin.HARD:
         state.policy.removed(key)
         state.tenants.removed(key)
-    else:
+    state.users.recount(session, answered)
+    if pin is not Pin.HARD:
         _rank(state, session)
     state.outbox.session_changed(key)
     kind = MoveKind.UNPINNED if pin is Pin.NONE else MoveKind.PINNED
@@ -79,7 +82,7 @@ def _rank(state: CacheState, session: Session) -> None:
     state.tenants.guarded(session.key, is_guarded=is_guarded)
     if is_guarded:
         for tier in Tier:
-            state.policy.entered(session.key, tier)
+            state.users.entered(session, tier)
         state.tenants.entered(session.key)
     else:
         state.touch(session)
@@ -151,7 +154,7 @@ def _flush(
     *,
     dry_run: bool,
 ) -> FlushAnswer:
-    num_bytes = freed_bytes(state, flushed)
+    num_bytes = freed_bytes(state, flushed, Counter())
     if not dry_run:
         for key in flushed:
             state.outbox.count("sessions_flushed")
@@ -159,32 +162,25 @@ def _flush(
     return FlushAnswer(len(flushed), num_bytes, leased)
 
 
-def freed_bytes(
-    state: CacheState,
-    flushed: dict[SessionKey, None],
-    some: Iterable[SessionKey] | None = None,
-    counted: set[bytes] | None = None,
-) -> int:
-    """Bytes, over all tiers, of the blocks that only these sessions use.
+def freed_bytes(state: CacheState, keys: Iterable[SessionKey], counted: Counter[bytes]) -> int:
+    """Bytes, over all tiers, that go with these sessions, and with others before: O(their blocks).
+
+    A block that several sessions share goes with the last of them.
 
     Args:
         state: of the cache.
-        flushed: the sessions.
-        some: add up the blocks of these only, as far as they are still there; None: of all.
-        counted: shared blocks that were added up with others; this call's are put there.
+        keys: of the sessions, each once; those that are gone free nothing.
+        counted: how many users of each shared block have been looked at. Empty at first; the calls
+            that add up one flush bit by bit hand it on.
     """
-    counted = set() if counted is None else counted
-    keys = flushed if some is None else some
     sessions = [state.sessions[key] for key in keys if key in state.sessions]
     num_copies = sum(session.num_folded for session in sessions)
-    for block_key in {key for session in sessions for key in session.block_keys()} - counted:
+    for block_key in (key for session in sessions for key in session.block_keys()):
         block = state.blocks[block_key]
         if len(block.users) > 1:
-            counted.add(block_key)
-        if not block.readers and not block.holders and _are_all(block.users, flushed):
+            counted[block_key] += 1
+            if counted[block_key] < len(block.users):
+                continue
+        if not block.readers and not block.holders:
             num_copies += (block.slot_id is not None) + (block.extent is not None)
     return num_copies * state.layout.block_bytes
-
-
-def _are_all(users: Iterable[SessionKey], flushed: dict[SessionKey, None]) -> bool:
-    return all(user in flushed for user in users)

@@ -24,6 +24,7 @@ from kvd.core.actions import (
     PutSlot,
 )
 from kvd.core.block import Block, BlockIndex, BlockIo
+from kvd.core.block_users import BlockUsers
 from kvd.core.eviction.policy import EvictionPolicy
 from kvd.core.eviction.registry import PolicyMaker
 from kvd.core.extent_shape import ExtentShape
@@ -129,6 +130,7 @@ class CacheState:
         self.extents = ExtentTable(limits.num_extents, self.shape.sectors_per_extent)
         self.leases = LeaseTable(limits.max_leases)
         self.placement = SessionPlacement(make_policy, self._capacity_bytes)
+        self.users = BlockUsers(self.blocks, self.sessions, self.policy)
         self._clocks: list[TtlClock] = []  # see make_clock
         self.ttl = self.make_clock()
         self.turns = TurnLog(limits.max_turns)
@@ -215,7 +217,7 @@ class CacheState:
             session.ended = False
             self.outbox.session_changed(session.key)
         if session.pin is not Pin.HARD:
-            self.policy.touched(session.key, self.now_ns)
+            self.users.touched(session, self.now_ns)
             self.tenants.touched(session.key)
         for span in session.spans:
             self.blocks[span.block_key].last_user = session.key
@@ -241,17 +243,14 @@ class CacheState:
         session.spans = list(spans)
         after = session.block_keys()
         self.outbox.session_changed(session.key)
-        for block_key in after:
-            if block_key not in before:
-                self.blocks[block_key].users[session.key] = None
-                self.blocks[block_key].last_user = session.key
+        self.users.add(session, (self.blocks[key] for key in after if key not in before))
         for block_key in reversed(before):  # tail first: what remains is a prefix at any moment
             if block_key not in after:
                 block = self.blocks[block_key]
-                del block.users[session.key]
+                self.users.remove(session, block)
                 self.settle(block)
                 if len(block.users) == 1:  # it is private now
-                    self.fold_later(next(iter(block.users)))
+                    self.fold_later(block.newest_user())
 
     def cut(self, session: Session, num_spans: int, why: str) -> None:
         """Keep the session's first spans, and nothing folded; one without any is dropped."""
@@ -279,11 +278,11 @@ class CacheState:
         del self.sessions[session.key]
         for clock in self._clocks:
             clock.forget(session.key)
+        self.set_spans(session, ())
         self.policy.removed(session.key)
         self.tenants.removed(session.key)
         self.tenants.count_session(session.key.tenant, -1)
         self.count_pin(session, -1)
-        self.set_spans(session, ())
         self.outbox.emit(event, session.key, {"why": why, "num_tokens": num_tokens})
         self.note(session.key, _DROPS[event], num_blocks=num_blocks, num_tokens=num_tokens, why=why)
 
@@ -323,7 +322,7 @@ class CacheState:
     def unfold(self, session: Session) -> None:
         """Have all blocks of a session in the index; it is folded again when it may be."""
         if session.folded:
-            self.tails.unfold(session)
+            self.users.add(session, self.tails.unfold(session))
             self.fold_later(session.key)
 
     def fold_later(self, key: SessionKey) -> None:
@@ -359,11 +358,8 @@ class CacheState:
         """
         if not self.blocks.holds(block):
             return
-        if block.users:  # no loop over Tier: this is most of what a load of many blocks costs
-            if block.slot_id is not None:
-                self._find_ranking_user(block, Tier.DRAM)
-            if block.extent is not None:
-                self._find_ranking_user(block, Tier.SSD)
+        if block.users:
+            self.users.settle(block)
         elif not block.wanted and block.io is BlockIo.IDLE:
             self.forget(block)
 
@@ -442,23 +438,3 @@ class CacheState:
         self.clear_slot(slot_id)
         self.slots.free(slot_id)
         self.outbox.space_freed()
-
-    # ---------------------------------------------------------------------------------------- users
-
-    def warm_user(self, block: Block, is_warm: Callable[[SessionKey], bool]) -> bool:
-        """Whether a user of the block is warm; remembers which, so that the next look is O(1)."""
-        if block.last_user in block.users and is_warm(block.last_user):
-            return True
-        for key in block.users:
-            if is_warm(key):
-                block.last_user = key
-                return True
-        return False
-
-    def _find_ranking_user(self, block: Block, tier: Tier) -> None:
-        def is_ranked(key: SessionKey) -> bool:
-            return self.sessions[key].pin is Pin.HARD or self.policy.ranks(key, tier)
-
-        if not self.warm_user(block, is_ranked):
-            block.last_user = next(reversed(block.users))
-            self.policy.entered(block.last_user, tier)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvd.core.engine import Limits
 from kvd.core.eviction.lru import LruPolicy
 from kvd.core.eviction.policy import PolicyContext
 from kvd.core.eviction.registry import POLICIES, make_policy
@@ -24,6 +25,7 @@ from tests.kvd.core.turns import (
     store,
     tiers_of,
 )
+from tests.property.cache_world import CacheWorld
 
 CONTEXT = PolicyContext(QueueWindow(lambda key: None), lambda: 0)
 
@@ -228,8 +230,9 @@ class CountingPolicy(LruPolicy):
 
 def test_an_arena_full_of_dirty_blocks_is_not_looked_through():
     """A store that has to wait costs no look at every session, however often it asks."""
-    world = new_world(num_slots=16, admission=Admission.ON_EVICT)
-    policy = world.engine._state.placement.policy = CountingPolicy(CONTEXT)
+    limits = Limits(num_slots=16, num_extents=64, admission=Admission.ON_EVICT)
+    world = CacheWorld(limits, CountingPolicy)
+    policy = world.engine._state.policy
     for index in range(16):
         store(world, A._replace(session_id=f"s{index}"), [index] * 4)
     assert world.engine.stats().dirty_bytes == 16 * world.engine.layout.block_bytes

@@ -1,0 +1,108 @@
+"""BlockUsers: which sessions use a block, and how many of them answer for it in each tier.
+
+A session *answers* for its blocks in a tier while the policy ranks it there, or while it is
+hard-pinned. Whoever evicts asks of each block whether a session answers that is not passed over
+yet, and a system prompt may have 100,000 users: so each block counts those that answer, and a look
+costs O(1). The counts change when a session enters or leaves an order, O(its blocks) each time.
+
+Pure. Invariants (checking.py states them as code): 1. a block's counts are those of a recount;
+2. a block with a user and bytes in a tier has one that answers for it there, once it is settled.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from kvd.core.block import Block, BlockIndex
+from kvd.core.eviction.policy import EvictionPolicy
+from kvd.core.records import Pin, Tier
+from kvd.core.session import Session
+from shared.session_key import SessionKey
+
+Answers = tuple[bool, bool]  # in DRAM, on SSD
+NOWHERE: Answers = (False, False)
+
+
+class BlockUsers:
+    """See the module docstring. Nobody else enters or leaves an order of one tier.
+
+    Args:
+        blocks: the index of blocks.
+        sessions: all sessions.
+        policy: what ranks them.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockIndex,
+        sessions: Mapping[SessionKey, Session],
+        policy: EvictionPolicy,
+    ) -> None:
+        self._blocks = blocks
+        self._sessions = sessions
+        self._policy = policy
+
+    def answers(self, session: Session) -> Answers:
+        """Tell in which tiers the session answers for its blocks."""
+        if session.pin is Pin.HARD:
+            return True, True
+        key, ranks = session.key, self._policy.ranks
+        return ranks(key, Tier.DRAM), ranks(key, Tier.SSD)
+
+    def add(self, session: Session, blocks: Iterable[Block]) -> None:
+        """Note that a session uses these blocks from now on, and was the last to use them."""
+        in_dram, on_ssd = self.answers(session)
+        for block in blocks:
+            block.users[session.key] = None
+            block.last_user = session.key
+            block.num_answer_dram += in_dram
+            block.num_answer_ssd += on_ssd
+
+    def remove(self, session: Session, block: Block) -> None:
+        """Note that a session uses a block no more; `settle` is to follow."""
+        in_dram, on_ssd = self.answers(session)
+        del block.users[session.key]
+        block.num_answer_dram -= in_dram
+        block.num_answer_ssd -= on_ssd
+        if block.last_user == session.key and block.users:
+            block.last_user = block.newest_user()
+
+    def settle(self, block: Block) -> None:
+        """Have one of the block's users answer for it in each tier where it has bytes; O(1).
+
+        A session that begins to answer costs O(its blocks).
+        """
+        if block.slot_id is not None and not block.num_answer_dram:
+            self.entered(self._sessions[block.newest_user()], Tier.DRAM)
+        if block.extent is not None and not block.num_answer_ssd:
+            self.entered(self._sessions[block.newest_user()], Tier.SSD)
+
+    # --------------------------------------------------------------------------------- the orders
+
+    def touched(self, session: Session, now_ns: int) -> None:
+        """Note a use of a session that may be evicted: it answers in every tier."""
+        before = self.answers(session)
+        self._policy.touched(session.key, now_ns)
+        self.recount(session, before)
+
+    def entered(self, session: Session, tier: Tier) -> None:
+        """Have a session answer in a tier, without a use; a hard-pinned one does already."""
+        if session.pin is not Pin.HARD:
+            before = self.answers(session)
+            self._policy.entered(session.key, tier)
+            self.recount(session, before)
+
+    def left(self, session: Session, tier: Tier) -> None:
+        """Note that nothing of a session that may be evicted is to be had in a tier."""
+        before = self.answers(session)
+        self._policy.left(session.key, tier)
+        self.recount(session, before)
+
+    def recount(self, session: Session, before: Answers) -> None:
+        """Count anew where a session answers, after that has changed: O(its blocks)."""
+        after = self.answers(session)
+        if after == before:
+            return
+        in_dram, on_ssd = (int(now) - int(then) for now, then in zip(after, before, strict=True))
+        for block_key in session.block_keys():
+            block = self._blocks[block_key]
+            block.num_answer_dram += in_dram
+            block.num_answer_ssd += on_ssd
