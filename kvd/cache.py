@@ -164,18 +164,29 @@ class Cache:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no engine holds a lease and no read or write is under way."""
+        """Whether no engine holds a lease, and it is still."""
         return self.is_still and not self._engine.stats().num_leases
 
     @property
     def is_still(self) -> bool:
-        """Whether no read or write is under way."""
-        return not self._performer.num_pending
+        """Whether no read or write is under way, and the index was told of all there was."""
+        return not self._performer.num_pending and not self.has_rows_waiting
+
+    @property
+    def has_rows_waiting(self) -> bool:
+        """Whether the index is behind: it has not been given some of its rows."""
+        return any(self.rows_waiting)
+
+    @property
+    def rows_waiting(self) -> tuple[int, int]:
+        """See CacheEngine.num_rows_waiting."""
+        return self._engine.num_rows_waiting
 
     def stats(self) -> EngineStats:
         """The engine's statistics; what a restart would not find counts as dirty."""
         stats = self._engine.stats()
-        uncommitted_bytes = self._performer.num_uncommitted * self.layout.block_bytes
+        num_uncommitted = self._performer.num_uncommitted + self._engine.num_blocks_waiting
+        uncommitted_bytes = num_uncommitted * self.layout.block_bytes
         return replace(stats, dirty_bytes=stats.dirty_bytes + uncommitted_bytes)
 
     def arena_facts(self, keep: str) -> ArenaFacts | None:
@@ -227,8 +238,13 @@ class Cache:
         self.act(lambda core, now_ns: core.write_dirty(now_ns))
 
     async def close(self, *, keep_dram: bool) -> None:
-        """Stop threads and give up the memory; what is under way ends, what waits is dropped."""
+        """Stop threads and give up the memory; what is under way ends, what waits is dropped.
+
+        But for rows: the index is given all of them, to commit before it closes.
+        """
         await self._stop_prefault()
+        for row in self._engine.take_rows():
+            self._performer.perform(row)
         await asyncio.to_thread(self._performer.close)
         self._performer.finish()
         if self._timer is not None:
@@ -249,13 +265,15 @@ class Cache:
 
     def _carry_out(self) -> None:
         wake = False
-        for action in self._engine.drain():
+        for action in self._engine.drain(self._performer.row_room):
             if isinstance(action, LeaseReady | SpaceFreed):
                 wake = True
             elif isinstance(action, Emit):
                 self._on_event(action)
             else:
                 self._performer.perform(action)
+        if self.has_rows_waiting:
+            self._performer.await_room()
         if wake:
             self._notify()
         self._arm_timer()

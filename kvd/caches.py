@@ -197,6 +197,11 @@ class Caches:
             else:
                 cache.act(partial(_shut_out, is_erased))
 
+    @property
+    def index_queued_bytes(self) -> int:
+        """Bytes of index rows that are not committed yet."""
+        return self._manifest.queued_bytes
+
     async def committed(self) -> None:
         """Return once what was changed so far would survive a kill.
 
@@ -209,9 +214,12 @@ class Caches:
         def tell() -> None:
             loop.call_soon_threadsafe(done.set)
 
-        self._manifest.when_committed(tell)
         try:
             async with asyncio.timeout(COMMIT_S):
+                for cache in tuple(self):
+                    while cache.has_rows_waiting:
+                        await cache.changed(COMMIT_S)
+                self._manifest.when_committed(tell)
                 await done.wait()
         except TimeoutError as error:
             raise NotDurableError(

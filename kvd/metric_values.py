@@ -53,6 +53,7 @@ def _fill(sources: Sources, scrape: Scrape) -> None:
     scrape.put("kvd_encryption", encryption.may_have_plain, "may_have_plain")
     scrape.put("kvd_encryption_tenants", encryption.num_tenants)
     num_jobs, in_flight_bytes = sources.caches.io_load()
+    scrape.put("kvd_index_queued_bytes", sources.caches.index_queued_bytes)
     scrape.put("kvd_io_queue_jobs", num_jobs)
     scrape.put("kvd_io_in_flight_bytes", in_flight_bytes)
     scrape.put_tally("kvd_rpcs_total", sources.rpcs.ended)
@@ -99,6 +100,9 @@ def _fill_gauges(scrape: Scrape, layout: str, cache: Cache, sources: Sources) ->
         scrape.put("kvd_tier_physical_bytes", physical_bytes[name], layout, name)
         scrape.put("kvd_tier_degraded", bool(tier.degraded_reason), layout, name)
     scrape.put("kvd_dirty_bytes", stats.dirty_bytes, layout)
+    num_rows, num_uses = cache.rows_waiting
+    scrape.put("kvd_index_waiting_rows", num_rows, layout, "row")
+    scrape.put("kvd_index_waiting_rows", num_uses, layout, "use")
     scrape.put("kvd_unverified_blocks", stats.num_unverified, layout)
     scrape.put("kvd_unhashed_blocks", stats.num_unhashed, layout)
     scrape.put("kvd_sessions", stats.num_sessions, layout)

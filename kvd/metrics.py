@@ -125,6 +125,17 @@ METRICS = MetricTable(
             "Writing one block to SSD, until it is durable",
             LAYOUT,
         ),
+        Metric(
+            "kvd_index_queued_bytes",
+            "gauge",
+            "Rows on their way to the index that are not committed",
+        ),
+        Metric(
+            "kvd_index_waiting_rows",
+            "gauge",
+            "Rows for which that has no room: of blocks and sessions, and uses of sessions",
+            ("layout", "kind"),
+        ),
         Metric("kvd_io_queue_jobs", "gauge", "Jobs that wait for a thread of the I/O pool"),
         Metric("kvd_io_in_flight_bytes", "gauge", "Bytes of the I/O that runs"),
         Metric(

@@ -6,7 +6,7 @@
     CompactRows                the I/O pool, behind everything else
     PutSlot, ClearSlot         the journal, at once
     TrackLoad, UntrackLoad     the progress words, at once
-    Put…, Drop…, CommitRows    the manifest's writer thread, in order
+    Put…, Drop…, CommitRows    the manifest's writer thread, in order, as it has room for them
 
 Every action with an op_id is answered exactly once, on the event loop, whatever happens in the
 thread. What may be under way is bounded by the engine: a read or write holds a slot, a drop an
@@ -36,6 +36,7 @@ from kvd.core.actions import (
     PutBlock,
     PutSession,
     PutSlot,
+    PutUse,
     ReadBlock,
     TrackLoad,
     UntrackLoad,
@@ -73,11 +74,14 @@ Performable: TypeAlias = (
     | UntrackLoad
     | PutBlock
     | PutSession
+    | PutUse
     | DropSession
     | DropBlock
     | CommitRows
 )
 Completion: TypeAlias = Callable[[CacheEngine, int], None]  # called with the engine and now_ns
+
+MAX_ROW_BYTES = 1 << 20  # of index rows at once: a few milliseconds of the loop
 
 log = get_logger(__name__)
 
@@ -141,6 +145,7 @@ class Performer:
         self.measures = IoMeasures()
         self.num_pending = 0  # operations that will still be answered
         self.num_uncommitted = 0  # blocks on SSD that a restart would not find yet
+        self._awaits_room = False  # see await_room
 
     def start(
         self, loop: asyncio.AbstractEventLoop, complete: Callable[[Completion], None]
@@ -180,11 +185,25 @@ class Performer:
                 self._manifest.put_block(self._layout.fingerprint, block, self._block_committed)
             case PutSession(session):
                 self._manifest.put_session(self._layout.fingerprint, session)
+            case PutUse(key, last_access_ns):
+                self._manifest.put_use(self._layout.fingerprint, key, last_access_ns)
             case DropSession(key):
                 self._manifest.drop_session(self._layout.fingerprint, key)
             case _:
                 self.num_pending += 1
                 self._begin(action)
+
+    @property
+    def row_room(self) -> int:
+        """Bytes of index rows that may be put now; 0: the index is behind, see `await_room`."""
+        return min(MAX_ROW_BYTES, self._manifest.room_bytes)
+
+    def await_room(self) -> None:
+        """Have the engine be called, and drained, once what was put so far is committed."""
+        if not self._awaits_room:
+            self._awaits_room = True
+            room = _Ended(self._has_room, num_ops=0)
+            self._manifest.when_committed(lambda: self._report(room))
 
     def close(self) -> None:
         """Sync and report the writes that have ended; blocks. The I/O pool is closed before."""
@@ -403,6 +422,9 @@ class Performer:
         self._completions.put(ended)
 
     # ------------------------------------------------------------------------------ on the loop
+
+    def _has_room(self, _engine: CacheEngine, _now_ns: int) -> None:
+        self._awaits_room = False  # it is drained after this call, as after any
 
     def _handle(self, ended: _Ended | None) -> None:
         """Tell the engine of an operation; None: a block's row is committed."""

@@ -4,8 +4,8 @@ Pure. The performer carries them out and reports back through `read_done`, `veri
 `hash_done`, `write_done`, `drop_done`, `compact_done`, `wipe_done` and `rows_committed`.
 
 Invariants the performer keeps:
-1. index actions (PutBlock, PutSession, DropSession, DropBlock, CommitRows) reach the index in the
-   order they were drained;
+1. index actions (PutBlock, PutSession, PutUse, DropSession, DropBlock, CommitRows) reach the index
+   in the order they were drained;
 2. `drop_done` is reported only once the removal of the row is committed, because the extent is
    reused after it;
 3. journal actions (PutSlot, ClearSlot) are done before the call that caused them is answered;
@@ -210,6 +210,14 @@ class PutSession:
 
 
 @dataclass(frozen=True, slots=True)
+class PutUse:
+    """Write when a session was last used; of its row nothing else has changed."""
+
+    key: SessionKey
+    last_access_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class DropSession:
     """Remove a session's row."""
 
@@ -266,6 +274,7 @@ Action = (
     | UntrackLoad
     | PutBlock
     | PutSession
+    | PutUse
     | DropSession
     | DropBlock
     | CommitRows

@@ -308,7 +308,8 @@ class Compactor:
             block.holders -= 1
             state.settle(block)
         run.phase, run.op_id = Phase.COMMITTING, state.next_op_id()
-        state.outbox.add_last(CommitRows(run.op_id))
+        state.outbox.index.session_changed(run.key, behind_blocks=True)
+        state.outbox.index.add(CommitRows(run.op_id))
         assert self._work is not None, "a run is part of work on its session"
         self._work.first, self._work.offset = plan.first + len(plan.new), plan.end_offset
         self._tell(run, session)

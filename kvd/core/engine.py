@@ -36,6 +36,7 @@ from kvd.core.erasing import Eraser
 from kvd.core.eviction.lru import LruPolicy
 from kvd.core.eviction.registry import PolicyMaker
 from kvd.core.hashing import Hasher
+from kvd.core.index_line import NO_BOUND, IndexAction
 from kvd.core.leases import RestoredLease, StoreLease
 from kvd.core.loading import BUSY, Loader
 from kvd.core.matching import num_tokens_of
@@ -201,12 +202,31 @@ class CacheEngine:
         self._compactor.stop(for_good=True)
         self._writer.write_all()
 
-    def drain(self) -> list[Action]:
-        """Hand out every action since the last drain, in order. Each is to be carried out."""
+    def drain(self, max_row_bytes: int = NO_BOUND) -> list[Action]:
+        """Hand out every action since the last drain, in order. Each is to be carried out.
+
+        Of the rows of the index only so many bytes, or a little more; see `num_rows_waiting`.
+        """
         self._prefetcher.go_on()
         self._compactor.go_on()
         self._state.fold_idle()
-        return self._state.outbox.drain(self._state.sessions)
+        rows = self.take_rows(max_row_bytes)
+        self._writer.index_took_rows()
+        return [*rows, *self._state.outbox.drain()]
+
+    def take_rows(self, max_bytes: int = NO_BOUND) -> Sequence[IndexAction]:
+        """Hand out what the index is to be told next, as `drain` does, and nothing else."""
+        return self._state.outbox.index.take(self._state.sessions, max_bytes)
+
+    @property
+    def num_rows_waiting(self) -> tuple[int, int]:
+        """Rows that are to be handed out yet, and uses of sessions of which nothing else is."""
+        return len(self._state.outbox.index), self._state.outbox.index.num_uses
+
+    @property
+    def num_blocks_waiting(self) -> int:
+        """Blocks on SSD among these rows."""
+        return self._state.outbox.index.num_blocks
 
     def expire(self, now_ns: int) -> None:
         """Do what is due, a bounded amount: expiries, write-backs, what is to be tried again."""

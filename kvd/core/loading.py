@@ -151,7 +151,7 @@ class Loader:
         session = self._state.sessions.get(lease.key)
         if session is not None:
             self._state.touch(session)
-            self._state.outbox.session_changed(session.key)
+            self._state.outbox.index.session_used(session.key)
         return lease.key
 
     def release(self, lease: LoadLease) -> None:

@@ -1,14 +1,9 @@
-"""Actions on their way out, and what is counted on the way.
-
-Pure. Session rows are coalesced: however often a session changes between two drains, one row is
-written, after everything else. That is safe because recovery cuts a session at the first block it
-cannot find.
-"""
+"""Actions on their way out, and what is counted on the way. Pure."""
 
 from collections.abc import Mapping
 
-from kvd.core.actions import Action, DropSession, Emit, PutSession, SpaceFreed
-from kvd.core.session import Session
+from kvd.core.actions import Action, Emit, SpaceFreed
+from kvd.core.index_line import IndexLine
 from shared.session_key import SessionKey
 
 # Monotonic counters since start; each name is a row of LayoutStats.counters.
@@ -57,24 +52,25 @@ COUNTERS = (
 
 
 class Outbox:
-    """Collects actions, changed sessions and counters."""
+    """Collects actions and counters.
+
+    Attributes:
+        index: what the index is to be told.
+        num_freed: how often `space_freed` was called.
+        num_waits: how often `want_wake` was.
+    """
 
     def __init__(self) -> None:
         self._actions: list[Action] = []
-        self._last: list[Action] = []
-        self._changed: dict[SessionKey, None] = {}
+        self.index = IndexLine()
         self._wake_wanted = False
-        self.num_freed = 0  # how often space_freed was called
-        self.num_waits = 0  # how often want_wake was
+        self.num_freed = 0
+        self.num_waits = 0
         self.counters = dict.fromkeys(COUNTERS, 0)
 
     def add(self, action: Action) -> None:
-        """Queue an action."""
+        """Queue an action, but for those of the index."""
         self._actions.append(action)
-
-    def add_last(self, action: Action) -> None:
-        """Queue an action that goes out behind the rows of changed sessions."""
-        self._last.append(action)
 
     def emit(
         self, name: str, key: SessionKey | None, fields: Mapping[str, str | int] | None = None
@@ -86,10 +82,6 @@ class Outbox:
     def count(self, counter: str, increment: int = 1) -> None:
         """Add to a counter of COUNTERS."""
         self.counters[counter] += increment
-
-    def session_changed(self, key: SessionKey) -> None:
-        """Have the session's row written, or removed if it is gone by then."""
-        self._changed[key] = None
 
     def want_wake(self) -> None:
         """Somebody was told to wait for space."""
@@ -103,13 +95,7 @@ class Outbox:
             self._wake_wanted = False
             self.add(SpaceFreed())
 
-    def drain(self, sessions: Mapping[SessionKey, Session]) -> list[Action]:
-        """Hand out everything since the last drain."""
+    def drain(self) -> list[Action]:
+        """Hand out every action since the last drain, but for those of the index."""
         actions, self._actions = self._actions, []
-        for key in self._changed:
-            session = sessions.get(key)
-            actions.append(PutSession(session.record()) if session else DropSession(key))
-        self._changed = {}
-        actions += self._last
-        self._last = []
         return actions

@@ -68,13 +68,15 @@ class _Restoration:
         for index in _ints(order):
             start, length = starts[index], lengths[index]
             key, num_stored = sessions.keys[index], sessions.num_spans[index]
-            if not length or length < num_stored or index in sessions.damaged:
-                state.outbox.session_changed(key)
             if not length:
+                state.outbox.index.session_gone(key, is_indexed=True)
                 continue
+            if length < num_stored or index in sessions.damaged:
+                state.outbox.index.session_changed(key)
             full = sessions.full.get(index)
             head = lengths_of_heads[index] if full is None else length
             session = Session(key, min(sessions.last_access_ns[index], state.now_ns))
+            session.is_indexed = True
             session.folded = places[(start + head) * PLACE_BYTES : (start + length) * PLACE_BYTES]
             if length < num_stored:
                 session.lost = "evicted"

@@ -70,7 +70,7 @@ def pin(state: CacheState, key: SessionKey, pin: Pin) -> None:
     state.users.recount(session, answered)
     if pin is not Pin.HARD:
         _rank(state, session)
-    state.outbox.session_changed(key)
+    state.outbox.index.session_changed(key)
     kind = MoveKind.UNPINNED if pin is Pin.NONE else MoveKind.PINNED
     state.note(key, kind, why="" if pin is Pin.NONE else pin.name.lower())
 
@@ -97,7 +97,7 @@ def set_ttl(state: CacheState, key: SessionKey, ttl_ns: int | None) -> None:
     session = find_session(state, key)
     session.ttl_ns = ttl_ns
     state.schedule_expiry(session)
-    state.outbox.session_changed(key)
+    state.outbox.index.session_changed(key)
     state.note(key, MoveKind.TTL_SET)
 
 
@@ -109,7 +109,7 @@ def end_session(state: CacheState, key: SessionKey) -> bool:
         return False
     session.ended = True
     state.tenants.ended(key)
-    state.outbox.session_changed(key)
+    state.outbox.index.session_changed(key)
     state.outbox.emit(SESSION_ENDED, key)
     state.note(key, MoveKind.ENDED)
     return True

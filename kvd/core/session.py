@@ -34,6 +34,7 @@ class Session:
         num_read_ahead: blocks read ahead for it since it was last used.
         num_discards: since this kvd knows it.
         lineage: of what it holds; None: this kvd was not told. Not kept across restarts.
+        is_indexed: a row of it was handed out to the index, or came from there.
     """
 
     key: SessionKey
@@ -48,6 +49,7 @@ class Session:
     num_read_ahead: int = 0
     num_discards: int = 0
     lineage: Lineage | None = None
+    is_indexed: bool = False
 
     @property
     def num_tokens(self) -> int:

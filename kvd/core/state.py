@@ -215,7 +215,7 @@ class CacheState:
         session.num_read_ahead = 0
         if session.ended:
             session.ended = False
-            self.outbox.session_changed(session.key)
+            self.outbox.index.session_changed(session.key)
         if session.pin is not Pin.HARD:
             self.users.touched(session, self.now_ns)
             self.tenants.touched(session.key)
@@ -242,7 +242,7 @@ class CacheState:
         before = session.block_keys()
         session.spans = list(spans)
         after = session.block_keys()
-        self.outbox.session_changed(session.key)
+        self.outbox.index.session_changed(session.key)
         self.users.add(session, (self.blocks[key] for key in after if key not in before))
         for block_key in reversed(before):  # tail first: what remains is a prefix at any moment
             if block_key not in after:
@@ -268,7 +268,7 @@ class CacheState:
             self.drop_session(session, SESSION_DROPPED, why)
             return
         self._drop_folded(session, num_blocks)
-        self.outbox.session_changed(session.key)
+        self.outbox.index.session_changed(session.key)
         self._was_cut(session, num_blocks, why)
 
     def drop_session(self, session: Session, event: str, why: str) -> None:
@@ -279,6 +279,7 @@ class CacheState:
         for clock in self._clocks:
             clock.forget(session.key)
         self.set_spans(session, ())
+        self.outbox.index.session_gone(session.key, is_indexed=session.is_indexed)
         self.policy.removed(session.key)
         self.tenants.removed(session.key)
         self.tenants.count_session(session.key.tenant, -1)
@@ -408,7 +409,7 @@ class CacheState:
         if extent is not None:
             self.drops[op_id] = (extent, self.shape.num_sectors(num_tokens))
             self.scrubbed.pop((Tier.SSD, extent), None)
-        self.outbox.add(DropBlock(op_id, key))
+        self.outbox.index.add(DropBlock(op_id, key))
 
     # --------------------------------------------------------------------------------------- slots
 

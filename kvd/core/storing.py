@@ -291,7 +291,7 @@ class Storer:
         if lineage is not None and len(session.spans) == len(spans):
             session.lineage = lineage
         state.touch(session)
-        state.outbox.session_changed(key)
+        state.outbox.index.session_used(key)
         state.outbox.count("stores")
         num_tokens, num_blocks = session.num_tokens, len(session.spans)
         state.policy.sized(key, num_tokens)

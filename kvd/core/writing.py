@@ -7,10 +7,10 @@ Pure. The admission policy says when a dirty block that is hashed is queued for 
     on_evict        when its room in DRAM is wanted, as with the others (a *demotion*)
 
 A queued block waits for an extent (rows being dropped give theirs back), for writes under way
-(`max_write_bytes`) or, while the tier is degraded, for the next try. Blocks for which no extent can
-be had are refused: they stay in DRAM only, until extents are free that nothing else waits for,
-their session stores again, or their room is wanted. A partial tail that is replaced before its time
-is never written.
+(`max_write_bytes`), for an index that is far behind or, while the tier is degraded, for the next
+try. Blocks for which no extent can be had are refused: they stay in DRAM only, until extents are
+free that nothing else waits for, their session stores again, or their room is wanted. A partial
+tail that is replaced before its time is never written.
 """
 
 from collections.abc import Iterable
@@ -29,6 +29,7 @@ LAST_RETRY_NS = 64 * NS_PER_S
 MAX_RESTING_SHARE = 0.5  # of the slots: more blocks that rest before their write-back are too many
 WRITE_BACK_BATCH = 64  # sessions per call, so that one call stays short
 FAR_FUTURE_NS = 1 << 62
+MOST_ROWS_WAITING = 65_536  # that the index has not taken; with more nothing is written: 20 MB
 
 
 class Writer:
@@ -42,6 +43,7 @@ class Writer:
         self._retry_at_ns = 0
         self._retry_delay_ns = FIRST_RETRY_NS
         self._waits_for_nothing = False  # see write_all
+        self._waits_for_index = False
         self._kept_at = -1  # Outbox.num_freed when the watermark was looked at
 
     # ------------------------------------------------------------------------------------ admission
@@ -158,10 +160,16 @@ class Writer:
 
     def next_deadline_ns(self) -> int | None:
         """When to call `write_back`; None if nothing waits for time alone."""
-        is_held_back = self._is_holding_back() and len(self._state.unwritten)
+        is_held_back = self._is_resting() and len(self._state.unwritten)
         retry_at_ns = self._retry_at_ns if is_held_back else None
         deadlines = (self._resting.next_deadline_ns(), retry_at_ns)
         return min((d for d in deadlines if d is not None), default=None)
+
+    def index_took_rows(self) -> None:
+        """Go on with what waited until the index was less far behind."""
+        if self._waits_for_index and not self._is_index_behind():
+            self._waits_for_index = False
+            self._go_on()
 
     def write_done(self, op_id: int, outcome: IoOutcome) -> None:
         """See CacheEngine.write_done."""
@@ -179,7 +187,7 @@ class Writer:
             state.blocks.enter_ssd(block, op.extent)
             state.note_block(block, MoveKind.WRITTEN)
             state.outbox.count("ssd_written_bytes", op.num_sectors * SECTOR_BYTES)
-            state.outbox.add(PutBlock(BlockRecord(block.key, op.extent, block.num_tokens)))
+            state.outbox.index.add(PutBlock(BlockRecord(block.key, op.extent, block.num_tokens)))
         else:
             state.extents.free(op.extent, op.num_sectors)
             if is_kept:
@@ -312,13 +320,24 @@ class Writer:
         return None
 
     def _is_holding_back(self) -> bool:
+        """Whether nothing is written now: the tier is degraded, or its index far behind."""
+        if self._is_index_behind():
+            self._waits_for_index = True
+            return True
+        return self._is_resting()
+
+    def _is_index_behind(self) -> bool:
+        return len(self._state.outbox.index) > MOST_ROWS_WAITING
+
+    def _is_resting(self) -> bool:
+        """Whether a write has failed, and it is too early to try again."""
         return bool(self._state.ssd_degraded) and self._state.now_ns < self._retry_at_ns
 
     def _degrade(self, outcome: IoOutcome) -> None:
         """Hold writes back for a while; failures of one volley count once."""
         state = self._state
         state.outbox.count("write_errors")
-        if self._is_holding_back():
+        if self._is_resting():
             return
         if not state.ssd_degraded:
             state.outbox.emit(SSD_DEGRADED, None, {"why": outcome.value})

@@ -14,7 +14,7 @@ from kvd.tiers.faults import Faults, WritePoint
 from shared.errors import ConfigError
 from shared.log import get_logger
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 OLDEST_VERSION = 2  # that is read: it lacks tables, and they are added
 _WAL_FORMAT = 2  # the highest value of bytes 18 and 19 of a database file
 BUSY_S = 5.0  # SQLite's wait for somebody's lock (a backup, an operator's sqlite3)
@@ -49,6 +49,11 @@ CREATE TABLE IF NOT EXISTS sessions (
     last_access_ns INTEGER NOT NULL,        -- of kvd's clock
     ttl_ns INTEGER,                         -- NULL: the default
     pin INTEGER NOT NULL, ended INTEGER NOT NULL,
+    PRIMARY KEY (layout, tenant, session_id)
+) WITHOUT ROWID, STRICT;
+CREATE TABLE IF NOT EXISTS uses (           -- apart from spans, which may be long
+    layout INTEGER NOT NULL, tenant TEXT NOT NULL, session_id TEXT NOT NULL,
+    last_access_ns INTEGER NOT NULL,        -- of a session; the later one counts
     PRIMARY KEY (layout, tenant, session_id)
 ) WITHOUT ROWID, STRICT;
 """

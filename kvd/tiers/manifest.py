@@ -6,6 +6,8 @@ Invariants:
 2. Rows are written by one thread, in groups: one commit, and one sync, for all that is waiting.
 
 A commit that fails (disk full) is tried again until it succeeds; loads and stores go on meanwhile.
+What may wait here is bounded in bytes: who puts rows looks at `room_bytes` first. Rows of layouts,
+tenants and the clock are few, and are put without.
 """
 
 import contextlib
@@ -28,9 +30,8 @@ from shared.session_key import SessionKey
 
 MAX_BATCH = 4096  # rows in one commit
 GATHER_S = 0.01  # between commits: each syncs the disk, and writes of data wait for that
-MAX_QUEUED = (
-    200_000  # rows waiting for a disk that does not take them; beyond, records are not kept
-)
+MAX_QUEUED_BYTES = 8 << 20  # of rows that are not committed
+ROW_BYTES = 256  # of a queued row, beside what its values hold
 RETRY_S = 1.0  # between two attempts at a commit
 
 Value: TypeAlias = str | bytes | int | None
@@ -53,8 +54,7 @@ class Row(NamedTuple):
     Attributes:
         sql: the statement.
         values: its parameters.
-        committed: called after the commit, from the writer thread; or when the row is left out.
-        optional: may be left out when too much is waiting; its loss is a miss after the next start.
+        committed: called after the commit, from the writer thread.
         point: reached after the commit.
         purges: what it removed is to be in no file of the database any more.
     """
@@ -62,9 +62,13 @@ class Row(NamedTuple):
     sql: str
     values: tuple[Value, ...]
     committed: Callable[[], None] | None = None
-    optional: bool = False
     point: WritePoint | None = None
     purges: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it occupies while it waits."""
+        return ROW_BYTES + sum(len(v) for v in self.values if isinstance(v, (str, bytes)))
 
 
 class Manifest:
@@ -87,7 +91,8 @@ class Manifest:
         self._writer: BatchWorker[Row] = BatchWorker(
             "kvd-manifest", self._commit, MAX_BATCH, GATHER_S
         )
-        self.num_left_out = 0  # optional rows given up
+        self._put_bytes = 0  # of all rows so far; counted where they are put
+        self._committed_bytes = 0  # of these; counted by the writer's thread
 
     def open(self) -> None:
         """Open or create the database; see open_database.
@@ -149,6 +154,16 @@ class Manifest:
 
     # --------------------------------------------------------------------------------- writing
 
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of rows that are not committed yet."""
+        return self._put_bytes - self._committed_bytes
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes of rows that may be put now; a row may go a little beyond them."""
+        return max(0, MAX_QUEUED_BYTES - self.queued_bytes)
+
     def put_layout(self, row: LayoutRow) -> None:
         """Add a layout; rows of its blocks and sessions may follow."""
         number = max(self._layout_ids.values(), default=0) + 1
@@ -161,6 +176,7 @@ class Manifest:
         number = self._layout_ids.pop(fingerprint)
         for sql in (
             "DELETE FROM sessions WHERE layout = ?",
+            "DELETE FROM uses WHERE layout = ?",
             "DELETE FROM blocks WHERE layout = ?",
             "DELETE FROM layouts WHERE id = ?",
         ):
@@ -187,6 +203,7 @@ class Manifest:
         """
         for tenant in tenants:
             self._put(Row("DELETE FROM sessions WHERE tenant = ?", (tenant,)))
+            self._put(Row("DELETE FROM uses WHERE tenant = ?", (tenant,)))
             self._put(Row("DELETE FROM tenant_keys WHERE tenant = ?", (tenant,)))
         self.purge(committed)
 
@@ -203,7 +220,7 @@ class Manifest:
         """Keep a block's row; its data is durable. `committed`: see Row."""
         values = (self._layout_ids[layout], block.key, block.extent, block.num_tokens)
         sql = "INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?)"
-        self._put(Row(sql, values, committed, optional=True))
+        self._put(Row(sql, values, committed))
 
     def drop_block(self, layout: str, key: bytes, committed: Callable[[], None]) -> None:
         """Remove a block's row; the writer thread calls `committed` once that is durable."""
@@ -215,23 +232,28 @@ class Manifest:
         identity = (self._layout_ids[layout], session.key.tenant, session.key.session_id)
         state = (session.last_access_ns, session.ttl_ns, session.pin.value, session.ended)
         sql = "INSERT OR REPLACE INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
-        self._put(Row(sql, (*identity, session.spans, *state), optional=True))
+        self._put(Row(sql, (*identity, session.spans, *state)))
+
+    def put_use(self, layout: str, key: SessionKey, last_access_ns: int) -> None:
+        """Keep when a session was last used, in place of an earlier time; its row stays."""
+        values = (self._layout_ids[layout], key.tenant, key.session_id, last_access_ns)
+        self._put(Row("INSERT OR REPLACE INTO uses VALUES (?, ?, ?, ?)", values))
 
     def drop_session(self, layout: str, key: SessionKey) -> None:
-        """Remove a session's row."""
-        sql = "DELETE FROM sessions WHERE layout = ? AND tenant = ? AND session_id = ?"
-        self._put(Row(sql, (self._layout_ids[layout], key.tenant, key.session_id)))
+        """Remove a session's rows."""
+        values = (self._layout_ids[layout], key.tenant, key.session_id)
+        for sql in (
+            "DELETE FROM sessions WHERE layout = ? AND tenant = ? AND session_id = ?",
+            "DELETE FROM uses WHERE layout = ? AND tenant = ? AND session_id = ?",
+        ):
+            self._put(Row(sql, values))
 
     def when_committed(self, committed: Callable[[], None]) -> None:
         """Have the writer thread call `committed` once all that was put before is durable."""
         self._put(Row("SELECT 1", (), committed))
 
     def _put(self, row: Row) -> None:
-        if row.optional and len(self._writer) >= MAX_QUEUED:
-            self.num_left_out += 1
-            if row.committed is not None:
-                row.committed()
-            return
+        self._put_bytes += row.num_bytes
         self._writer.put(row)
 
     def close(self) -> None:
@@ -262,6 +284,7 @@ class Manifest:
                     return
         if failed:
             log.info("manifest_commit_recovered", rows=len(batch))
+        self._committed_bytes += sum(row.num_bytes for row in batch)
         for row in batch:
             if row.committed is not None:
                 row.committed()

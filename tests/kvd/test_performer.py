@@ -35,12 +35,12 @@ from kvd.core.records import (
     StoredBlock,
     WritingSlot,
 )
-from kvd.performer import Owners, Performer, _Ended
+from kvd.performer import MAX_ROW_BYTES, Owners, Performer, _Ended
 from kvd.process_identity import ProcessIdentity
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore
 from kvd.tiers.faults import NoFaults
 from kvd.tiers.io_pool import IoPool, Priority
-from kvd.tiers.manifest import LayoutRow, Manifest
+from kvd.tiers.manifest import MAX_QUEUED_BYTES, LayoutRow, Manifest
 from kvd.tiers.space_budget import SpaceBudget
 from kvd.tiers.volume import SegmentVolume
 from shared.kv_layout import Component, KVLayout, Layer
@@ -94,7 +94,7 @@ class World:
     def __init__(self, directory):
         self.faults = Breaking()
         self.engine = Engine()
-        self.num_wakes = 0
+        self.num_wakes = self.num_completions = 0
         self.volume = SegmentVolume(
             directory / "v", LAYOUT, 4, SpaceBudget(None, 0, directory), "auto", self.faults
         )
@@ -146,6 +146,7 @@ class World:
         self.arena.close()
 
     def _complete(self, completion):
+        self.num_completions += 1
         completion(self.engine, 5)
 
     def _wake(self):
@@ -413,6 +414,23 @@ async def test_index_rows_are_kept_in_order(world):
     assert await world.until_idle() == [("drop_done", 1)]
     rows = world.manifest.rows(LAYOUT)
     assert (rows.block_keys, list(rows.extents)) == (b"l" * 16, [9])
+
+
+async def test_a_full_queue_of_rows_is_told_when_it_is_empty(world):
+    """Rows are asked for again by one call, however often that was asked for."""
+    spans = b"\0" * (MAX_QUEUED_BYTES // 4)
+    assert world.performer.row_room == MAX_ROW_BYTES
+    for number in range(5):
+        key = KEY._replace(session_id=str(number))
+        world.performer.perform(PutSession(SessionRecord(key, spans, 7)))
+    assert world.performer.row_room == 0
+    for _ in range(3):
+        world.performer.await_room()
+    async with asyncio.timeout(DEADLINE_S):
+        while not world.num_completions:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert world.performer.row_room == MAX_ROW_BYTES
+    assert world.num_completions == 1
 
 
 # ------------------------------------------------------------------------------- completions

@@ -21,6 +21,7 @@ from kvd.core.actions import (
     PutBlock,
     PutSession,
     PutSlot,
+    PutUse,
     ReadBlock,
     TrackLoad,
     UntrackLoad,
@@ -33,6 +34,7 @@ from kvd.core.engine import CacheEngine, Limits
 from kvd.core.eviction.lru import LruPolicy
 from kvd.core.eviction.registry import PolicyMaker
 from kvd.core.extent_shape import ExtentShape
+from kvd.core.index_line import NO_BOUND
 from kvd.core.records import (
     AdoptedSlot,
     BlockRecord,
@@ -98,6 +100,9 @@ class Index:
                 self.blocks[action.block.key] = action.block
             elif isinstance(action, PutSession):
                 self.sessions[action.session.key] = action.session
+            elif isinstance(action, PutUse):
+                session = self.sessions[action.key]
+                self.sessions[action.key] = replace(session, last_access_ns=action.last_access_ns)
             elif isinstance(action, DropSession):
                 self.sessions.pop(action.key, None)
             elif isinstance(action, DropBlock):
@@ -133,6 +138,7 @@ class Extent:
         return is_same and checksums_of(self.rows) == self.stored.checksums
 
 
+IndexAction = PutBlock | PutSession | PutUse | DropSession | DropBlock | CommitRows
 Io = ReadBlock | VerifySlot | VerifyExtent | HashSlot | WriteBlock | CompactRows | WipeSlots
 
 
@@ -147,6 +153,7 @@ class CacheWorld:
         self.slots: list[list[Row]] = []
         self.journal: dict[int, SlotRecord] = {}
         self.now_ns = 1_000
+        self.row_bytes = NO_BOUND  # of the index: what it takes at a time
         self.epoch = 0
         self.start()
 
@@ -190,10 +197,10 @@ class CacheWorld:
     def pump(self) -> None:
         """Take the engine's actions."""
         self.engine.check()
-        for action in self.engine.drain():
+        for action in self.engine.drain(self.row_bytes):
             if isinstance(action, Io):
                 self._begin(action)
-            elif isinstance(action, PutBlock | PutSession | DropSession | DropBlock | CommitRows):
+            elif isinstance(action, IndexAction):
                 self.index.uncommitted.append(action)
             elif isinstance(action, PutSlot):
                 self.journal[action.slot_id] = action.record
@@ -220,7 +227,8 @@ class CacheWorld:
     def _written(self) -> set[bytes]:
         """Blocks that are on SSD, as the index will say."""
         keys = set(self.index.blocks)
-        for action in self.index.uncommitted:
+        waiting = self.engine._state.outbox.index._line.values()
+        for action in (*self.index.uncommitted, *waiting):
             if isinstance(action, PutBlock):
                 keys.add(action.block.key)
             elif isinstance(action, DropBlock):
@@ -336,7 +344,9 @@ class CacheWorld:
             self.finish_io(op_id, outcome)
 
     def quiesce(self, *, newest_first: bool = False) -> None:
-        """End everything under way, and well."""
+        """End everything under way, and well; the index takes all there is."""
+        self.row_bytes = NO_BOUND
+        self.pump()
         while self.io or self.index.uncommitted:
             for op_id in sorted(self.io, reverse=newest_first):
                 self.finish_io(op_id)

@@ -818,6 +818,11 @@ class CacheMachine(RuleBasedStateMachine):
     def commit(self, num_actions) -> None:
         self.world.commit(num_actions)
 
+    @rule(row_bytes=st.sampled_from([0, 1, 600, 2000]))
+    def index_falls_behind(self, row_bytes) -> None:
+        """It takes little at a time, or nothing, until all is brought to an end."""
+        self.world.row_bytes = row_bytes
+
     @rule(newest_first=st.booleans())
     def finish_all_io(self, newest_first) -> None:
         self.world.quiesce(newest_first=newest_first)

@@ -5,6 +5,7 @@ import sqlite3
 import struct
 import threading
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from kvd.tiers.index_database import (
     UnusableManifestError,
     open_database,
 )
-from kvd.tiers.manifest import LayoutRow, Manifest
+from kvd.tiers.manifest import MAX_QUEUED_BYTES, LayoutRow, Manifest
 from shared.kv_layout import Component, KVLayout, Layer
 from shared.session_key import SessionKey
 
@@ -278,17 +279,59 @@ def test_an_older_schema_is_set_aside_with_its_volumes(make, tmp_path, killed):
         assert db.execute("PRAGMA user_version").fetchone() == (1,)
 
 
-def test_schema_2_is_read(make, tmp_path):
-    """It lacks the tenants' keys only; an index of it is taken over as it is."""
+@pytest.mark.parametrize(("version", "lacks"), [(2, ("tenant_keys", "uses")), (3, ("uses",))])
+def test_an_older_schema_is_read(make, tmp_path, version, lacks):
+    """It lacks tables only; an index of it is taken over as it is, and they are added."""
     _fill(make())
     with sqlite3.connect(tmp_path / "manifest.db") as db:
-        db.execute("DROP TABLE tenant_keys")
-        db.execute("PRAGMA user_version = 2")
+        for table in lacks:
+            db.execute(f"DROP TABLE {table}")
+        db.execute(f"PRAGMA user_version = {version}")
     db.close()
     found = make()
     assert _rows(found) == ([BLOCK], [SESSION])
     assert (found.salts(), found.tenant_keys()) == ({"tenant": b"s" * 32}, {})
+    found.put_use(LAYOUT.fingerprint, KEY, 8)
+    found.close()
+    assert _rows(make()) == ([BLOCK], [replace(SESSION, last_access_ns=8)])
     assert [path.name for path in tmp_path.glob("manifest.db.*")] == []
+
+
+def test_the_later_use_counts(make):
+    """Whether it was told with the session's row or apart."""
+    manifest = _new(make(), LAYOUT)
+    for put_ns, used_ns in ((7, 9), (20, 9)):
+        manifest.put_session(LAYOUT.fingerprint, replace(SESSION, last_access_ns=put_ns))
+        manifest.put_use(LAYOUT.fingerprint, KEY, used_ns)
+        manifest.close()
+        manifest = make()
+        assert _rows(manifest)[1][0].last_access_ns == max(put_ns, used_ns)
+
+
+def test_a_use_goes_with_its_session(make):
+    """One that comes back under its name is as old as it says."""
+    manifest = _new(make(), LAYOUT)
+    manifest.put_session(LAYOUT.fingerprint, SESSION)
+    manifest.put_use(LAYOUT.fingerprint, KEY, 99)
+    manifest.drop_session(LAYOUT.fingerprint, KEY)
+    manifest.put_session(LAYOUT.fingerprint, SESSION)
+    manifest.close()
+    assert _rows(make()) == ([], [SESSION])
+
+
+def test_a_use_writes_few_bytes(make, tmp_path):
+    """However long the session is: its spans are not written again."""
+    manifest = _new(make(), LAYOUT)
+    manifest.put_session(LAYOUT.fingerprint, replace(SESSION, spans=SPANS[:1] + SPANS[1:] * 4096))
+    manifest.close()
+    manifest, log = make(), tmp_path / "manifest.db-wal"
+    before = log.stat().st_size if log.exists() else 0
+    manifest.put_use(LAYOUT.fingerprint, KEY, 9)
+    done = threading.Event()
+    manifest.when_committed(done.set)
+    assert done.wait(DEADLINE_S)
+    assert log.stat().st_size - before < len(SPANS) * 4096 // 4
+    assert _rows(manifest)[1][0].last_access_ns == 9
 
 
 def test_a_tenants_key_takes_the_place_of_its_salt(make):
@@ -412,17 +455,29 @@ def test_a_failed_commit_is_tried_again(make):
     assert WritePoint.CLOCK_SAVED in faults.points
 
 
-def test_what_waits_is_bounded(make, monkeypatch):
-    """With a disk that takes nothing records are given up, drops never."""
-    manifest = _new(make(), LAYOUT)
-    monkeypatch.setattr("kvd.tiers.manifest.MAX_QUEUED", 0)
-    told = []
-    manifest.put_block(LAYOUT.fingerprint, BLOCK, lambda: told.append("block"))
-    manifest.put_session(LAYOUT.fingerprint, SESSION)
+def test_what_is_not_committed_is_counted(make):
+    """Rows count with what they hold, until they are committed, also while commits fail."""
+    released = threading.Event()
+
+    class Held(NoFaults):
+        def reach(self, point):
+            if point is WritePoint.INDEX_ROWS:
+                released.wait(DEADLINE_S)
+
+    manifest = make(Held())
+    assert (manifest.queued_bytes, manifest.room_bytes) == (0, MAX_QUEUED_BYTES)
+    _new(manifest, LAYOUT)
+    spans = SPANS[:1] + SPANS[1:] * 4096
+    for number in range(200):
+        key = SessionKey("tenant", LAYOUT.model, str(number))
+        manifest.put_session(LAYOUT.fingerprint, SessionRecord(key, spans, 1))
+    assert manifest.queued_bytes > 200 * len(spans) > MAX_QUEUED_BYTES
+    assert manifest.room_bytes == 0
+    released.set()
     done = threading.Event()
-    manifest.drop_block(LAYOUT.fingerprint, BLOCK.key, done.set)
-    assert done.wait(30)
-    assert (manifest.num_left_out, told) == (2, ["block"])
+    manifest.when_committed(done.set)
+    assert done.wait(DEADLINE_S)
+    assert (manifest.queued_bytes, manifest.room_bytes) == (0, MAX_QUEUED_BYTES)
 
 
 def test_a_rollback_that_fails_is_tried_again(make):
