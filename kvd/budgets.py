@@ -6,8 +6,12 @@ from pathlib import Path
 from kvd.config import Settings
 from kvd.tiers.arena import dram_bytes
 from shared.kv_layout import KVLayout
+from shared.log import get_logger
 
 AUTO_FRACTION = 0.25  # of the state directory's free space, for the SSD tier
+UNBOUNDED = 1 << 60  # bytes: more than any disk has
+
+log = get_logger(__name__)
 
 
 class Budgets:
@@ -20,7 +24,21 @@ class Budgets:
     def __init__(self, settings: Settings, volumes: Path) -> None:
         """Measure what "auto" means for SSD; `volumes` is the directory of all segments."""
         self._settings = settings
-        self.ssd_bytes = ssd_bytes(settings.ssd.bytes, volumes)
+        self._volumes = volumes
+        self.ssd_bytes = self.measure()
+
+    def measure(self) -> int:
+        """Measure again what "auto" means for SSD; returns the bytes of all segments.
+
+        A disk that cannot be measured bounds nothing: a small number would have what is stored
+        dropped. It takes nothing either (kvd/tiers/space_budget.py).
+        """
+        try:
+            self.ssd_bytes = ssd_bytes(self._settings.ssd.bytes, self._volumes)
+        except OSError as error:
+            log.warning("ssd_not_measured", directory=str(self._volumes), error=str(error))
+            self.ssd_bytes = UNBOUNDED
+        return self.ssd_bytes
 
     def arena_bytes_of(self, layout: KVLayout) -> int:
         """What an arena of the layout is to have; "auto" is measured now."""

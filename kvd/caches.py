@@ -7,11 +7,11 @@ budget and that of the tier.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from kvd import memory
-from kvd.budgets import Budgets
 from kvd.cache import Cache
 from kvd.clock import Clock
 from kvd.config import Settings
@@ -19,30 +19,27 @@ from kvd.core.actions import Emit
 from kvd.core.engine import CacheEngine, Limits
 from kvd.core.errors import UnknownSessionError
 from kvd.core.eviction.registry import POLICIES
-from kvd.core.extent_shape import ExtentShape
+from kvd.core.records import AdoptedSlot, IndexRows, OrphanSlot
 from kvd.core.tenants import TenantLimits
+from kvd.dram_room import DramRoom
 from kvd.engines import Engines
 from kvd.errors import AmbiguousSessionError, LimitReachedError, NotDurableError
+from kvd.layout_opening import LayoutOpener
 from kvd.performer import Owners, Performer
 from kvd.tenant_secrets import TenantSecrets
-from kvd.tiers.arena import Arena, num_slots_for
-from kvd.tiers.arena_store import ArenaOptions, ArenaStore, KeptArena, resolve_keep
+from kvd.tiers.arena import Arena
+from kvd.tiers.arena_store import Adoption, ArenaOptions, ArenaStore, KeptArena, resolve_keep
 from kvd.tiers.faults import Faults
 from kvd.tiers.io_pool import IoPool
-from kvd.tiers.manifest import LayoutRow, Manifest
-from kvd.tiers.space_budget import SpaceBudget
+from kvd.tiers.manifest import Manifest
 from kvd.tiers.volume import SegmentVolume
-from shared.errors import ReportedError
+from kvd.unavailable import UnavailableLayout, UnavailableLayouts
 from shared.kv_layout import KVLayout
-from shared.layout_message import layout_message, layout_of
 from shared.log import get_logger
-from shared.pb.kvd.v1 import kvd_pb2
 from shared.session_key import SessionKey, session_key
 from shared.units import NS_PER_S
 
 COMMIT_S = 10.0  # how long an operator waits for the disk
-UNMOUNT_S = 10.0  # how long a layout without engines may write before its arena is taken
-VOLUMES = "volumes"  # in the state directory
 
 log = get_logger(__name__)
 
@@ -53,6 +50,8 @@ class Caches:
     Attributes:
         keep: what lets arenas outlive this process: "fdstore", "file" or "none".
         secrets: the tenants' salts and keys.
+        unavailable: layouts in the index that have no cache: they cannot be opened.
+        directory: of all volumes.
     """
 
     def __init__(
@@ -76,7 +75,6 @@ class Caches:
         self._is_erased: Callable[[str], bool] | None = None  # whom shut_out has named
         self.secrets = TenantSecrets(manifest)
         self._opening = asyncio.Lock()
-        self._volumes = settings.state_dir / VOLUMES
         self._io = IoPool(settings.ssd.io_threads, settings.ssd.in_flight_bytes)
         self._io.start()
         self.keep = resolve_keep(settings.dram.keep, settings.engine_uids())
@@ -88,10 +86,10 @@ class Caches:
             settings.limits.max_leases,
             faults,
         )
-        self._budgets = Budgets(settings, self._volumes)
-        self._space = SpaceBudget(
-            self._budgets.ssd_bytes, settings.ssd.reserve_bytes, self._volumes
-        )
+        self._opener = LayoutOpener(settings, manifest, self._arenas, self.secrets, faults)
+        self.directory = self._opener.directory
+        self._room = DramRoom(self._opener.budgets, engines, self)
+        self.unavailable = UnavailableLayouts(on_event)
 
     def __iter__(self) -> Iterator[Cache]:
         return iter(self._caches.values())
@@ -112,21 +110,49 @@ class Caches:
 
         Reads the index and the arenas' journals, never the data.
         """
-        self.secrets.open(self._settings.encryption, self._volumes)
+        self.secrets.open(self._settings.encryption, self.directory)
         kept = self._arenas.find()
-        with memory.building_up():
-            self._restore_layouts(kept)
+        self._restore_layouts(kept)
         for arena in kept.values():
             self._arenas.discard(arena, "its layout is not in the index")
 
     def _restore_layouts(self, kept: dict[str, KeptArena]) -> None:
         """Restore all layouts, taking out of `kept` what belongs to them."""
         for row in self._manifest.layouts():
-            try:
-                layout = layout_of(kvd_pb2.KVLayout.FromString(row.message))
-                self._restore_layout(layout, row, kept.pop(row.fingerprint, None))
-            except (ReportedError, ValueError, OSError) as error:  # ValueError: no such message
-                log.warning("layout_not_restored", layout=row.fingerprint, error=str(error))
+            self._try(UnavailableLayout(row, kept.pop(row.fingerprint, None)))
+
+    def retry_unavailable(self) -> None:
+        """Try again to open layouts whose time has come; now and then."""
+        if not self._opening.locked():  # not waited for: our caller has a watchdog to calm
+            for found in self.unavailable.due():
+                self._try(found)
+
+    async def reopen(self, prefix: str, *, accept_loss: bool, set_aside: bool) -> str:
+        """Open an unavailable layout, or do with it what an operator has decided.
+
+        Args:
+            prefix: of its fingerprint.
+            accept_loss: do without the blocks that are not there.
+            set_aside: rename its rows and files instead, so that it begins anew.
+
+        Returns:
+            Its fingerprint, or the name that its rows and files have now.
+
+        Raises:
+            LayoutUnavailableError: it still cannot be opened.
+            NotSetAsideError: its files cannot be renamed.
+            UnknownLayoutError, UnclearSelectionError: no layout, or several, are meant.
+        """
+        async with self._opening:
+            found = self.unavailable.find(prefix)
+            if set_aside:
+                name = self._opener.set_aside(found)
+                self.unavailable.drop(found)
+                await self.committed()
+                return name
+            if not self._try(found, accept_loss=accept_loss):
+                raise found.error(time.monotonic())
+            return found.fingerprint
 
     async def open(self, layout: KVLayout, *, prefault: bool = True) -> tuple[Cache, Arena]:
         """Return the cache of a layout, made if there is none, and its arena.
@@ -136,14 +162,17 @@ class Caches:
         Raises:
             LimitReachedError: limits.max_layouts are stored, and none of them is empty.
             ArenaTooSmallError: the DRAM tier has no room for even two blocks more.
+            LayoutUnavailableError: it is stored, and cannot be opened now.
         """
         async with self._opening:
+            self._try_for(layout)
             cache = self._caches.get(layout.fingerprint)
-            if cache is None and len(self._caches) >= self._settings.limits.max_layouts:
+            num_layouts = len(self._caches) + len(self.unavailable)
+            if cache is None and num_layouts >= self._settings.limits.max_layouts:
                 await self._forget_a_layout()
             arena = None if cache is None else cache.arena
             if cache is None or arena is None:
-                num_slots = await self._room_for(layout)
+                num_slots = await self._room.find(layout)
                 cache = cache or self._add(layout)  # not before: layouts stay in the index
                 arena = self._arenas.create(layout, num_slots)
                 cache.mount(arena)
@@ -178,7 +207,9 @@ class Caches:
         if not found:
             raise UnknownSessionError(
                 f"no session {key.session_id!r} of tenant {key.tenant!r} is stored",
-                "list what is stored with: kvd ls",
+                "it may be of a layout that is unavailable: kvd stats"
+                if self.unavailable
+                else "list what is stored with: kvd ls",
             )
         if len(found) > 1:
             models = ", ".join(full.model[:12] for _, full in found)
@@ -231,55 +262,66 @@ class Caches:
         """Stop every cache; `keep_dram` leaves the arenas where the next kvd finds them."""
         # Waited for: a read must not find its file closed and another one under its number.
         await asyncio.to_thread(self._io.close)
+        self.unavailable.close()
         for cache in self._caches.values():
             await cache.close(keep_dram=keep_dram)
 
     # -------------------------------------------------------------------------------------- inside
 
     def _add(self, layout: KVLayout) -> Cache:
-        extent_bytes = ExtentShape(layout).full_bytes
-        row = LayoutRow(
-            layout.fingerprint,
-            layout_message(layout).SerializeToString(),
-            max(1, self._settings.ssd.segment_bytes // extent_bytes),
-        )
-        cache = self._build(layout, row, num_slots=0)
+        volume, row = self._opener.open_new(layout)
+        cache = self._build(layout, volume, num_slots=0)
         self._manifest.put_layout(row)
         cache.measure_space()
         return cache
 
-    def _restore_layout(self, layout: KVLayout, row: LayoutRow, kept: KeptArena | None) -> None:
-        rows = self._manifest.rows(layout)
-        if kept is not None and not self._budgets.fits(
-            layout, kept.num_bytes, kept.page_bytes, self._taken_bytes()
-        ):
-            self._arenas.discard(kept, "its size is not what the settings say now")
-            kept = None
-        adoption = None if kept is None else self._arenas.adopt(layout, kept)
-        if adoption is None:
-            cache = self._build(layout, row, num_slots=0)
-            cache.restore(rows, (), ())
-        else:
-            cache = self._build(layout, row, num_slots=adoption.arena.slots.num_slots)
+    def _try_for(self, layout: KVLayout) -> None:
+        """See that a layout is not unavailable, trying it again if its time has come.
+
+        Raises:
+            LayoutUnavailableError: it is.
+        """
+        found = self.unavailable.get(layout.fingerprint)
+        now_s = time.monotonic()
+        if found and (now_s < found.may_try_at_s or not self._try(found, layout)):
+            raise found.error(now_s)
+
+    def _try(
+        self, found: UnavailableLayout, layout: KVLayout | None = None, *, accept_loss: bool = False
+    ) -> bool:
+        """Restore a layout; False, with its reason noted, if it cannot be."""
+        restore = partial(self._restore_layout, found, layout, accept_loss=accept_loss)
+        return self.unavailable.attempt(found, restore)
+
+    def _restore_layout(
+        self, found: UnavailableLayout, asked: KVLayout | None, *, accept_loss: bool
+    ) -> None:
+        """Build the cache of a layout in the index; see LayoutOpener.open for the rest."""
+        opened = self._opener.open(found, asked, self._room.taken_bytes(), accept_loss=accept_loss)
+        self._restore_cache(*opened)
+
+    def _restore_cache(
+        self, layout: KVLayout, volume: SegmentVolume, rows: IndexRows, adoption: Adoption | None
+    ) -> None:
+        num_slots = 0 if adoption is None else adoption.arena.slots.num_slots
+        cache = self._build(layout, volume, num_slots)
+        adopted: Sequence[AdoptedSlot] = ()
+        orphans: Sequence[OrphanSlot] = ()
+        if adoption is not None:
             cache.use_arena(adoption.arena)
+            adopted = adoption.adopted
             orphans = self._engines.watch_orphans(cache, adoption.writing)
-            cache.restore(rows, adoption.adopted, orphans)
-        cache.volume.shrink(cache.max_extents)
+        with memory.building_up():
+            cache.restore(rows, adopted, orphans)
+        try:
+            volume.shrink(cache.max_extents)
+        except OSError as error:  # what is too much stays until the next start
+            log.warning("segments_not_shrunk", layout=layout.fingerprint, error=str(error))
         cache.measure_space()
 
-    def _build(self, layout: KVLayout, row: LayoutRow, num_slots: int) -> Cache:
+    def _build(self, layout: KVLayout, volume: SegmentVolume, num_slots: int) -> Cache:
         settings = self._settings
-        num_extents = self._budgets.ssd_bytes_of(layout) // ExtentShape(layout).full_bytes
-        volume = SegmentVolume(
-            self._volumes / layout.fingerprint,
-            layout,
-            row.extents_per_segment,
-            self._space,
-            settings.ssd.direct,
-            self._faults,
-            self.secrets.keys,
-        )
-        volume.open()
+        num_extents = self._opener.num_extents(volume.shape)
         engine = CacheEngine(
             layout,
             self._limits(num_slots, num_extents),
@@ -323,40 +365,6 @@ class Caches:
         settings = self._settings
         return TenantLimits(settings.tenant_ttl_ns(tenant), settings.tenant_quota_bytes(tenant))
 
-    async def _room_for(self, layout: KVLayout) -> int:
-        """Find DRAM for the arena of a layout, taking it from layouts without engines if need be.
-
-        Returns:
-            How many slots it may have: fewer than it is to have if there is no more to take.
-
-        Raises:
-            ArenaTooSmallError: not even a few.
-        """
-        wanted_bytes = self._budgets.arena_bytes_of(layout)
-        while True:
-            free_bytes = self._budgets.free_dram_bytes(self._taken_bytes())
-            if free_bytes is None or free_bytes >= wanted_bytes:
-                return num_slots_for(wanted_bytes, layout.block_bytes)
-            if not await self._take_an_arena():
-                return num_slots_for(free_bytes, layout.block_bytes, "dram.total_bytes")
-
-    def _taken_bytes(self) -> int:
-        """Bytes of the slots of all arenas."""
-        slots = [cache.arena.slots for cache in self if cache.arena is not None]
-        return sum(arena.num_slots * arena.slot_bytes for arena in slots)
-
-    async def _take_an_arena(self) -> bool:
-        """Have a layout without engines give up its arena, the least recently opened first.
-
-        One with a quarantined process cannot: asking it to would only empty its DRAM.
-        """
-        idle = [c for c in self if c.arena is not None and not self._engines.use(c)]
-        for cache in sorted(idle, key=lambda cache: cache.last_opened_s):
-            if await cache.unmount(UNMOUNT_S):
-                log.info("arena_taken", layout=cache.layout.fingerprint)
-                return True
-        return False
-
     async def _forget_a_layout(self) -> None:
         """Remove a layout without engines and sessions: that of a model served no more, say.
 
@@ -368,13 +376,22 @@ class Caches:
             if not self._engines.use(cache):
                 del self._caches[cache.layout.fingerprint]
                 self._manifest.drop_layout(cache.layout.fingerprint)
-                await cache.remove()
+                await self._remove(cache)
                 log.info("layout_forgotten", layout=cache.layout.fingerprint)
                 return
         raise LimitReachedError(
             f"{len(self._caches)} layouts are stored",
             "raise limits.max_layouts, or flush the sessions of a model that is served no more",
         )
+
+    async def _remove(self, cache: Cache) -> None:
+        """Close a cache for good, with its files, once no row names them any more."""
+        try:
+            await self.committed()
+        except BaseException:
+            await cache.close(keep_dram=False)
+            raise
+        await cache.remove()
 
     def _salt_of(self, tenant: str) -> bytes:
         return self.secrets.salt_of(tenant, self._settings.limits.max_tenants)

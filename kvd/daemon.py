@@ -18,7 +18,7 @@ from contextlib import (
 )
 
 from kvd.access import Access
-from kvd.caches import VOLUMES, Caches
+from kvd.caches import Caches
 from kvd.clock import META_NAME, SAVE_EVERY_S, Clock, read_boot_id, resume_clock
 from kvd.config import Settings
 from kvd.data_socket import DataSocket
@@ -28,6 +28,7 @@ from kvd.erasing import TenantEraser
 from kvd.errors import BrokenError
 from kvd.events import EventHub
 from kvd.grpc_servers import GrpcServer, make_servers
+from kvd.layout_opening import VOLUMES
 from kvd.operator_service import OperatorService
 from kvd.reader_service import ReaderService
 from kvd.reloading import Reloader
@@ -229,7 +230,7 @@ class Daemon:
     async def _until_stopped(
         self, stop: asyncio.Event, manifest: Manifest, clock: Clock, caches: Caches
     ) -> None:
-        """Wait for the end; meanwhile tell the watchdog, save the clock and look at the disk."""
+        """Wait for the end; meanwhile tell the watchdog, save the clock, look after the disk."""
         assert self._broken is not None, "set by run"  # noqa: S101
         stopped = asyncio.ensure_future(stop.wait())
         beat_s = min(systemd.watchdog_interval_s() or BEAT_S, BEAT_S)
@@ -238,6 +239,7 @@ class Daemon:
             while not stopped.done() and not self._broken.done():
                 systemd.notify(systemd.WATCHDOG)
                 caches.measure_space()
+                caches.retry_unavailable()
                 if time.monotonic() >= saved_at_s + SAVE_EVERY_S:
                     saved_at_s = time.monotonic()
                     manifest.put_meta(META_NAME, clock.saved(time.time_ns()))

@@ -23,6 +23,7 @@ from kvd.core.records import FlushAnswer
 from kvd.encryption.errors import NotErasableError
 from kvd.errors import NotDurableError
 from kvd.events import EventHub
+from kvd.tenant_secrets import has_segments
 from shared.log import get_logger
 
 STEP_SESSIONS = 200  # dropped in one go: some milliseconds
@@ -77,6 +78,12 @@ class TenantEraser:
             NotDurableError: the disk has not taken it yet.
         """
         self.named(tenant)
+        if self._caches.unavailable:
+            raise NotErasableError(
+                f"{len(self._caches.unavailable)} layouts are unavailable, and what they hold in "
+                "memory and segments cannot be erased",
+                "bring their files back, or decide about them with kvd reopen; see kvd stats",
+            )
         async with self._erasing:
             self._caches.shut_out(lambda name: tenant in (None, name))
             try:
@@ -126,6 +133,11 @@ class TenantEraser:
             while not cache.is_still:
                 await cache.changed(POLL_S)
             cache.remove_segments()
+        if has_segments(self._caches.directory):
+            raise NotErasableError(
+                f"segments that kvd does not know are left in {self._caches.directory}",
+                "delete them: volumes that were set aside, say; then do it again",
+            )
         self._caches.secrets.has_no_plain()
 
     async def _drop_keys(self, tenants: tuple[str, ...]) -> None:

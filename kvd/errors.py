@@ -155,9 +155,21 @@ class SessionExistsError(StateError):
 
 
 class UnknownLayoutError(StateError):
-    """A session file is of a layout that kvd does not have."""
+    """A session file, or a call, names a layout that kvd does not have."""
 
     reason = "unknown_layout"
+
+
+class LayoutUnavailableError(UnavailableError):
+    """What is stored of a layout cannot be opened now; nothing is made in its place."""
+
+    reason = "layout_unavailable"
+
+
+class NotSetAsideError(StateError):
+    """The files of a layout could not be renamed."""
+
+    reason = "not_set_aside"
 
 
 class NoRoomError(ExhaustedError):

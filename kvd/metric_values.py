@@ -42,12 +42,15 @@ def _fill(sources: Sources, scrape: Scrape) -> None:
     num_engines = Counter(engine.cache.layout.fingerprint for engine in sources.engines)
     for cache in sources.caches:
         layout = cache.layout.fingerprint[:LAYOUT_CHARS]
+        scrape.put("kvd_layout_unavailable", 0, layout)
         scrape.put("kvd_engines", num_engines[cache.layout.fingerprint], layout)
         _fill_info(scrape, layout, cache, sources)
         _fill_counters(scrape, layout, cache)
         _fill_gauges(scrape, layout, cache, sources)
         _fill_histograms(scrape, layout, cache)
         _fill_tenants(scrape, layout, cache.act(_tenants), sources.live.settings.tenants)
+    for unavailable in sources.caches.unavailable:
+        scrape.put("kvd_layout_unavailable", 1, unavailable.fingerprint[:LAYOUT_CHARS])
     encryption = sources.caches.secrets.facts()
     scrape.put("kvd_encryption", encryption.is_sealing, "encrypting")
     scrape.put("kvd_encryption", encryption.may_have_plain, "may_have_plain")

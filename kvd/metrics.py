@@ -89,6 +89,12 @@ METRICS = MetricTable(
             ("layout", "tier"),
         ),
         Metric(
+            "kvd_layout_unavailable",
+            "gauge",
+            "1 while what is stored of a layout cannot be opened, so that its engines recompute",
+            LAYOUT,
+        ),
+        Metric(
             "kvd_dirty_bytes",
             "gauge",
             "What is in DRAM only, and would be lost with it",

@@ -15,6 +15,7 @@ from kvd.core.records import (
 from kvd.engines import OwnerFacts
 from kvd.messages import TIERS, key_message
 from kvd.tier_facts import ArenaFacts, EncryptionFacts, VolumeFacts
+from kvd.unavailable import UnavailableLayout
 from shared.engine_id import shown_id
 from shared.kv_layout import KVLayout
 from shared.pb.kvd.v1 import kvd_pb2
@@ -45,6 +46,18 @@ def lease_message(
         message.pid = holder.pid
         message.process_status = holder.state
     return message
+
+
+def unavailable_message(layout: UnavailableLayout, now_s: float) -> kvd_pb2.UnavailableLayout:
+    """Encode; instants, of the monotonic clock, become durations from now."""
+    return kvd_pb2.UnavailableLayout(
+        layout=layout.fingerprint,
+        why=layout.why,
+        remedy=layout.remedy,
+        since_s=now_s - layout.since_s,
+        attempts=layout.num_attempts,
+        next_attempt_s=max(0.0, layout.try_at_s - now_s),
+    )
 
 
 def layout_stats_message(

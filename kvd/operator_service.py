@@ -59,7 +59,7 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
         is_one = is_of_one(request)
         if request.secure:
             return await self._erase(request)
-        response = kvd_pb2.FlushResponse()
+        response = kvd_pb2.FlushResponse(unavailable_layouts=len(self._caches.unavailable))
         if is_one:
             cache, key = self._found(request.session)
             _add(response, cache.act(partial(_flush, key, request.dry_run)))
@@ -124,6 +124,17 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
             num_slots=sum(lease.num_slots for _, lease in held),
             gone=not left,
         )
+
+    async def ReopenLayout(  # noqa: N802
+        self, request: kvd_pb2.ReopenLayoutRequest, _context: Any
+    ) -> kvd_pb2.ReopenLayoutResponse:
+        """Open an unavailable layout, or do with it what the operator has decided."""
+        if request.accept_loss and request.set_aside:
+            raise InvalidRequestError("two decisions about one layout", "decide for one of them")
+        name = await self._caches.reopen(
+            request.layout, accept_loss=request.accept_loss, set_aside=request.set_aside
+        )
+        return kvd_pb2.ReopenLayoutResponse(name=name)
 
     async def ReloadSettings(  # noqa: N802
         self, _request: kvd_pb2.ReloadSettingsRequest, _context: Any

@@ -1,5 +1,6 @@
 """The Reader service: sessions, leases, statistics and events, for monitors and operators."""
 
+import time
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from typing import Any
@@ -14,7 +15,12 @@ from kvd.core.turn_log import RecordedTurn
 from kvd.engines import Engines
 from kvd.events import EventHub
 from kvd.messages import block_message, key_of, session_message
-from kvd.operator_messages import encryption_message, layout_stats_message, lease_message
+from kvd.operator_messages import (
+    encryption_message,
+    layout_stats_message,
+    lease_message,
+    unavailable_message,
+)
 from kvd.process_stats import engine_message, process_message
 from kvd.reloading import settings_message
 from kvd.scrubber import Scrubber
@@ -57,7 +63,9 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
         most = self._settings.limits.sessions_page
         limit = min(request.limit or most, most)
         listing = listing_of(request, allowed_tenants())
-        return await self._lister.page(listing, request.page_token, limit)
+        page = await self._lister.page(listing, request.page_token, limit)
+        page.unavailable_layouts = len(self._caches.unavailable)
+        return page
 
     async def DescribeSession(  # noqa: N802
         self, request: kvd_pb2.DescribeSessionRequest, _context: Any
@@ -112,6 +120,9 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
             process=process_message(),
             verifying=self._scrubber.is_running,
             encryption=encryption_message(self._caches.secrets.facts()),
+            unavailable=[
+                unavailable_message(layout, time.monotonic()) for layout in self._caches.unavailable
+            ],
         )
 
     async def GetSettings(  # noqa: N802

@@ -88,7 +88,7 @@ class TenantSecrets:
         if settings.key_file:
             keys = Keyring(read_master_key(settings.key_file), is_sealing=settings.enabled)
             self._open_keys(keys, wrapped, note, settings.key_file)
-            was_plain = note.has_plain if note.key else _has_segments(volumes)
+            was_plain = note.has_plain if note.key else self._may_have_plain(volumes)
             self._take_note(EncryptionNote(keys.fingerprint, was_plain or not settings.enabled))
             return
         if wrapped:
@@ -166,6 +166,10 @@ class TenantSecrets:
         self.note = note
         self._manifest.put_meta(META_NAME, note.text())
 
+    def _may_have_plain(self, volumes: Path) -> bool:
+        """Of a time without a key: the index says so, too, if the segments' disk is not there."""
+        return has_segments(volumes) or self._manifest.has_blocks()
+
     def _check_room(self, num_tenants: int, max_tenants: int) -> None:
         if num_tenants >= max_tenants:
             raise LimitReachedError(
@@ -173,7 +177,8 @@ class TenantSecrets:
             )
 
 
-def _has_segments(volumes: Path) -> bool:
+def has_segments(volumes: Path) -> bool:
+    """Whether there is a segment of any volume, be it set aside."""
     return any(volumes.glob("*/*.segment"))
 
 

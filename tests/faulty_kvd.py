@@ -4,6 +4,7 @@
 
 The JSON object may have
     kill_at: [POINT, NTH]   SIGKILL itself when a write point is reached for the NTH time
+    fail_at: [POINT, ERRNO] fail once, the first time that a write point is reached
     read_errno, write_errno: what every read, or write, of an extent fails with
     delay_s: what each of them takes longer
 Other settings come from the environment, as for `kvd serve`. Exit code 0 of a SIGTERM also says
@@ -42,12 +43,14 @@ class InjectedFaults(NoFaults):
     def __init__(
         self,
         kill_at: tuple[str, int] | None = None,
+        fail_at: tuple[str, int] | None = None,
         read_errno: int = 0,
         write_errno: int = 0,
         delay_s: float = 0,
     ) -> None:
         self._point = WritePoint(kill_at[0]) if kill_at else None
         self._left = kill_at[1] if kill_at else 0
+        self._failing = {WritePoint(fail_at[0]): fail_at[1]} if fail_at else {}
         self._read_errno, self._write_errno = read_errno, write_errno
         self._delay_s = delay_s
         self._lock = threading.Lock()
@@ -62,6 +65,8 @@ class InjectedFaults(NoFaults):
 
     def reach(self, point: WritePoint) -> None:
         """See kvd.tiers.faults.Faults."""
+        if number := self._failing.pop(point, 0):
+            raise OSError(number, "injected")
         if point is not self._point:
             return
         with self._lock:

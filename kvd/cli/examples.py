@@ -34,6 +34,11 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "top": ("kvd top", "kvd top --sort bytes --tenant acme", "kvd top --json --interval 1s"),
     "leases": ("kvd leases", "kvd leases --kill 4711"),
     "verify": ("kvd verify", "kvd verify --repair"),
+    "reopen": (
+        "kvd reopen 43eaf0d620c7",
+        "kvd reopen 43eaf0d620c7 --accept-loss",
+        "kvd reopen 43eaf0d620c7 --set-aside",
+    ),
     "export": (
         "kvd export conversation-17 conversation-17.kvd",
         "kvd export conversation-17 backup.kvd --tenant acme --force",

@@ -123,6 +123,7 @@ for _name, _command in (
     ("top", top),
     ("leases", tiers.leases),
     ("verify", tiers.verify),
+    ("reopen", tiers.reopen),
     ("export", export_session),
     ("import", import_session),
     ("plan", plan),

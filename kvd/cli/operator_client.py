@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -18,6 +18,19 @@ from shared.runtime_dir import OPERATOR_SOCKET, READER_SOCKET, channel_options
 
 MAX_WHY = 300  # of gRPC's own words about a connection
 TIMEOUT_S = 30.0  # a flush of everything walks over every session
+
+
+class Listed(NamedTuple):
+    """Sessions of a listing.
+
+    Attributes:
+        total: sessions that its filter is for.
+        num_unavailable: layouts whose sessions are not in it.
+    """
+
+    sessions: list[kvd_pb2.SessionInfo]
+    total: int
+    num_unavailable: int
 
 
 class OperatorClient:
@@ -35,7 +48,7 @@ class OperatorClient:
         order: kvd_pb2.SessionOrder = kvd_pb2.SESSION_ORDER_IDLE,
         *,
         reverse: bool = False,
-    ) -> tuple[list[kvd_pb2.SessionInfo], int]:
+    ) -> Listed:
         """Return up to `limit` sessions of a filter (0: all), and how many it is for."""
         found: list[kvd_pb2.SessionInfo] = []
         total = 0
@@ -53,7 +66,7 @@ class OperatorClient:
             found.extend(page.sessions)
             page_token = page.next_page_token
             if not page_token or (limit and len(found) >= limit):
-                return found, total
+                return Listed(found, total, page.unavailable_layouts)
 
     def session_ids(self, wanted: kvd_pb2.SessionFilter, limit: int, timeout_s: float) -> list[str]:
         """Return ids of sessions, most recently used first; for completion, which cannot wait."""
@@ -114,6 +127,10 @@ class OperatorClient:
         request = kvd_pb2.KillHolderRequest(pid=pid)
         answer: kvd_pb2.KillHolderResponse = self._call(self._operator.KillHolder, request)
         return answer
+
+    def reopen(self, request: kvd_pb2.ReopenLayoutRequest) -> str:
+        """Open an unavailable layout, or decide about it; returns its name from now on."""
+        return str(self._call(self._operator.ReopenLayout, request).name)
 
     def recent_turns(self, model: str) -> list[kvd_pb2.RecentTurns]:
         """Return what kvd remembers of its recent turns, one message a layout."""

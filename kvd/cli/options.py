@@ -66,3 +66,12 @@ def confirm(question: str) -> None:
     require_terminal()
     if not typer.confirm(question):
         raise NotConfirmedError("nothing was done", "answer y, or say --yes")
+
+
+def warn_of_unavailable(num_layouts: int, what: str) -> None:
+    """Say on stderr that the sessions of some layouts were none of a command's."""
+    if num_layouts:
+        typer.echo(
+            f"kvd: {num_layouts} layouts are unavailable, their sessions not {what}: see kvd stats",
+            err=True,
+        )

@@ -32,6 +32,7 @@ from kvd.cli.options import (
     key_of,
     print_json,
     require_terminal,
+    warn_of_unavailable,
 )
 from kvd.errors import InUseError, UnclearSelectionError
 from shared.pb.kvd.v1 import kvd_pb2
@@ -62,7 +63,9 @@ def list_sessions(
     wanted = filter_of(tenant, model, tier, idle, larger_than, pinned=pinned, ended=ended)
     wanted.id_prefix = prefix
     with open_client(runtime_dir) as client:
-        sessions, total = client.sessions(wanted, limit, ORDERS[sort], reverse=reverse)
+        listed = client.sessions(wanted, limit, ORDERS[sort], reverse=reverse)
+    sessions, total = listed.sessions, listed.total
+    warn_of_unavailable(listed.num_unavailable, "listed")
     if as_json:
         print_json({"sessions": [views.plain(info) for info in sessions], "total": total})
         return
@@ -134,6 +137,7 @@ def flush(
             _ask(client, request)
         request.dry_run = dry_run
         answer = client.flush(request)
+    warn_of_unavailable(answer.unavailable_layouts, "flushed")
     if as_json:
         print_json(views.plain(answer))
     else:

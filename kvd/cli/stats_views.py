@@ -26,6 +26,8 @@ def stats_tables(
     """
     rates = Rates(stats, before)
     yield process_line(stats, rates)
+    if stats.unavailable:
+        yield unavailable_table(stats, width)
     yield _tiers_table(stats, width)
     yield _loads_table(stats, rates, width)
     yield _queues_table(stats, width)
@@ -53,6 +55,26 @@ def process_line(stats: kvd_pb2.GetStatsResponse, rates: Rates) -> Text:
         *encryption_facts(stats.encryption),
     )
     return Text("  ".join(fact for fact in facts if fact))
+
+
+def unavailable_table(stats: kvd_pb2.GetStatsResponse, width: int) -> Table:
+    """Layouts that cannot be opened."""
+    columns = (
+        Column("layout"),
+        Column("for", is_number=True),
+        Column("next attempt in", is_number=True, rank=1),
+        Column("why", may_be_cut=True),
+    )
+    rows = [
+        (
+            layout.layout[:12],
+            format_duration(layout.since_s),
+            format_duration(layout.next_attempt_s),
+            layout.why,
+        )
+        for layout in stats.unavailable
+    ]
+    return _table("unavailable: kvd reopen LAYOUT", columns, rows, width)
 
 
 def encryption_facts(encryption: kvd_pb2.EncryptionStats) -> Iterator[str]:

@@ -22,7 +22,7 @@ from kvd.cli.options import (
     print_json_line,
 )
 from kvd.cli.watching import look_again, show_in_place
-from kvd.errors import CorruptionFoundError, UnverifiedError
+from kvd.errors import CorruptionFoundError, UnclearSelectionError, UnverifiedError
 from shared.pb.kvd.v1 import kvd_pb2
 
 
@@ -132,6 +132,41 @@ def verify(
     else:
         views.console().print(views.verify_table(last))
     judge(last, repair=repair)
+
+
+def reopen(
+    layout: Annotated[str, typer.Argument(help="What its fingerprint starts with (kvd stats).")],
+    accept_loss: Annotated[
+        bool, typer.Option("--accept-loss", help="Do without the blocks that are not there.")
+    ] = False,
+    set_aside: Annotated[
+        bool, typer.Option("--set-aside", help="Keep its rows and files, and begin anew.")
+    ] = False,
+    yes: Yes = False,
+    runtime_dir: RuntimeDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Open a layout that was unavailable, or decide what becomes of it.
+
+    Without a decision it is tried at once; otherwise kvd does that by itself, with growing pauses.
+    --accept-loss drops the blocks whose segments are missing or cut short, and serves the rest.
+    --set-aside gives directory and index rows the name LAYOUT.set-aside-1: nothing of them is used
+    or overwritten, and the next engine begins with nothing.
+    """
+    if accept_loss and set_aside:
+        raise UnclearSelectionError("two decisions about one layout", "decide for one of them")
+    if not yes and (accept_loss or set_aside):
+        what = "Drop what is not there of" if accept_loss else "Set aside"
+        confirm(f"{what} layout {layout}?")
+    request = kvd_pb2.ReopenLayoutRequest(
+        layout=layout, accept_loss=accept_loss, set_aside=set_aside
+    )
+    with open_client(runtime_dir) as client:
+        name = client.reopen(request)
+    if as_json:
+        print_json({"layout": name})
+    else:
+        typer.echo(f"set aside as {name}" if set_aside else f"layout {name} is open")
 
 
 def judge(report: kvd_pb2.VerifyProgress, *, repair: bool) -> None:

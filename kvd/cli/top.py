@@ -79,7 +79,7 @@ def _snapshot(
     time.sleep(every_s)
     stats = client.stats()
     how = (MOST_SESSIONS, screen.order)
-    sessions, total = client.sessions(wanted, *how, reverse=screen.is_reversed)
+    sessions, total, _ = client.sessions(wanted, *how, reverse=screen.is_reversed)
     rates = Rates(stats, before)
     return {
         "stats": views.plain(stats),

@@ -12,7 +12,7 @@ from kvd.doctor.finding import Finding, ok, problem, warning
 from shared.config import LoadedSettings
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.runtime_dir import DATA_SOCKET, ENGINE_SOCKET, OPERATOR_SOCKET, READER_SOCKET
-from shared.units import format_bytes
+from shared.units import format_bytes, format_duration
 from shared.version import __version__
 
 _OPEN = os.R_OK | os.W_OK
@@ -77,6 +77,13 @@ def check_tiers(
     answer: kvd_pb2.GetStatsResponse, running: Mapping[str, kvd_pb2.Setting]
 ) -> Iterator[Finding]:
     """Does each layout's cache do what it is there for?"""
+    for missing in answer.unavailable:
+        yield problem(
+            "tiers",
+            f"layout {missing.layout[:12]} is unavailable for "
+            f"{format_duration(missing.since_s)}: {missing.why}; its engines recompute",
+            missing.remedy,
+        )
     for layout in answer.layouts:
         name = layout.layout[:12]
         for tier in layout.tiers:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvd.budgets import ssd_bytes
-from kvd.caches import VOLUMES
 from kvd.config import Settings
 from kvd.directories import check_socket_paths
 from kvd.doctor.finding import Finding, ok, problem, warning
 from kvd.doctor.machine import Machine, ProcessLimits, is_directory, may_write
 from kvd.doctor.memory import MEMORY_FILE_SYSTEMS, file_system_of
+from kvd.layout_opening import VOLUMES
 from kvd.tiers.direct_io import probe_direct
 from shared.errors import ReportedError
 from shared.units import ceil_div, format_bytes

@@ -173,13 +173,17 @@ class ArenaStore:
         return kept
 
     def adopt(self, layout: KVLayout, kept: KeptArena) -> Adoption | None:
-        """Take an arena over; None if it does not fit, which is logged, and it is removed."""
+        """Take an arena over; None if it does not fit, which is logged, and it is removed.
+
+        Raises:
+            OSError: the machine does not let us now. It is as it was.
+        """
         try:
             header = self._fitting_header(layout, kept)
             journal = Journal(kept.journal_fd, layout, header.num_slots, self._faults)
             slots = ArenaMap(kept.slots_fd, layout.block_bytes, header.num_slots)
             adopted, writing = journal.read_all()
-        except (UnfitArenaError, OSError, ValueError) as error:
+        except (UnfitArenaError, ValueError) as error:
             self.discard(kept, str(error))
             return None
         pages = "hugetlb" if os.fstat(kept.slots_fd).st_blksize > SECTOR_BYTES else "thp"

@@ -22,6 +22,8 @@ class WritePoint(Enum):
     JOURNAL_BODY = "journal_body"  # body and checksum are written, the state is still FREE
     JOURNAL_PUT = "journal_put"
     JOURNAL_CLEARED = "journal_cleared"
+    VOLUME_ID_WRITTEN = "volume_id_written"  # under another name
+    VOLUME_ID_KEPT = "volume_id_kept"  # the index does not name it yet
     SEGMENT_CREATED = "segment_created"  # the file exists and has no space yet
     SEGMENT_ALLOCATED = "segment_allocated"
     SEGMENT_REMOVED = "segment_removed"

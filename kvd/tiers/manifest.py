@@ -34,6 +34,9 @@ MAX_QUEUED_BYTES = 8 << 20  # of rows that are not committed
 ROW_BYTES = 256  # of a queued row, beside what its values hold
 RETRY_S = 1.0  # between two attempts at a commit
 
+SET_ASIDE = ".set-aside-"  # between a fingerprint and a number: of rows and files that wait
+_VOLUME_ID = "volume_id:"  # before a layout's number: name of a value
+
 Value: TypeAlias = str | bytes | int | None
 
 log = get_logger(__name__)
@@ -41,11 +44,19 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class LayoutRow:
-    """A layout that has a volume."""
+    """A layout that has a volume.
+
+    Attributes:
+        fingerprint: of the layout.
+        message: kvd.v1.KVLayout, serialised; b"": what the index has is damaged.
+        extents_per_segment: of its volume; 0: what the index has is damaged.
+        volume_id: see kvd/tiers/volume_identity.py; "": the volume has none yet.
+    """
 
     fingerprint: str
     message: bytes
     extents_per_segment: int
+    volume_id: str = ""
 
 
 class Row(NamedTuple):
@@ -110,12 +121,22 @@ class Manifest:
     # --------------------------------------------------------------------------------- reading
 
     def layouts(self) -> list[LayoutRow]:
-        """Every layout that has a volume."""
+        """Every layout that has a volume, but those that are set aside."""
         rows = self._query(
-            "SELECT fingerprint, message, extents_per_segment FROM layouts "
-            "WHERE typeof(message) = 'blob' AND extents_per_segment > 0"
+            "SELECT fingerprint, iif(typeof(message) = 'blob', message, x''), "
+            "iif(typeof(extents_per_segment) = 'integer', max(extents_per_segment, 0), 0), "
+            "coalesce(value, '') FROM layouts LEFT JOIN meta ON name = ? || id "
+            "WHERE instr(fingerprint, ?) = 0",
+            *(_VOLUME_ID, SET_ASIDE),
         )
         return [LayoutRow(*row) for row in rows]
+
+    def has_blocks(self, layout: str | None = None) -> bool:
+        """Whether there is a row of a block: of a layout, by its fingerprint, or of any."""
+        if layout is None:
+            return bool(list(self._query("SELECT 1 FROM blocks LIMIT 1")))
+        sql = "SELECT 1 FROM blocks WHERE layout = ? LIMIT 1"
+        return bool(list(self._query(sql, self._layout_ids[layout])))
 
     def salts(self) -> dict[str, bytes]:
         """Tenant → secret salt of its block keys."""
@@ -170,6 +191,9 @@ class Manifest:
         number = self._layout_ids.setdefault(row.fingerprint, number)
         values = (number, row.fingerprint, row.message, row.extents_per_segment)
         self._put(Row("INSERT OR REPLACE INTO layouts VALUES (?, ?, ?, ?)", values))
+        if row.volume_id:
+            meta = (f"{_VOLUME_ID}{number}", row.volume_id)
+            self._put(Row("INSERT OR REPLACE INTO meta VALUES (?, ?)", meta))
 
     def drop_layout(self, fingerprint: str) -> None:
         """Remove a layout, and any rows that name it."""
@@ -181,6 +205,16 @@ class Manifest:
             "DELETE FROM layouts WHERE id = ?",
         ):
             self._put(Row(sql, (number,)))
+        self._put(Row("DELETE FROM meta WHERE name = ?", (f"{_VOLUME_ID}{number}",)))
+
+    def rename_layout(self, fingerprint: str, name: str) -> None:
+        """Give a layout, with all its rows, a name under which nobody looks for it."""
+        number = self._layout_ids[name] = self._layout_ids.pop(fingerprint)
+        self._put(Row("UPDATE layouts SET fingerprint = ? WHERE id = ?", (name, number)))
+
+    def is_layout_name(self, name: str) -> bool:
+        """Whether a layout has this name, be it set aside."""
+        return name in self._layout_ids
 
     def put_salt(self, tenant: str, salt: bytes) -> None:
         """Keep a tenant's salt."""

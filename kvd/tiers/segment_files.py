@@ -1,6 +1,7 @@
 """The files of one volume: segments, allocated as extents in them are first written.
 
-    <state>/volumes/<layout fingerprint>/00000.segment
+    <state>/volumes/<layout fingerprint>/volume.id
+                                         00000.segment
                                          00001.segment
 
 Each grows in steps to extents_per_segment whole extents. A step is a fraction of what the budget
@@ -19,6 +20,7 @@ from pathlib import Path
 from kvd.tiers.direct_io import probe_direct, set_direct
 from kvd.tiers.faults import Faults, WritePoint
 from kvd.tiers.space_budget import SpaceBudget
+from kvd.tiers.volume_identity import identify, remove_volume, sync_directory
 from shared.log import get_logger
 
 _STEP = 8  # a segment grows by this part of the free budget at a time
@@ -75,16 +77,12 @@ class SegmentFiles:
                 num_blocks += self._path(segment).stat().st_blocks
         return num_blocks * 512
 
-    def open(self) -> None:
-        """Make the directory, find out whether direct I/O works, count the segments that are there.
+    def open(self, expected_id: str, *, holds_rows: bool) -> str:
+        """Find the volume, see whether direct I/O works, count the segments that are there.
 
-        Raises:
-            OSError: the directory cannot be made or read.
+        Args, Returns, Raises: see identify().
         """
-        missing = [p for p in (self._directory, *self._directory.parents) if not p.exists()]
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for made in missing:
-            self._sync_directory(made.parent)
+        volume_id = identify(self._directory, expected_id, self._faults, holds_rows=holds_rows)
         if self._direct != "off":
             self.is_direct = probe_direct(self._directory)
             self._use_buffered("" if self.is_direct else "its file system has no direct I/O")
@@ -93,6 +91,18 @@ class SegmentFiles:
                 size = path.stat().st_size // self._extent_bytes * self._extent_bytes
                 self._sizes[int(path.stem)] = min(size, self._full_bytes)
         self._budget.add_existing(self.reserved_bytes)
+        return volume_id
+
+    def size_of(self, segment: int) -> int:
+        """Bytes of a segment that is there and can be opened, in whole extents; 0: it is not there.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        size = self._sizes.get(segment, 0)
+        if size:
+            self.for_reading(segment)
+        return size
 
     def for_reading(self, segment: int) -> int:
         """Descriptor of a segment.
@@ -161,7 +171,7 @@ class SegmentFiles:
     def remove(self) -> None:
         """Remove the directory; segments that are still there stay, and it with them."""
         with contextlib.suppress(OSError):
-            self._directory.rmdir()
+            remove_volume(self._directory)
 
     def _open(self, segment: int) -> int:
         with self._lock:
@@ -206,7 +216,7 @@ class SegmentFiles:
                     raise
                 os.ftruncate(fd, size)  # a write may find the disk full
             self._faults.fsync(fd)
-            self._sync_directory(self._directory)
+            sync_directory(self._directory, self._faults)
             self._faults.reach(WritePoint.SEGMENT_ALLOCATED)
         except OSError:
             os.ftruncate(fd, had)  # a failed fallocate keeps what it took
@@ -222,11 +232,3 @@ class SegmentFiles:
         if why:
             report = log.warning if self._direct == "on" else log.info
             report("ssd_buffered", directory=str(self._directory), reason=why)
-
-    def _sync_directory(self, directory: Path) -> None:
-        """Make the names of what is new in a directory survive a power cut."""
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            self._faults.fsync(fd)
-        finally:
-            os.close(fd)

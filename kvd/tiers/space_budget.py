@@ -62,5 +62,8 @@ class SpaceBudget:
 
     def _file_system_bytes(self) -> int:
         paths = (self._directory, *self._directory.parents)
-        status = os.statvfs(next(path for path in paths if path.exists()))
+        try:
+            status = os.statvfs(next(path for path in paths if path.exists()))
+        except OSError:  # a disk that fails, or that we may not look at, takes nothing
+            return 0
         return status.f_bavail * status.f_frsize

@@ -18,6 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvd.core.actions import IoOutcome, WriteBlock
 from kvd.encryption.keyring import Keyring
 from kvd.tiers.direct_io import read_fully, write_fully
@@ -34,6 +37,7 @@ from shared.log import get_logger
 from shared.units import SECTOR_BYTES
 
 T = TypeVar("T")
+Offset = TypeVar("Offset", int, NDArray[np.int64])  # one, or many
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
@@ -98,9 +102,31 @@ class SegmentVolume:
         num_bytes = self._files.reserved_bytes + self._budget.free_bytes()
         return max(0, num_bytes // self.shape.full_bytes)
 
-    def open(self) -> None:
-        """Raise OSError if the directory cannot be made or read."""
-        self._files.open()
+    def open(self, expected_id: str = "", *, holds_rows: bool = False) -> str:
+        """Find, or make, the volume.
+
+        Args, Returns, Raises: see kvd/tiers/volume_identity.py.
+        """
+        return self._files.open(expected_id, holds_rows=holds_rows)
+
+    def lacks(self, extents: NDArray[np.int64], num_extents: int) -> NDArray[np.bool_]:
+        """Which extents the segments that are there do not have: whole segments, or their ends.
+
+        Args:
+            extents: first sectors.
+            num_extents: the volume may have; what lies beyond is not looked at.
+
+        Raises:
+            OSError: a segment that has some of them cannot be opened.
+        """
+        lacking = np.zeros(len(extents), np.bool_)
+        inside = (extents >= 0) & (extents < num_extents * self.shape.sectors_per_extent)
+        segments, sectors = np.divmod(extents[inside], self._segment_sectors)
+        ends = self._whole_extents_end(sectors * SECTOR_BYTES)
+        named, index = np.unique(segments, return_inverse=True)
+        sizes = np.array([self._files.size_of(segment) for segment in named.tolist()], np.int64)
+        lacking[inside] = ends > sizes[index]
+        return lacking
 
     def shrink(self, num_extents: int) -> None:
         """Give back the space of whole extents from `num_extents` on; none of them is in use."""
@@ -256,7 +282,7 @@ class SegmentVolume:
         segment, sector = divmod(extent, self._segment_sectors)
         return segment, sector * SECTOR_BYTES
 
-    def _whole_extents_end(self, start: int) -> int:
+    def _whole_extents_end(self, start: Offset) -> Offset:
         """End of the whole extent that has byte `start` of a segment."""
         return (start // self.shape.full_bytes + 1) * self.shape.full_bytes
 

@@ -85,7 +85,7 @@ class Top:
             self._seen = replace(self._seen, problem=f"{error.message}; asking again")
 
     def _list(self, now_s: float) -> None:
-        sessions, total = self._client.sessions(
+        sessions, total, _ = self._client.sessions(
             self._wanted,
             MOST_SESSIONS,
             self._screen.order,

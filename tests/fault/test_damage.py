@@ -123,12 +123,14 @@ class Case:
         served: from where every session is served then; "" if nothing is promised.
         counter: of the corrupt copies that must have been found.
         logged: an event that must be in the log.
+        is_unavailable: the layout is served again only when an operator accepts the loss.
     """
 
     damage: Callable[[Files], object]
     served: str = ""
     counter: str = ""
     logged: str = ""
+    is_unavailable: bool = False
 
 
 def _without_dram(damage: Callable[[Files], object]) -> Callable[[Files], object]:
@@ -185,10 +187,14 @@ CASES = {
     ),
     "segment: cut": Case(
         _without_dram(lambda files: _write_nothing_after(files.segment(), 5 * EXTENT_BYTES + 99)),
-        counter="blocks_corrupt_ssd",
+        logged="blocks_given_up",
+        is_unavailable=True,
     ),
     "segment: gone": Case(
-        _without_dram(lambda files: files.segment().unlink()), "missed", "blocks_corrupt_ssd"
+        _without_dram(lambda files: files.segment().unlink()),
+        "missed",
+        logged="blocks_given_up",
+        is_unavailable=True,
     ),
     "index: bytes of every page": Case(_flip_index),
     "index: cut": Case(lambda files: _halve(files.index)),
@@ -244,6 +250,10 @@ async def test_damaged(stored, outcome, name):
     assert await kvd.stop() == 0
     case.damage(Files(kvd))
     await kvd.start()
+    if case.is_unavailable:
+        name = LAYOUT.fingerprint[:8]
+        accept = ("reopen", name, "--accept-loss", "--yes", "--runtime-dir", str(kvd.runtime_dir))
+        assert (await run_cli(*accept))[0] == 0
     await engine.client.wait_attached(30)
     found = await ledger.judge(engine, kvd)
     outcome(found)

@@ -123,8 +123,7 @@ async def test_kill_in_the_middle_of_stores(tmp_path: Path) -> None:
     assert failures > 0
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
-async def test_damaged_segment_is_a_counted_miss(tmp_path: Path, damage: str) -> None:
+async def test_damaged_segment_is_a_counted_miss(tmp_path: Path) -> None:
     """Damaged bytes on SSD are found when they are read: the session is cut there, and counted."""
     async with running_kvd(tmp_path, *FLAGS, keep="none") as kvd:
         async with attached_engine(kvd.runtime_dir) as engine:
@@ -132,7 +131,7 @@ async def test_damaged_segment_is_a_counted_miss(tmp_path: Path, damage: str) ->
             await all_clean(kvd)
         await kvd.kill()
         (segment,) = kvd.state_dir.glob("volumes/*/00000.segment")
-        _damage(segment, damage)
+        _flip(segment)
         await kvd.start()
         async with attached_engine(kvd.runtime_dir) as engine:
             load = await engine.load(key_of("a"), _tokens(0))
@@ -146,15 +145,9 @@ async def test_damaged_segment_is_a_counted_miss(tmp_path: Path, damage: str) ->
             assert (await engine.load(key_of("a"), _tokens(0))).num_tokens == 50
 
 
-def _damage(segment: Path, how: str) -> None:
-    """Damage the second extent, or all of it."""
-    if how == "remove":
-        segment.unlink()
-        return
+def _flip(segment: Path) -> None:
+    """Damage the second extent."""
     with segment.open("r+b") as file:
-        if how == "truncate":
-            file.truncate(EXTENT_BYTES + 100)
-            return
         file.seek(EXTENT_BYTES + HEADER_BYTES + 777)
         (byte,) = file.read(1)
         file.seek(EXTENT_BYTES + HEADER_BYTES + 777)

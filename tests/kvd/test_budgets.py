@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd.budgets import Budgets
+from kvd.budgets import UNBOUNDED, Budgets
 from kvd.config import DramSettings, Settings, SsdSettings
 from tests.synthetic_engine import small_layout
 
@@ -49,3 +49,23 @@ def test_with_a_bound_on_all_it_may_be_smaller(tmp_path, num_slots, taken, fit):
     """It was made when others had taken the rest; a bound that was lowered takes effect."""
     bounds = {"bytes": 20 * BLOCK, "total_bytes": 30 * BLOCK}
     assert fits(tmp_path, num_slots, taken, **bounds) == fit
+
+
+def test_ssd_is_measured_again(tmp_path):
+    """What is in use of another disk, which is mounted now, is in the budget."""
+    settings = Settings(runtime_dir=tmp_path, state_dir=tmp_path)
+    budgets = Budgets(settings, tmp_path / "volumes")
+    used = 4 * budgets.ssd_bytes
+    (tmp_path / "volumes" / "layout").mkdir(parents=True)
+    with (tmp_path / "volumes" / "layout" / "00000.segment").open("wb") as file:
+        file.truncate(used)
+    assert budgets.measure() == budgets.ssd_bytes == used
+
+
+def test_a_disk_that_cannot_be_measured_is_no_bound(tmp_path):
+    """A bound that nobody has measured would have what is stored dropped."""
+    (tmp_path / "volumes" / "layout").mkdir(parents=True)
+    segment = tmp_path / "volumes" / "layout" / "00000.segment"
+    segment.symlink_to(segment)  # looking at it fails
+    budgets = Budgets(Settings(runtime_dir=tmp_path, state_dir=tmp_path), tmp_path / "volumes")
+    assert budgets.ssd_bytes_of(LAYOUT) == UNBOUNDED

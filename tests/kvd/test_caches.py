@@ -5,11 +5,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvd.caches import VOLUMES, Caches
+from kvd.caches import Caches
 from kvd.clock import resume_clock
 from kvd.config import DramSettings, LimitSettings, Settings, SsdSettings
 from kvd.engines import Engines
 from kvd.errors import LimitReachedError
+from kvd.layout_opening import VOLUMES
 from kvd.tiers.arena import ArenaTooSmallError
 from kvd.tiers.faults import NoFaults
 from kvd.tiers.manifest import Manifest

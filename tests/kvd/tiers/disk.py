@@ -12,6 +12,7 @@ from kvd.tiers.faults import NoFaults
 from kvd.tiers.space_budget import SpaceBudget
 from kvd.tiers.staging import Staging
 from kvd.tiers.volume import SegmentVolume
+from kvd.tiers.volume_identity import ID_NAME
 from shared.kv_layout import Component, KVLayout, Layer
 
 if TYPE_CHECKING:
@@ -101,8 +102,9 @@ class Disk:
         return outcome, read.stored
 
     def segments(self) -> dict[str, int]:
-        """Size of each file in the volume's directory."""
-        return {path.name: path.stat().st_size for path in (self.directory / "v").iterdir()}
+        """Size of each file in the volume's directory, but the one with its id."""
+        files = (path for path in (self.directory / "v").iterdir() if path.name != ID_NAME)
+        return {path.name: path.stat().st_size for path in files}
 
     def close(self) -> None:
         while self.made:

@@ -463,7 +463,8 @@ def test_write_points(disk):
     volume.shrink(0)
     written = [WritePoint.EXTENT_WRITTEN, WritePoint.SEGMENT_SYNCED]
     allocated = [WritePoint.SEGMENT_CREATED, WritePoint.SEGMENT_ALLOCATED]
-    assert faults.points == [*allocated, *written, *written, WritePoint.SEGMENT_REMOVED]
+    named = [WritePoint.VOLUME_ID_WRITTEN, WritePoint.VOLUME_ID_KEPT]
+    assert faults.points == [*named, *allocated, *written, *written, WritePoint.SEGMENT_REMOVED]
 
 
 def test_a_real_full_disk(tmp_path):

@@ -494,14 +494,16 @@ class ListSessionsRequest(_message.Message):
     def __init__(self, limit: _Optional[int] = ..., page_token: _Optional[str] = ..., filter: _Optional[_Union[SessionFilter, _Mapping]] = ..., order: _Optional[_Union[SessionOrder, str]] = ..., reverse: bool = ...) -> None: ...
 
 class ListSessionsResponse(_message.Message):
-    __slots__ = ("sessions", "next_page_token", "total")
+    __slots__ = ("sessions", "next_page_token", "total", "unavailable_layouts")
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
+    UNAVAILABLE_LAYOUTS_FIELD_NUMBER: _ClassVar[int]
     sessions: _containers.RepeatedCompositeFieldContainer[SessionInfo]
     next_page_token: str
     total: int
-    def __init__(self, sessions: _Optional[_Iterable[_Union[SessionInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., total: _Optional[int] = ...) -> None: ...
+    unavailable_layouts: int
+    def __init__(self, sessions: _Optional[_Iterable[_Union[SessionInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., total: _Optional[int] = ..., unavailable_layouts: _Optional[int] = ...) -> None: ...
 
 class DescribeSessionRequest(_message.Message):
     __slots__ = ("session",)
@@ -552,16 +554,18 @@ class FlushRequest(_message.Message):
     def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., all: bool = ..., filter: _Optional[_Union[SessionFilter, _Mapping]] = ..., dry_run: bool = ..., secure: bool = ...) -> None: ...
 
 class FlushResponse(_message.Message):
-    __slots__ = ("sessions", "bytes", "skipped_leased", "erased_tenants")
+    __slots__ = ("sessions", "bytes", "skipped_leased", "erased_tenants", "unavailable_layouts")
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_LEASED_FIELD_NUMBER: _ClassVar[int]
     ERASED_TENANTS_FIELD_NUMBER: _ClassVar[int]
+    UNAVAILABLE_LAYOUTS_FIELD_NUMBER: _ClassVar[int]
     sessions: int
     bytes: int
     skipped_leased: _containers.RepeatedCompositeFieldContainer[SessionKey]
     erased_tenants: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, sessions: _Optional[int] = ..., bytes: _Optional[int] = ..., skipped_leased: _Optional[_Iterable[_Union[SessionKey, _Mapping]]] = ..., erased_tenants: _Optional[_Iterable[str]] = ...) -> None: ...
+    unavailable_layouts: int
+    def __init__(self, sessions: _Optional[int] = ..., bytes: _Optional[int] = ..., skipped_leased: _Optional[_Iterable[_Union[SessionKey, _Mapping]]] = ..., erased_tenants: _Optional[_Iterable[str]] = ..., unavailable_layouts: _Optional[int] = ...) -> None: ...
 
 class PinRequest(_message.Message):
     __slots__ = ("session", "soft")
@@ -684,6 +688,22 @@ class VerifyProgress(_message.Message):
     num_lost: int
     num_errors: int
     def __init__(self, done: bool = ..., layout: _Optional[str] = ..., dram: _Optional[_Union[TierVerified, _Mapping]] = ..., ssd: _Optional[_Union[TierVerified, _Mapping]] = ..., num_copies: _Optional[int] = ..., num_repaired: _Optional[int] = ..., num_lost: _Optional[int] = ..., num_errors: _Optional[int] = ...) -> None: ...
+
+class ReopenLayoutRequest(_message.Message):
+    __slots__ = ("layout", "accept_loss", "set_aside")
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    ACCEPT_LOSS_FIELD_NUMBER: _ClassVar[int]
+    SET_ASIDE_FIELD_NUMBER: _ClassVar[int]
+    layout: str
+    accept_loss: bool
+    set_aside: bool
+    def __init__(self, layout: _Optional[str] = ..., accept_loss: bool = ..., set_aside: bool = ...) -> None: ...
+
+class ReopenLayoutResponse(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
 
 class ReloadSettingsRequest(_message.Message):
     __slots__ = ()
@@ -943,20 +963,38 @@ class ProcessStats(_message.Message):
     def __init__(self, pid: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., open_files: _Optional[int] = ..., threads: _Optional[int] = ..., cpu_s: _Optional[float] = ..., memory_available_bytes: _Optional[int] = ..., uptime_s: _Optional[float] = ...) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("version", "layouts", "engines", "process", "verifying", "encryption")
+    __slots__ = ("version", "layouts", "engines", "process", "verifying", "encryption", "unavailable")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LAYOUTS_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
     VERIFYING_FIELD_NUMBER: _ClassVar[int]
     ENCRYPTION_FIELD_NUMBER: _ClassVar[int]
+    UNAVAILABLE_FIELD_NUMBER: _ClassVar[int]
     version: str
     layouts: _containers.RepeatedCompositeFieldContainer[LayoutStats]
     engines: _containers.RepeatedCompositeFieldContainer[EngineInfo]
     process: ProcessStats
     verifying: bool
     encryption: EncryptionStats
-    def __init__(self, version: _Optional[str] = ..., layouts: _Optional[_Iterable[_Union[LayoutStats, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[EngineInfo, _Mapping]]] = ..., process: _Optional[_Union[ProcessStats, _Mapping]] = ..., verifying: bool = ..., encryption: _Optional[_Union[EncryptionStats, _Mapping]] = ...) -> None: ...
+    unavailable: _containers.RepeatedCompositeFieldContainer[UnavailableLayout]
+    def __init__(self, version: _Optional[str] = ..., layouts: _Optional[_Iterable[_Union[LayoutStats, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[EngineInfo, _Mapping]]] = ..., process: _Optional[_Union[ProcessStats, _Mapping]] = ..., verifying: bool = ..., encryption: _Optional[_Union[EncryptionStats, _Mapping]] = ..., unavailable: _Optional[_Iterable[_Union[UnavailableLayout, _Mapping]]] = ...) -> None: ...
+
+class UnavailableLayout(_message.Message):
+    __slots__ = ("layout", "why", "remedy", "since_s", "attempts", "next_attempt_s")
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    REMEDY_FIELD_NUMBER: _ClassVar[int]
+    SINCE_S_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_ATTEMPT_S_FIELD_NUMBER: _ClassVar[int]
+    layout: str
+    why: str
+    remedy: str
+    since_s: float
+    attempts: int
+    next_attempt_s: float
+    def __init__(self, layout: _Optional[str] = ..., why: _Optional[str] = ..., remedy: _Optional[str] = ..., since_s: _Optional[float] = ..., attempts: _Optional[int] = ..., next_attempt_s: _Optional[float] = ...) -> None: ...
 
 class EncryptionStats(_message.Message):
     __slots__ = ("key", "encrypting", "may_have_plain", "tenants")

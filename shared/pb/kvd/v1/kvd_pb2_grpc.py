@@ -480,6 +480,11 @@ class OperatorStub(object):
                 request_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.VerifyProgress.FromString,
                 _registered_method=True)
+        self.ReopenLayout = channel.unary_unary(
+                '/kvd.v1.Operator/ReopenLayout',
+                request_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ReopenLayoutRequest.SerializeToString,
+                response_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ReopenLayoutResponse.FromString,
+                _registered_method=True)
         self.ReloadSettings = channel.unary_unary(
                 '/kvd.v1.Operator/ReloadSettings',
                 request_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ReloadSettingsRequest.SerializeToString,
@@ -537,6 +542,12 @@ class OperatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReopenLayout(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReloadSettings(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -587,6 +598,11 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.VerifyRequest.FromString,
                     response_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.VerifyProgress.SerializeToString,
+            ),
+            'ReopenLayout': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReopenLayout,
+                    request_deserializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ReopenLayoutRequest.FromString,
+                    response_serializer=shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ReopenLayoutResponse.SerializeToString,
             ),
             'ReloadSettings': grpc.unary_unary_rpc_method_handler(
                     servicer.ReloadSettings,
@@ -766,6 +782,33 @@ class Operator(object):
             '/kvd.v1.Operator/Verify',
             shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.VerifyRequest.SerializeToString,
             shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.VerifyProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReopenLayout(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvd.v1.Operator/ReopenLayout',
+            shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ReopenLayoutRequest.SerializeToString,
+            shared_dot_pb_dot_kvd_dot_v1_dot_kvd__pb2.ReopenLayoutResponse.FromString,
             options,
             channel_credentials,
             insecure,
