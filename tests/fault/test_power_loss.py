@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from kvd.caches import VOLUMES, Caches
+from kvd.caches import Caches
 from kvd.clock import resume_clock
 from kvd.config import DramSettings, Settings, SsdSettings
 from kvd.core.engine import CacheEngine
@@ -24,9 +24,11 @@ from kvd.core.extent_shape import ExtentShape
 from kvd.core.records import LeaseState
 from kvd.daemon import MANIFEST_NAME
 from kvd.engines import Engines
+from kvd.layout_opening import VOLUMES
 from kvd.scrubber import Scrubber
 from kvd.tiers.faults import NoFaults, WritePoint
 from kvd.tiers.manifest import Manifest
+from kvd.tiers.volume_identity import ID_NAME
 from shared.grants import Lookup
 from shared.units import ceil_div
 from tests.synthetic_engine import encode, key_of, small_layout
@@ -54,7 +56,7 @@ class Image(NamedTuple):
     Attributes:
         moment: which.
         durable: the sessions that kvd had said to be durable.
-        segments: durable files by their paths in the state directory.
+        segments: durable files of volumes, by their paths in the state directory.
         index: the database's files by name.
     """
 
@@ -134,7 +136,7 @@ class Power(NoFaults):
     def _segments(self, inode: int, path: str):
         for name, child in self._names.get(inode, {}).items():
             yield from self._segments(child, f"{path}{name}/")
-            if name.endswith(".segment"):
+            if name.endswith(".segment") or name == ID_NAME:
                 yield path + name, self._contents.get(child, b"")
 
 

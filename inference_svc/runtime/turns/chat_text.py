@@ -147,7 +147,7 @@ class TurnText:
         prompted = template.render(turn, is_prompt=True)
         texts = (question[len(template.base) :], prompted[len(question) :])
         first_ids = {token for text in texts for token in self._control.encode(text)[:1]}
-        return first_ids & self._control.ids
+        return frozenset(first_ids & self._control.ids)
 
     def _encode_opening(self, messages: Sequence[Message]) -> list[int]:
         guarded, marked = self._guarded(messages)
