@@ -45,7 +45,7 @@ class LiveReport:
 
 def turn_table(turns: Sequence[TurnFacts]) -> Table:
     """Draw all turns, in at most 80 columns."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, padding=0)
     for name in ("session", "tier"):
         table.add_column(name, no_wrap=True)
     for name in ("turn", "history", "reused", "new", "TTFT", "TTFT of RE", "ratio", "identical?"):

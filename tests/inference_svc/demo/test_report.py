@@ -1,0 +1,47 @@
+"""The demo's table and its closing words."""
+
+from dataclasses import replace
+from io import StringIO
+
+from rich.console import Console
+
+from inference_svc.demo.conversations import shipped_conversations
+from inference_svc.demo.facts import TurnFacts, summarise
+from inference_svc.demo.report import closing_words, turn_table
+
+# As wide as a row of the shipped conversations gets: found in both tiers, after the kill.
+WIDE = TurnFacts(
+    session_id="",
+    turn=4,
+    history_tokens=1471,
+    reused_tokens=1471,
+    new_tokens=1234,
+    output_tokens=32,
+    tiers=("ssd", "dram"),
+    ttft_s=0.147,
+    recompute_ttft_s=6.3,
+    identical=True,
+    after_kill=True,
+)
+
+
+def drawn(turns):
+    console = Console(width=80, file=StringIO())
+    console.print(turn_table(turns))
+    return console.file.getvalue()
+
+
+def test_the_table_fits_a_terminal():
+    """Nothing of it is cut off in 80 columns, whichever of the shipped sessions a row is of."""
+    names = [conversation.session_id for conversation in shipped_conversations()]
+    text = drawn([replace(WIDE, session_id=name) for name in names])
+    assert "…" not in text
+    assert all(name in text for name in (*names, "ssd+dram*", "147 ms", "42.9x", "identical?"))
+
+
+def test_an_answer_that_differs_is_seen():
+    """In its row, and in the words at the end."""
+    turns = [replace(WIDE, session_id="a", identical=False)]
+    assert "NO" in drawn(turns)
+    assert "some answers differ" in closing_words(summarise(turns))
+    assert "42.9x sooner" in closing_words(summarise(turns))
