@@ -18,7 +18,7 @@ from inference_svc.client import InferenceClient, turn_request
 from shared.errors import ReportedError
 from shared.pb.inference.v1 import inference_pb2 as pb
 from tests.inference_processes import InferenceProcess
-from tests.load.hostile import FLOOD, KINDS, MAX_MESSAGE_BYTES, HostileClient
+from tests.load.hostile import EXPECTED, FLOOD, KINDS, MAX_MESSAGE_BYTES, HostileClient
 from tests.mixed_pair import EXTENT_BYTES
 from tests.oracle import Oracle
 from tests.pair import SLOT_BYTES, VOCAB_SIZE, until
@@ -29,6 +29,7 @@ HOSTILE_SHARE = 5  # one client in so many is hostile
 MAX_SESSION_TOKENS = 800  # then the client opens another session: nothing overflows
 MAX_TURNS = 48  # under way at once: fewer than there are clients, so that some are refused
 TURN_S = 600.0
+MIN_KILLS = 2
 RELOAD_S = 7.0  # between two reloads of the service's settings
 SETTINGS = f"""
 [server]
@@ -54,7 +55,7 @@ class LoadShape:
 
     Attributes:
         num_clients: all of them together.
-        seconds: how long they go on.
+        seconds: how long they go on, at least.
         kill_s: between two kills of kvd.
         num_judged: sessions that are compared with recomputation.
     """
@@ -158,7 +159,7 @@ class Load:
             yield
 
     async def play(self) -> None:
-        """Everything at once, for as long as wanted."""
+        """Everything at once, for as long as wanted, and until all of it has happened."""
         stop = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
             for good in self._good:
@@ -213,14 +214,24 @@ class Load:
             return dict((await client.get_model()).counters)
 
     async def _kill_kvd(self) -> None:
-        """SIGKILL kvd again and again, and start another in its place, until the time is over."""
+        """SIGKILL kvd again and again, and start another in its place, until it is enough."""
         end_s = time.monotonic() + self._shape.seconds
-        while (left_s := end_s - time.monotonic()) > 0:
-            await asyncio.sleep(min(left_s, self._shape.kill_s))
+        while time.monotonic() < end_s or not self._is_enough():
+            await asyncio.sleep(self._shape.kill_s)
             await self.kvd.kill()
             self.seen["kills"] += 1
             await self.kvd.start()
         await self._until_kvd_is("attached")
+
+    def _is_enough(self) -> bool:
+        """Whether everything that a load is about has happened, however slow the machine is."""
+        answered = sum(good.seen["answered"] for good in self._good)
+        harmed = {type(one) for one in self._hostile if one.seen[EXPECTED[type(one)]]}
+        return (
+            self.seen["kills"] >= MIN_KILLS
+            and answered > self._shape.num_clients
+            and harmed == set(EXPECTED)
+        )
 
     async def _reload(self, stop: asyncio.Event) -> None:
         """Change the limits of the flood again and again."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.load.hostile import EXPECTED
-from tests.load.load import Load, LoadShape
+from tests.load.load import MIN_KILLS, Load, LoadShape
 
 MINUTES = float(os.environ.get("LOAD_MINUTES", "10"))
 CLIENTS = int(os.environ.get("LOAD_CLIENTS", "200"))
@@ -41,7 +41,7 @@ async def test_no_turn_fails_under_load(tiny_model, oracle, shape):
         print(json.dumps(told))
         assert not load.failed, (len(load.failed), load.failed[:20])
         assert load.seen["answered"] > shape.num_clients
-        assert load.seen["kills"] >= 2
+        assert load.seen["kills"] >= MIN_KILLS
         for kind, expected in EXPECTED.items():
             assert load.harm[kind][expected], (kind.__name__, load.harm[kind])
         assert not await load.differing(oracle, shape.num_judged)
