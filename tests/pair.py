@@ -40,14 +40,20 @@ class Pair:
         self.service = InferenceProcess(model_dir, directory / "svc", self.kvd.runtime_dir, flags)
 
     @asynccontextmanager
-    async def with_kvd(self, *flags: str, keep: str = "none") -> AsyncIterator[None]:
+    async def with_kvd(
+        self, *flags: str, keep: str = "none", reads_ahead: bool = True
+    ) -> AsyncIterator[None]:
         """Run a fresh kvd with these flags, attached; it is stopped at the end.
 
-        With keep = "file" its DRAM survives its restarts.
+        Args:
+            keep: "file": its DRAM survives its restarts.
+            reads_ahead: False: what is on SSD when a turn comes is there when it is loaded, too,
+                however long the turn waits.
         """
         self._scene += 1
         self._stored.clear()
-        self.kvd = KvdProcess(self._kvd_dir, flags, keep)
+        environ = {} if reads_ahead else {"KVD_PREFETCH__IN_FLIGHT_BYTES": "0"}
+        self.kvd = KvdProcess(self._kvd_dir, flags, keep, environ)
         shutil.rmtree(self.kvd.state_dir, ignore_errors=True)
         try:
             await self.kvd.start()

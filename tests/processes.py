@@ -4,9 +4,10 @@ import asyncio
 import io
 import os
 import signal
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -27,9 +28,16 @@ class KvdProcess:
         directory: short enough for socket paths; a tmp_path is.
         flags: more options of `kvd serve`.
         keep: setting dram.keep: "none" where a restart is to find everything on SSD.
+        environ: more settings.
     """
 
-    def __init__(self, directory: Path, flags: Sequence[str] = (), keep: str = "file") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        flags: Sequence[str] = (),
+        keep: str = "file",
+        environ: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.runtime_dir = directory / "run"
         self.state_dir = directory / "state"
         self.log_path = directory / "kvd.log"
@@ -39,6 +47,7 @@ class KvdProcess:
             "KVD_DRAM__KEEP": keep,
             # Not /dev/shm: what a killed kvd leaves there would outlive the test.
             "KVD_DRAM__DIRECTORY": str(directory / "shm"),
+            **environ,
         }
         self._process: AnyProcess | None = None
 

@@ -17,7 +17,7 @@ LONG = inference_pb2.Sampling(max_tokens=300, ignore_eos=True)
 @pytest.mark.parametrize(("keep", "tier"), [("none", "ssd"), ("file", "dram")])
 async def test_kvd_restart_keeps_every_session(pair, oracle, keep, tier):
     """After SIGTERM and SIGKILL of kvd a session's whole history comes from SSD, or kept DRAM."""
-    async with pair.with_kvd("--dram", "16MB", keep=keep):
+    async with pair.with_kvd("--dram", "16MB", keep=keep, reads_ahead=False):
         names = ("a", "b", "c")
         for name in names:
             await pair.say(name, 250)

@@ -137,7 +137,7 @@ async def test_in_memory_rows_are_moved_in_place(resident, judge):
 
 async def test_from_ssd(narrow, judge):
     """Sessions that do not fit DRAM together are cut where they lie, and read from SSD."""
-    async with narrow.with_kvd("--dram", str(3 * SLOT_BYTES), "--ssd", "64MB"):
+    async with narrow.with_kvd("--dram", str(3 * SLOT_BYTES), "--ssd", "64MB", reads_ahead=False):
         turns = []
         for _ in range(5):
             for name in ("a", "b"):
