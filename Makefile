@@ -32,8 +32,8 @@ test: $(VENV)/.installed
 test-failed: $(VENV)/.installed
 	$(BIN)/pytest -m 'not long and not systemd' --last-failed --last-failed-no-failures none
 
-# Each test several times beside busy neighbours, in random orders: what fails now and then fails here.
-# REPEATS, BURNERS, WORKERS and SEED: see .ci/flakes. FLAKES names the tests, as FLAKES=tests/fault.
+# All tests several times beside busy neighbours, in random orders: what fails now and then fails here.
+# RUNS, BURNERS, WORKERS and SEED: see .ci/flakes. FLAKES names the tests, as FLAKES=tests/fault.
 FLAKES ?=
 flakes: $(VENV)/.installed
 	.ci/flakes $(FLAKES)

@@ -18,7 +18,10 @@ from tests.fault.ledger import Ledger, everything_verifies, flip, nothing_leaks
 from tests.faulty_kvd import ERASE_POINTS, FaultyKvd
 from tests.synthetic_engine import SyntheticEngine, attached_engine, small_layout
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.random_order(disabled=True),  # each kill is recovered from by the next one
+]
 
 NUM_SLOTS = 40
 LAYOUT = small_layout()

@@ -23,7 +23,12 @@ from tests.synthetic_engine import (
     small_layout,
 )
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.random_order(
+        disabled=True
+    ),  # each goes on with the disk as the one before has left it
+]
 
 ATTACH_S = 30.0
 REFUSED = 78

@@ -25,7 +25,12 @@ from shared.errors import DeniedError, ExhaustedError, UnavailableError
 from shared.pb.inference.v1 import inference_pb2 as pb
 from tests.inference_processes import InferenceProcess
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.random_order(
+        disabled=True
+    ),  # each goes on with the service as the one before has left it
+]
 
 SERVICE = "inference.v1.Inference"
 MAX_STREAMS = 6

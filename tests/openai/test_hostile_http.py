@@ -266,7 +266,6 @@ async def test_no_http_at_all(api, opening):
     assert await is_served(api, opening)
 
 
-@pytest.mark.repeat(1)  # it uses up its tenant's minute
 async def test_a_tenant_over_its_rate_is_told_when_to_come_back(api, opening):
     """Its refusals are its own: others are served."""
     options = {"model": MODEL, "messages": opening, "max_tokens": 2}
