@@ -103,6 +103,7 @@ class ServiceParts:
 
     engine_parts: EngineParts
     limits: TenantLimits
+    transcripts: TranscriptStore
     turns: Turns
     front: Front
     service: InferenceService
@@ -247,7 +248,7 @@ def assemble(
         report,
     )
     service = InferenceService(front)
-    return ServiceParts(parts, tenant_limits, turns, front, service, text_thread)
+    return ServiceParts(parts, tenant_limits, transcripts, turns, front, service, text_thread)
 
 
 def _make_store(

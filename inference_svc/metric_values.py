@@ -43,6 +43,7 @@ def _fill(parts: ServiceParts, calls: Calls, scrape: Scrape) -> None:
         }
     )
     _fill_measures(scrape, engine_parts.measures)
+    scrape.put_tally("inference_transcript_errors_total", parts.transcripts.trouble.errors)
     scrape.put_tally("inference_rpcs_total", calls.rpcs.ended)
     scrape.put_histogram("inference_rpc_seconds", calls.rpcs.seconds)
     scrape.put_tally("inference_http_requests_total", calls.http.ended)

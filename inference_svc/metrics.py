@@ -74,6 +74,12 @@ METRICS = MetricTable(
             "Tokens by tenant: computed ones of prompts, reused ones, and output",
             ("tenant", "kind"),
         ),
+        Metric(
+            "inference_transcript_errors_total",
+            "counter",
+            "Reads and writes of transcripts that failed: no room (full), or another reason",
+            ("error",),
+        ),
         Metric("inference_running_turns", "gauge", "Turns that are being computed"),
         Metric("inference_waiting_turns", "gauge", "Turns that are not admitted yet"),
         Metric(

@@ -5,9 +5,10 @@ InvalidInputError   invalid_sampling, input_too_long, empty_turn, invalid_input,
 NotFoundError       unknown_session, unknown_turn
 ConflictError       session_busy, cancelled
 StateError          turn_mismatch, no_chat_template, session_ended, session_exists
-ExhaustedError      queue_full, rate_limited, too_many_turns, too_many_sessions
+ExhaustedError      queue_full, rate_limited, too_many_turns, too_many_sessions,
+                    transcript_disk_full
 DeadlineError       deadline_exceeded
-UnavailableError    draining
+UnavailableError    draining, transcript_unavailable
 ReportedError       engine_failed
 ConfigError         unknown_model, unsupported_model, transcripts_unusable, socket_unusable
 """
@@ -154,6 +155,18 @@ class TooManySessionsError(ExhaustedError):
 
     reason = "too_many_sessions"
     retryable = False
+
+
+class TranscriptDiskFullError(ExhaustedError):
+    """The disk has no room for the turn's record; the session is as it was."""
+
+    reason = "transcript_disk_full"
+
+
+class TranscriptUnavailableError(UnavailableError):
+    """The transcript cannot be read or written right now; the turn was not recorded."""
+
+    reason = "transcript_unavailable"
 
 
 class DeadlineExceededError(DeadlineError):

@@ -120,7 +120,8 @@ class BoundedTables:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
+            self._db.execute("COMMIT")
         except BaseException:
-            self._db.execute("ROLLBACK")
+            if self._db.in_transaction:  # a full disk rolls back by itself, or fails to commit
+                self._db.execute("ROLLBACK")
             raise
-        self._db.execute("COMMIT")

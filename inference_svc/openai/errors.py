@@ -44,6 +44,7 @@ _STATUS_BY_REASON: Mapping[str, int] = {
     "request_too_large": 413,
     "method_not_allowed": 405,
     "request_timeout": 408,
+    "transcript_disk_full": 503,  # nothing that the client has too much of
     "no_chat_template": 400,  # of the model: no later request fares better
 }
 _OPENAI_CODES: Mapping[str, str] = {  # OpenAI's words for what we call otherwise

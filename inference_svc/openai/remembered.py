@@ -19,11 +19,14 @@ from inference_svc.openai.bounded_tables import (
     RESPONSES,
     SESSIONS,
     BoundedTables,
+    Table,
 )
 from inference_svc.openai.known import KnownRequest, KnownResponse, Point
 from inference_svc.openai.remembered_file import FILE_NAME, open_remembered
 from inference_svc.openai.response_objects import ResponseFacts
+from inference_svc.runtime.turns.disk_trouble import RETRY_S
 from inference_svc.runtime.worker_thread import WorkerThread
+from shared.access.refusals import LineAllowance
 from shared.errors import UnavailableError
 from shared.log import get_logger
 
@@ -49,6 +52,7 @@ class Remembered:
     def __init__(self, directory: Path, max_rows: int) -> None:
         self._db, self.key = open_remembered(directory)
         self._thread = WorkerThread("openai")
+        self._lines = LineAllowance(per_s=1)
         self._tables = BoundedTables(self._db, max_rows)
 
     def close(self) -> None:
@@ -70,7 +74,7 @@ class Remembered:
                 ).fetchone()
                 if row is not None:
                     found[digest] = _point(*row)
-            self._tables.touch(HISTORIES, [(digest,) for digest in found])
+            self._touch(HISTORIES, [(digest,) for digest in found])
             return found
 
         return await self._try(find, {})
@@ -117,7 +121,7 @@ class Remembered:
             ).fetchone()
             if row is None:
                 return None
-            self._tables.touch(RESPONSES, [(response_id,)])
+            self._touch(RESPONSES, [(response_id,)])
             *at, history, facts = row
             return KnownResponse(_point(*at), history, ResponseFacts(**json.loads(facts)))
 
@@ -236,13 +240,25 @@ class Remembered:
 
     # ------------------------------------------------------------------- on the thread, below
 
+    def _touch(self, table: Table, keys: Sequence[tuple[object, ...]]) -> None:
+        """Note that rows were used; what a full disk does not take is found all the same."""
+        try:
+            self._tables.touch(table, keys)
+        except sqlite3.OperationalError as error:
+            self._log(error)
+
+    def _log(self, error: sqlite3.Error) -> None:
+        left_out = self._lines.take("")
+        if left_out is not None:
+            log.warning("openai_memory_failed", error=str(error), more=left_out)
+
     async def _run(self, call: Callable[[], T]) -> T:
         try:
             return await self._thread.run(call)
         except sqlite3.Error as error:
-            log.warning("openai_memory_failed", error=str(error))
+            self._log(error)
             raise MemoryUnavailableError(
-                f"{FILE_NAME} cannot be used ({error})", "see the log, then try again"
+                f"{FILE_NAME} cannot be used ({error})", "come back later", retry_after_s=RETRY_S
             ) from error
 
     async def _try(self, call: Callable[[], T], otherwise: T) -> T:

@@ -8,7 +8,10 @@ Invariants:
     1. a transcript in memory is never ahead of its file;
     2. one session's reads and writes are serialised, so that a read never overtakes a write;
     3. the cache is bounded; what is evicted from it is read again;
-    4. once they are counted, the sessions of each tenant are those that have a file.
+    4. once they are counted, the sessions of each tenant are those that have a file;
+    5. a file that has nothing in it is no session, and does not stay.
+
+What becomes of failing writes is `disk_trouble.py`'s business.
 """
 
 import asyncio
@@ -34,7 +37,7 @@ from inference_svc.core.transcript_format import (
     encode_turn,
 )
 from inference_svc.core.turn_record import TurnRecord
-from shared.errors import UnavailableError
+from inference_svc.runtime.turns.disk_trouble import DiskTrouble
 from shared.log import get_logger
 from shared.session_key import SessionKey
 
@@ -46,14 +49,12 @@ NUM_LOCKS = 64  # sessions that share one only wait for each other's file
 log = get_logger(__name__)
 
 
-class TranscriptUnavailableError(UnavailableError):
-    """The transcript cannot be read or written right now; the turn was not recorded."""
-
-    reason = "transcript_unavailable"
-
-
 class TranscriptStore:
-    """See the module docstring. Methods are called on the event loop."""
+    """See the module docstring. Methods are called on the event loop.
+
+    Attributes:
+        trouble: with the disk.
+    """
 
     def __init__(self, directory: Path, max_cached_tokens: int = MAX_CACHED_TOKENS) -> None:
         self._directory = directory
@@ -63,6 +64,7 @@ class TranscriptStore:
         self._lock_file: int | None = None
         self._locks = [asyncio.Lock() for _ in range(NUM_LOCKS)]
         self._num_sessions: Counter[str] = Counter()
+        self.trouble = DiskTrouble(directory)
 
     def open(self) -> None:
         """Make the directory, see that it can be written, and lock it until `close`.
@@ -86,7 +88,10 @@ class TranscriptStore:
             ) from error
 
     def count_sessions(self) -> None:
-        """Count each tenant's sessions; blocks for as long as reading every file's first line."""
+        """Count each tenant's sessions; blocks for as long as reading every file's first line.
+
+        Files that a crash left empty are removed.
+        """
         self._num_sessions = Counter(header.tenant for header in _headers(self._directory))
 
     def num_sessions(self, tenant: str) -> int:
@@ -187,10 +192,11 @@ class TranscriptStore:
         await self.get(key)
         async with self._lock(key):
             self._forget(key)
+            path = self._path(key)
             try:
-                await asyncio.to_thread(_unlink, self._path(key))
+                await asyncio.to_thread(_unlink, path)
             except OSError as error:
-                raise _unavailable(key, error) from error
+                raise self.trouble.failed(key.session_id, path, error, "write") from error
             self._num_sessions[key.tenant] -= 1
 
     async def _read(self, key: SessionKey) -> Transcript | None:
@@ -202,7 +208,7 @@ class TranscriptStore:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise _unavailable(key, error) from error
+            raise self.trouble.failed(key.session_id, path, error, "read") from error
         transcript, good_bytes = await asyncio.to_thread(decode_transcript, data)
         if good_bytes < len(data):
             log.warning("transcript_torn", session=str(key), torn_bytes=len(data) - good_bytes)
@@ -216,11 +222,16 @@ class TranscriptStore:
 
         On failure the file is cut back to what it was. The cache forgets the session meanwhile:
         who is cancelled here does not know what the file will have.
+
+        Raises:
+            TranscriptDiskFullError: there is no room for them.
+            TranscriptUnavailableError: they cannot be written for another reason.
         """
         size: int | None = None
+        path = self._path(key)
         self._forget(key)
         try:
-            async with aiofiles.open(self._path(key), "ab") as file:
+            async with aiofiles.open(path, "ab") as file:
                 size = await file.tell()
                 await file.write(lines if size else encode_transcript(transcript))
                 await file.flush()
@@ -228,16 +239,22 @@ class TranscriptStore:
             if size == 0:
                 await asyncio.to_thread(_sync_directory, self._directory)
                 self._num_sessions[key.tenant] += 1
+                self.trouble.opened()
         except OSError as error:
             if size is not None:
                 await self._cut(key, size)
-            raise _unavailable(key, error) from error
+            raise self.trouble.failed(key.session_id, path, error, "write") from error
 
     async def _cut(self, key: SessionKey, num_bytes: int) -> None:
+        """Cut a file back to what is good of it; one of which nothing is goes."""
+        path = self._path(key)
         try:
-            await asyncio.to_thread(os.truncate, self._path(key), num_bytes)
+            if num_bytes:
+                await asyncio.to_thread(os.truncate, path, num_bytes)
+            else:
+                await asyncio.to_thread(_unlink, path)
         except OSError as error:
-            raise _unavailable(key, error) from error
+            raise self.trouble.failed(key.session_id, path, error, "write") from error
 
     def _remember(self, key: SessionKey, transcript: Transcript) -> None:
         self._forget(key)
@@ -263,9 +280,12 @@ def _headers(directory: Path) -> Iterator[Header]:
     for path in directory.glob("*.jsonl"):
         try:
             with path.open("rb") as file:
-                header = decode_header(file.readline(MAX_HEADER_BYTES))
+                line = file.readline(MAX_HEADER_BYTES)
+            if not line:
+                path.unlink()
         except OSError:  # whoever uses the session is told
             continue
+        header = decode_header(line)
         if header is not None:
             yield header
 
@@ -282,10 +302,3 @@ def _sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _unavailable(key: SessionKey, error: OSError) -> TranscriptUnavailableError:
-    return TranscriptUnavailableError(
-        f"the transcript of session {key.session_id} cannot be used ({error.strerror})",
-        "see the log and the state directory, then submit again",
-    )

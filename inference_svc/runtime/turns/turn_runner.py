@@ -66,6 +66,7 @@ class TurnRunner:
         submission = turn.submission
         transcript = await self._transcripts.find(submission.key)
         if transcript is None:
+            await self._transcripts.trouble.check_room()
             transcript = Transcript(Header(*submission.key))
         ExpectedSession(submission.expected_turn).check(transcript)
         prompt = await self._prompts.make(submission, transcript.context)

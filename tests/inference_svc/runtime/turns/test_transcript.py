@@ -1,14 +1,24 @@
 """Transcripts on disk: durable, serialised, bounded in memory, one owner."""
 
 import asyncio
+import resource
 import threading
+from contextlib import contextmanager
 
 import pytest
+from structlog.testing import capture_logs
 
 from inference_svc.core.discards import CLIENT, Discard
-from inference_svc.core.errors import TranscriptError, UnknownSessionError
+from inference_svc.core.errors import (
+    TranscriptDiskFullError,
+    TranscriptError,
+    TranscriptUnavailableError,
+    UnknownSessionError,
+)
 from inference_svc.core.turn_record import TurnRecord, Usage
-from inference_svc.runtime.turns.transcript import TranscriptStore, TranscriptUnavailableError
+from inference_svc.runtime.turns.disk_trouble import PROBE_BYTES, RETRY_S
+from inference_svc.runtime.turns.transcript import TranscriptStore
+from shared.access.refusals import LineAllowance
 from shared.session_key import SessionKey
 
 KEY = SessionKey("default", "model", "s1")
@@ -138,6 +148,92 @@ async def test_a_failed_write_leaves_the_session_as_it_was(tmp_path):
     with pytest.raises(TranscriptUnavailableError):
         await append(store, KEY, 0)
     assert await store.find(KEY) is None
+
+
+@contextmanager
+def no_file_above(num_bytes):
+    """Writing beyond a size fails, as it does on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+LIMIT_BYTES = 200_000  # what is captured of the tests themselves is less
+LONG_TOKENS = 100_000  # whose record is more
+
+
+async def test_without_room_nothing_is_left_behind(tmp_path):
+    """Neither an empty file nor a session; the client is told when to come back, the log where."""
+    store = TranscriptStore(tmp_path)
+    store.trouble._lines = LineAllowance(per_s=1, clock_s=lambda: 0.0)
+    with no_file_above(LIMIT_BYTES), capture_logs() as lines:
+        for name in ("s1", "s2"):
+            with pytest.raises(TranscriptDiskFullError) as refused:
+                await store.append(KEY._replace(session_id=name), LONG, is_final=False)
+        assert refused.value.retry_after_s == RETRY_S
+        assert refused.value.retryable
+        with pytest.raises(TranscriptDiskFullError):
+            await store.fork(await opened(store), "s3", 2)
+    assert [path.name for path in tmp_path.iterdir()] == [store._path(OPENED).name]
+    assert store.num_sessions("default") == 1
+    assert store.trouble.errors.counts == {("full",): 3}
+    warned = [line for line in lines if line["event"] == "transcript_disk_full"]
+    assert len(warned) == 1
+    assert warned[0]["log_level"] == "warning"
+    assert warned[0]["path"].startswith(str(tmp_path))
+    assert warned[0]["remedy"]
+
+
+OPENED = KEY._replace(session_id="opened")
+LONG = record(0, LONG_TOKENS)
+
+
+async def opened(store):
+    """A session whose only turn is nearly as long as the limit: a second one is too much."""
+    await store.append(OPENED, record(0, 30_000), is_final=False)
+    store._cache[OPENED] = store._cache[OPENED].with_turn(record(1, LONG_TOKENS), is_final=False)
+    return OPENED
+
+
+async def test_sessions_that_are_there_go_on_as_far_as_they_can(tmp_path):
+    """One that is refused is as it was, and shorter turns of it are recorded."""
+    store = TranscriptStore(tmp_path)
+    await append(store, KEY, 0)
+    with no_file_above(LIMIT_BYTES):
+        with pytest.raises(TranscriptDiskFullError):
+            await store.append(KEY, record(1, LONG_TOKENS), is_final=False)
+        await append(store, KEY, 1)
+    found = await TranscriptStore(tmp_path).get(KEY)
+    assert [turn.request_id for turn in found.turns] == ["r0", "r1"]
+
+
+async def test_no_session_is_opened_until_there_is_room(tmp_path):
+    """It is tried anew each time, before anything is computed, and leaves nothing behind."""
+    store = TranscriptStore(tmp_path)
+    await store.trouble.check_room()
+    with no_file_above(LIMIT_BYTES), pytest.raises(TranscriptDiskFullError):
+        await store.append(KEY, LONG, is_final=False)
+    with no_file_above(PROBE_BYTES - 1):
+        for _ in range(2):
+            with pytest.raises(TranscriptDiskFullError):
+                await store.trouble.check_room()
+    await store.trouble.check_room()
+    with no_file_above(PROBE_BYTES - 1):
+        await store.trouble.check_room()  # there was room a moment ago: nothing is tried
+    assert not list(tmp_path.iterdir())
+
+
+async def test_files_that_a_crash_left_empty_go_at_the_start(tmp_path):
+    """They are no sessions."""
+    await append(TranscriptStore(tmp_path), KEY, 0)
+    (tmp_path / "empty.jsonl").touch()
+    store = TranscriptStore(tmp_path)
+    store.count_sessions()
+    assert [path.name for path in tmp_path.iterdir()] == [store._path(KEY).name]
+    assert store.num_sessions("default") == 1
 
 
 async def test_one_directory_has_one_owner(tmp_path):
