@@ -14,6 +14,7 @@ What the caller owes, on every path:
 When complete_… is called, no thread may touch the grant's slots any more: they are given to others.
 """
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -60,7 +61,8 @@ class KvdClient(KvdConnection):
             max_reconnect_delay_s=max_reconnect_delay_s,
         )
         self._queue = QueueSender()
-        self._ended: dict[SessionKey, None] = {}  # sessions whose end kvd has not been told
+        # Sessions whose end kvd has not been told.
+        self._ended: OrderedDict[SessionKey, None] = OrderedDict()
 
     async def prepare_load(
         self,
@@ -184,7 +186,7 @@ class KvdClient(KvdConnection):
         """
         self._ended[key] = None
         if len(self._ended) > MOST_ENDED:
-            del self._ended[next(iter(self._ended))]
+            self._ended.popitem(last=False)
         await self._tell_end(self._ready(), key)
 
     async def get_session(self, key: SessionKey) -> kvd_pb2.SessionInfo:

@@ -13,7 +13,7 @@ Pure. Invariants: 1. a tenant is erased only if it has no sessions, no blocks an
 way; 2. a slot that is being wiped is nobody's: not free, in no block, lease or journal record.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -46,7 +46,7 @@ class Eraser:
         self._loader = loader
         self._storer = storer
         self._is_erased: Callable[[str], bool] = _nobody
-        self._to_drop: list[SessionKey] = []
+        self._to_drop: deque[SessionKey] = deque()
         self._num_to_wipe = 0
         self._has_failed = False
 
@@ -62,7 +62,7 @@ class Eraser:
         """
         self._state.advance(now_ns)
         self._is_erased = is_erased
-        self._to_drop = [key for key in self._state.sessions if is_erased(key.tenant)]
+        self._to_drop = deque(key for key in self._state.sessions if is_erased(key.tenant))
         for lease in tuple(self._state.leases):
             if isinstance(lease, LoadLease) and is_erased(lease.key.tenant):
                 self._loader.release(lease)
@@ -73,7 +73,8 @@ class Eraser:
         """Drop up to this many sessions of the tenants, from every tier, pinned or not."""
         state = self._state
         state.advance(now_ns)
-        taken, self._to_drop = self._to_drop[:max_sessions], self._to_drop[max_sessions:]
+        num_taken = min(max_sessions, len(self._to_drop))
+        taken = [self._to_drop.popleft() for _ in range(num_taken)]
         keys = [key for key in taken if key in state.sessions]
         num_bytes = freed_bytes(state, keys, Counter())
         for key in keys:

@@ -11,6 +11,7 @@ Every call is O(1) in the number of extents: packing extents are bit masks of th
 found by the length of their longest free run.
 """
 
+from collections import OrderedDict
 from heapq import heappop, heappush
 
 import numpy as np
@@ -34,7 +35,8 @@ class ExtentTable:
         self._next = 0  # whole extents from here on were never used
         self._returned: list[int] = []  # a heap: runs that follow one another move faster
         self._packing: dict[int, int] = {}  # whole extent -> mask of its free sectors
-        self._by_run: dict[int, dict[int, None]] = {}  # longest free run -> packing extents
+        # Packing extents by the length of their longest free run.
+        self._by_run: dict[int, OrderedDict[int, None]] = {}
         self._runs = 0  # mask of the keys of _by_run
 
     def __len__(self) -> int:
@@ -174,7 +176,7 @@ class ExtentTable:
         self.num_free_packed += free.bit_count()
         run = _longest_run(free)
         if run:
-            self._by_run.setdefault(run, {})[index] = None
+            self._by_run.setdefault(run, OrderedDict())[index] = None
             self._runs |= 1 << run
 
 

@@ -3,6 +3,8 @@
 Beside the counters of `outbox.py`, which say how often. Times are of kvd's own clock.
 """
 
+from collections import OrderedDict
+
 from kvd.core.records import Tier
 from shared.histogram import LATENCY_BOUNDS_S, REST_BOUNDS_S, Histogram, Tally
 from shared.session_key import SessionKey
@@ -28,7 +30,7 @@ class Measures:
         self.misses = Tally()
         self.rest_before_evict_s = Histogram(REST_BOUNDS_S)
         self.gone_before_asked_s = Histogram(REST_BOUNDS_S)
-        self._gone: dict[SessionKey, tuple[Tier, int]] = {}  # oldest first
+        self._gone: OrderedDict[SessionKey, tuple[Tier, int]] = OrderedDict()  # oldest first
 
     def evicted(self, key: SessionKey, tier: Tier, last_access_ns: int, now_ns: int) -> None:
         """A session has left a tier to make room."""
@@ -36,7 +38,7 @@ class Measures:
         self._gone.pop(key, None)
         self._gone[key] = (tier, now_ns)
         if len(self._gone) > MOST_EVICTED:
-            del self._gone[next(iter(self._gone))]
+            self._gone.popitem(last=False)
 
     def asked(self, key: SessionKey, now_ns: int) -> None:
         """A load asks for a session."""

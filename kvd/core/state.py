@@ -10,6 +10,7 @@ Invariants (checking.py states them as code):
    at all.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -144,9 +145,11 @@ class CacheState:
         self.compaction: Compaction | None = None  # under way
         self.drops: dict[int, tuple[int, int] | None] = {}  # run to free when the row is gone
         self.wipes: dict[int, list[int]] = {}  # slots that are zeroed
-        self.unverified: dict[bytes, Block] = {}  # adopted blocks whose verification is not begun
+        # Adopted blocks whose verification is not begun, in the order in which it will be.
+        self.unverified: OrderedDict[bytes, Block] = OrderedDict()
         self.unwritten = WriteQueue(self.shape, self.extents)
-        self.refused: dict[bytes, Block] = {}  # dirty blocks that found no extent, oldest first
+        # Dirty blocks that found no extent, oldest first.
+        self.refused: OrderedDict[bytes, Block] = OrderedDict()
         self.mean_store_blocks = 0.0  # that a store asks slots for
         self.kept_unfolded: SessionKey | None = None  # its blocks are being read ahead
         self.journal: dict[int, SlotState] = {}  # what the journal says of each slot: a mirror

@@ -4,6 +4,7 @@ A block is here from the request until its write is issued. What extents they ne
 moment: partial blocks share theirs.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator
 
 from kvd.core.block import Block
@@ -18,7 +19,7 @@ class WriteQueue:
     def __init__(self, shape: ExtentShape, extents: ExtentTable) -> None:
         self._shape = shape
         self._extents = extents
-        self._blocks: dict[bytes, Block] = {}
+        self._blocks: OrderedDict[bytes, Block] = OrderedDict()
         self._num_whole = 0
         self._num_packed_sectors = 0
 

@@ -532,7 +532,7 @@ class CacheMachine(RuleBasedStateMachine):
             world.pump()
             world.quiesce(newest_first=newest_first)
         assert not any(usage.num_sessions for usage in engine.tenants() if usage.tenant == tenant)
-        world.commit(len(world.index.uncommitted))  # the keys are dropped behind these rows
+        world.quiesce()  # the keys are dropped behind these rows
         assert not any(key.tenant == tenant for key in world.index.sessions)
         assert tenant not in world.tenants_on_ssd()
         engine.erasing.wipe(world.now_ns)

@@ -18,7 +18,7 @@ Pure; an observation costs microseconds, an estimate some tens of them after a n
 Huber, Robust Statistics, §4.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import exp2
@@ -95,7 +95,8 @@ class RunningFit:
 
     def __init__(self, num_terms: int) -> None:
         self._num_terms = num_terms
-        self._groups: dict[tuple[int, ...], _Group] = {}  # least recently noted first
+        # Least recently noted first.
+        self._groups: OrderedDict[tuple[int, ...], _Group] = OrderedDict()
         self._number = 0
         self._strange: list[tuple[int, float]] = []  # numbers and ratios, in a row
         self._solution: Solution | None = None
@@ -111,7 +112,7 @@ class RunningFit:
         group.add_up()
         self._groups[key] = group
         if len(self._groups) > MAX_GROUPS:
-            del self._groups[next(iter(self._groups))]
+            self._groups.popitem(last=False)
         self._solution = None
 
     def seconds(self, terms: Sequence[int]) -> float | None:

@@ -72,7 +72,8 @@ class IdleSessions:
         self._hazards = ReturnHazards()
         self._histories: dict[SessionKey, _History] = {}
         self._ghosts: OrderedDict[SessionKey, None] = OrderedDict()
-        self._new: dict[SessionKey, int] = {}  # turns of sessions that were never idle
+        # Turns of sessions that were never idle, those that came first before the others.
+        self._new: OrderedDict[SessionKey, int] = OrderedDict()
         self._ageing = TtlClock()  # when idle sessions come to another bucket, or earlier
         self._num_seen = 0
         self._num_learned = 0  # of these
@@ -85,7 +86,7 @@ class IdleSessions:
         if history is None:
             self._new[key] = self._new.get(key, 0) + 1
             if len(self._new) > MOST_GHOSTS:
-                del self._new[next(iter(self._new))]
+                self._new.popitem(last=False)
             return
         if history.idle_ns is not None:
             history.gap_ns = now_ns - history.idle_ns

@@ -1,0 +1,76 @@
+"""What is taken from its first end again and again is no dict.
+
+A dict keeps the gaps of what was removed and steps over them each time its first item is looked
+for: a queue made of one costs O(n) a step. OrderedDict and deque do not.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("kvd", "inference_svc", "shared")
+
+
+def _modules() -> list[ast.Module]:
+    paths = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    return [ast.parse(path.read_text(encoding="utf-8")) for path in paths if "pb" not in path.parts]
+
+
+def _plain_dicts(module: ast.Module) -> set[str]:
+    """Names of attributes that are made as dicts."""
+    return {
+        node.target.attr
+        for node in ast.walk(module)
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Attribute)
+        and ast.unparse(node.annotation).startswith("dict[")
+    }
+
+
+def _looked_at(call: ast.Call) -> ast.Attribute | None:
+    """The x.y of next(iter(x.y)), next(reversed(x.y.values())) and the like."""
+    match call:
+        case ast.Call(
+            func=ast.Name(id="next"),
+            args=[ast.Call(func=ast.Name(id="iter" | "reversed"), args=[of]), *_],
+        ):
+            if isinstance(of, ast.Call) and isinstance(of.func, ast.Attribute):
+                of = of.func.value  # .values(), .items(), .keys()
+            return of if isinstance(of, ast.Attribute) else None
+    return None
+
+
+def _queues_of_dicts(modules: list[ast.Module]) -> list[str]:
+    of_others = {name for module in modules for name in _plain_dicts(module)}
+    found = []
+    for module in modules:
+        own = _plain_dicts(module)
+        calls = (node for node in ast.walk(module) if isinstance(node, ast.Call))
+        for looked_at in filter(None, map(_looked_at, calls)):
+            is_own = isinstance(looked_at.value, ast.Name) and looked_at.value.id == "self"
+            if looked_at.attr in (own if is_own else of_others):
+                found.append(ast.unparse(looked_at))
+    return found
+
+
+def test_no_dict_is_a_queue():
+    """None that outlives a call is looked at from an end."""
+    assert _queues_of_dicts(_modules()) == []
+
+
+@pytest.mark.parametrize(
+    ("looks", "found"),
+    [
+        ("next(iter(self._queue))", ["self._queue"]),
+        ("next(reversed(state._queue.values()))", ["state._queue"]),
+        ("next(iter(self._queue.items()))", ["self._queue"]),
+        ("next(iter(self._other))", []),
+        ("self._queue.popitem()", []),
+    ],
+)
+def test_what_is_looked_for(looks, found):
+    """The look above sees what it is meant to see."""
+    made = "self._queue: dict[int, str] = {}\nself._other: OrderedDict[int, str] = OrderedDict()\n"
+    assert _queues_of_dicts([ast.parse(made + looks)]) == found
