@@ -6,9 +6,10 @@ from functools import partial
 from inference_svc.assembly import ServiceParts
 from inference_svc.core.turn_measures import TurnMeasures
 from inference_svc.metrics import METRICS
+from shared.http_connections import ConnectionMetrics
 from shared.http_observer import HttpMetrics
 from shared.metric_export import MetricExporter, Scrape
-from shared.process_values import fill_process
+from shared.process_values import fill_connections, fill_process
 from shared.rpc_observer import RpcMetrics
 
 KVD_STATES = ("attached", "detached", "off")
@@ -20,6 +21,7 @@ class Calls:
 
     rpcs: RpcMetrics = field(default_factory=RpcMetrics)
     http: HttpMetrics = field(default_factory=HttpMetrics)
+    connections: ConnectionMetrics = field(default_factory=ConnectionMetrics)
 
 
 def make_exporter(parts: ServiceParts, calls: Calls) -> MetricExporter:
@@ -48,6 +50,7 @@ def _fill(parts: ServiceParts, calls: Calls, scrape: Scrape) -> None:
     scrape.put_histogram("inference_rpc_seconds", calls.rpcs.seconds)
     scrape.put_tally("inference_http_requests_total", calls.http.ended)
     scrape.put_histogram("inference_http_request_seconds", calls.http.seconds)
+    fill_connections("inference", calls.connections, scrape)
     fill_process(scrape)
 
 

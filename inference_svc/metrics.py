@@ -5,7 +5,7 @@ of what a session had said before: "none" (nothing was), "reused", "partial", "r
 """
 
 from shared.metric_table import Metric, MetricTable
-from shared.process_metrics import PROCESS_METRICS
+from shared.process_metrics import PROCESS_METRICS, connection_metrics
 
 METRICS = MetricTable(
     (
@@ -299,6 +299,7 @@ METRICS = MetricTable(
             "HTTP requests of clients, to their last byte",
             ("route",),
         ),
+        *connection_metrics("inference"),
         *PROCESS_METRICS,
     )
 )

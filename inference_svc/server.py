@@ -139,7 +139,10 @@ async def _serve(
     live.on_change(lambda changed: book.use(Clients(changed.clients)))
     calls = Calls()
     operations = Operations(
-        make_exporter(parts, calls), lambda: "" if parts.front.is_ready else "draining", book
+        make_exporter(parts, calls),
+        lambda: "" if parts.front.is_ready else "draining",
+        book,
+        calls.connections,
     )
     server, health_servicer = _make_server(settings, parts, book, calls.rpcs)
     try:
@@ -154,7 +157,12 @@ async def _serve(
             async with (
                 serving_operations(settings.metrics, settings.tls, operations),
                 serving_openai(
-                    settings, parts.front, model.loaded.tokenizer, book, [observing(calls.http)]
+                    settings,
+                    parts.front,
+                    model.loaded.tokenizer,
+                    book,
+                    [observing(calls.http)],
+                    calls.connections,
                 ),
             ):
                 await server.start()  # last: who finds gRPC serving finds the rest, too

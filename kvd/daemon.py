@@ -169,16 +169,18 @@ class Daemon:
             return nullcontext()
         # A second of imports, only where they are needed.
         from kvd.metric_values import Sources, make_exporter
+        from shared.http_connections import ConnectionMetrics
         from shared.operations_http import Operations, serving_operations
 
-        exporter = make_exporter(Sources(caches, engines, self._rpcs, self._live))
+        connections = ConnectionMetrics()
+        exporter = make_exporter(Sources(caches, engines, self._rpcs, self._live, connections))
 
         def not_ready() -> str:
             if draining.begun.is_set():
                 return "draining"
             return "" if self._is_serving else "starting"
 
-        operations = Operations(exporter, not_ready, self._access.book)
+        operations = Operations(exporter, not_ready, self._access.book, connections)
         return serving_operations(settings.metrics, settings.tls, operations)
 
     def _servers(

@@ -13,8 +13,9 @@ from kvd.core.measures import Measures
 from kvd.core.records import LeaseInfo, QueueStats, TenantUsage
 from kvd.engines import Engines
 from kvd.metrics import METRICS
+from shared.http_connections import ConnectionMetrics
 from shared.metric_export import MetricExporter, Scrape
-from shared.process_values import fill_process
+from shared.process_values import fill_connections, fill_process
 from shared.reload import LiveSettings
 from shared.rpc_observer import RpcMetrics
 from shared.version import __version__
@@ -30,6 +31,7 @@ class Sources:
     engines: Engines
     rpcs: RpcMetrics
     live: LiveSettings[Settings]
+    connections: ConnectionMetrics
 
 
 def make_exporter(sources: Sources) -> MetricExporter:
@@ -61,6 +63,7 @@ def _fill(sources: Sources, scrape: Scrape) -> None:
     scrape.put("kvd_io_in_flight_bytes", in_flight_bytes)
     scrape.put_tally("kvd_rpcs_total", sources.rpcs.ended)
     scrape.put_histogram("kvd_rpc_seconds", sources.rpcs.seconds)
+    fill_connections("kvd", sources.connections, scrape)
     fill_process(scrape)
 
 

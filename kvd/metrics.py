@@ -5,7 +5,7 @@ are few of them (limits.max_layouts). A tenant is a label only if the settings n
 """
 
 from shared.metric_table import Metric, MetricTable
-from shared.process_metrics import PROCESS_METRICS
+from shared.process_metrics import PROCESS_METRICS, connection_metrics
 
 LAYOUT = ("layout",)
 
@@ -342,6 +342,7 @@ METRICS = MetricTable(
         Metric(
             "kvd_rpc_seconds", "histogram", "Calls, without those that last for ever", ("method",)
         ),
+        *connection_metrics("kvd"),
         *PROCESS_METRICS,
     )
 )

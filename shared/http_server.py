@@ -3,9 +3,9 @@
 Knows sockets and hostile connections, and nothing of what is served. Its promises:
 
 1. A Unix socket has its mode (and group, if one is named) before anybody can connect to it.
-2. A connection that says nothing, or a header byte by byte, is closed after `idle_s`; one that
-   comes while `max_connections` are open is closed at once. What a request's body may cost is the
-   application's `client_max_size`.
+2. A connection that says nothing, or a header byte by byte, is closed after `header_s`; one that
+   comes while all places are taken gets that of one that only waits (http_connections). What a
+   request's body may cost is the application's `client_max_size`.
 3. A handler is cancelled when its client goes away.
 4. `stop` takes no new connection, closes the idle ones, and lets requests under way finish for as
    long as it is given; then they are cancelled.
@@ -13,22 +13,23 @@ Knows sockets and hostile connections, and nothing of what is served. Its promis
 Errors that a start meets are ConfigErrors that name the address and the remedy.
 """
 
-import asyncio
 import socket
 import ssl
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from shared.access.sockets import open_to_group
 from shared.errors import ConfigError
+from shared.http_connections import Bounds, ConnectionMetrics
+from shared.http_listener import Connection, HttpListener
 from shared.unix_path import claim_path
 
 UNIX = "unix:"
 SOCKET_MODE = 0o660  # user and group
-BACKLOG = 128
-IDLE_S = 75.0  # longer than proxies keep an idle connection, so that they close first
-MAX_CONNECTIONS = 1024
+RETRY_AFTER = {"Retry-After": "1"}
 
 
 class HttpListenError(ConfigError):
@@ -60,6 +61,10 @@ class HttpServer:
         ssl_context: for TLS; None for none.
         socket_mode: of a Unix socket.
         socket_group: name or number of the group that gets a Unix socket; "" leaves it.
+        name: of the server, in metrics and log lines.
+        bounds: of connections.
+        metrics: where they are counted.
+        reserved: paths whose requests are answered when the places of all others are taken.
     """
 
     def __init__(
@@ -70,19 +75,23 @@ class HttpServer:
         socket_mode: int = SOCKET_MODE,
         *,
         socket_group: str = "",
-        max_connections: int = MAX_CONNECTIONS,
-        idle_s: float = IDLE_S,
+        name: str = "http",
+        bounds: Bounds | None = None,
+        metrics: ConnectionMetrics | None = None,
+        reserved: frozenset[str] = frozenset(),
     ) -> None:
         self._app = app
         self._listen = listen
         self._ssl_context = ssl_context
         self._socket_mode = socket_mode
         self._socket_group = socket_group
-        self._max_connections = max_connections
-        self._runner = web.AppRunner(
-            app, access_log=None, keepalive_timeout=idle_s, handler_cancellation=True
-        )
-        self._server: asyncio.AbstractServer | None = None
+        self._name = name
+        self._bounds = bounds or Bounds()
+        self._metrics = metrics or ConnectionMetrics()
+        self._reserved = reserved
+        app.middlewares.insert(0, self._admitting())
+        self._runner = web.AppRunner(app, handler_cancellation=True)
+        self._listener: HttpListener | None = None
         self._bound = ""
 
     @property
@@ -96,26 +105,30 @@ class HttpServer:
         Raises:
             ConfigError: the address cannot be used.
         """
-        loop = asyncio.get_running_loop()
         sock = self._bind()
         await self._runner.setup()
-        if self._listen.startswith(UNIX):
-            self._server = await loop.create_unix_server(
-                self._accept, sock=sock, ssl=self._ssl_context, backlog=BACKLOG
-            )
-        else:
-            self._server = await loop.create_server(
-                self._accept, sock=sock, ssl=self._ssl_context, backlog=BACKLOG
-            )
+        assert self._runner.server is not None, "set up"  # noqa: S101
+        self._listener = HttpListener(
+            self._name,
+            sock,
+            self._runner.server,
+            bounds=self._bounds,
+            metrics=self._metrics,
+            ssl_context=self._ssl_context,
+            reserved=self._reserved,
+        )
+        self._listener.start()
 
     async def stop(self, grace_s: float) -> None:
         """End; requests still running after grace_s are cancelled. Nothing happens if it is not on.
 
         Streams that never end on their own should have been told to end before.
         """
-        if self._server is None:
+        if self._listener is None:
             return
-        self._close()
+        listener, self._listener = self._listener, None
+        await listener.stop()
+        self._unlink()
         http = self._runner.server
         if http is not None:
             http.pre_shutdown()
@@ -123,18 +136,26 @@ class HttpServer:
             await http.shutdown(grace_s)
         await self._runner.cleanup()
 
-    def _close(self) -> None:
-        assert self._server is not None, "started"  # noqa: S101
-        self._server.close()
-        self._server = None
+    def _unlink(self) -> None:
         if self._listen.startswith(UNIX):
             Path(self._listen.removeprefix(UNIX)).unlink(missing_ok=True)
 
-    def _accept(self) -> asyncio.BaseProtocol:
-        http = self._runner.server
-        if http is None or len(http.connections) >= self._max_connections:
-            return _Turned()
-        return http()
+    def _admitting(self) -> Middleware:
+        """Tells the listener of each request, which may have no place for it: 503."""
+
+        @web.middleware
+        async def admit(
+            request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+        ) -> web.StreamResponse:
+            connection = request.protocol
+            assert isinstance(connection, Connection), connection  # noqa: S101
+            if connection.begin(request.path):
+                return await handler(request)
+            refused = web.Response(status=503, text="all places are taken\n", headers=RETRY_AFTER)
+            refused.force_close()
+            return refused
+
+        return admit
 
     def _bind(self) -> socket.socket:
         try:
@@ -174,10 +195,3 @@ class HttpServer:
         shown = f"[{host}]" if ":" in host else host
         self._bound = f"{shown}:{sock.getsockname()[1]}"
         return sock
-
-
-class _Turned(asyncio.Protocol):
-    """One connection too many."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.abort() if isinstance(transport, asyncio.Transport) else transport.close()

@@ -11,7 +11,7 @@ Requests are neither counted nor traced: scrapes and probes come every few secon
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from aiohttp import web
 
@@ -20,13 +20,15 @@ from shared.access.credentials import ssl_context
 from shared.access.http import identity_of
 from shared.access.settings import TlsSettings
 from shared.errors import ReportedError
+from shared.http_connections import Bounds, ConnectionMetrics
 from shared.http_server import HttpServer
 from shared.log import get_logger
 from shared.metric_export import MetricExporter
 from shared.observing_settings import MetricsSettings
 
 MAX_BODY_BYTES = 4096  # nobody has anything to send here
-MAX_CONNECTIONS = 64
+BOUNDS = Bounds(max_connections=64, max_per_address=32)
+PROBES = frozenset({"/healthz", "/readyz"})  # answered however many scrapes there are
 READER = "reader"
 STOP_GRACE_S = 1.0
 
@@ -41,11 +43,13 @@ class Operations:
         exporter: of the metrics.
         not_ready: why no work is taken, in one word; "" while it is.
         book: who may come in, where not everybody may.
+        connections: where those of the address are counted.
     """
 
     exporter: MetricExporter
     not_ready: Callable[[], str]
     book: ClientBook
+    connections: ConnectionMetrics = field(default_factory=ConnectionMetrics)
 
 
 @asynccontextmanager
@@ -62,7 +66,15 @@ async def serving_operations(
         return
     context = ssl_context(tls) if tls.is_on and not settings.is_open else None
     app = operations_app(operations, is_open=settings.is_open)
-    server = HttpServer(app, settings.listen, context, max_connections=MAX_CONNECTIONS)
+    server = HttpServer(
+        app,
+        settings.listen,
+        context,
+        name="metrics",
+        bounds=BOUNDS,
+        metrics=operations.connections,
+        reserved=PROBES,
+    )
     await server.start()
     log.info("metrics_ready", listen=server.address)
     try:

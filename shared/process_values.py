@@ -1,9 +1,10 @@
-"""Fills the metrics that every process has, at a scrape."""
+"""Fills the metrics that both processes have, at a scrape."""
 
 import resource
 
 import psutil
 
+from shared.http_connections import ConnectionMetrics
 from shared.metric_export import Scrape
 
 
@@ -18,3 +19,10 @@ def fill_process(scrape: Scrape) -> None:
         scrape.put("process_threads", process.num_threads())
         scrape.put("process_start_time_seconds", process.create_time())
     scrape.put("process_max_fds", resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+
+
+def fill_connections(prefix: str, metrics: ConnectionMetrics, scrape: Scrape) -> None:
+    """Of the process's HTTP servers."""
+    for server, count in metrics.open.items():
+        scrape.put(f"{prefix}_http_connections", count, server)
+    scrape.put_tally(f"{prefix}_http_cut_connections_total", metrics.cut)

@@ -22,6 +22,7 @@ from shared.access.addresses import is_unix
 from shared.access.clients import ClientBook
 from shared.access.credentials import ssl_context
 from shared.access.identity import Identity, socket_identity
+from shared.http_connections import ConnectionMetrics
 from shared.http_server import HttpServer
 from shared.log import get_logger
 
@@ -38,6 +39,7 @@ async def serving_openai(
     tokenizer: Any | None,
     book: ClientBook,
     outer: Sequence[Middleware] = (),
+    connections: ConnectionMetrics | None = None,
 ) -> AsyncIterator[None]:
     """Serve meanwhile.
 
@@ -47,6 +49,7 @@ async def serving_openai(
         tokenizer: of the model.
         book: who may come in.
         outer: middlewares that see every request first.
+        connections: where they are counted.
 
     Raises:
         ConfigError: the address, a file of TLS or the state directory cannot be used.
@@ -63,7 +66,9 @@ async def serving_openai(
             listen,
             ssl_context(tls) if tls.is_on and not is_unix(listen) else None,
             socket_group=settings.server.socket_group,
-            max_connections=settings.openai.max_connections,
+            name="openai",
+            bounds=settings.openai.bounds,
+            metrics=connections,
         )
         tidying = asyncio.create_task(endings.run())
         try:

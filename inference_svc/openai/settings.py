@@ -1,8 +1,11 @@
 """Settings of the OpenAI-compatible API: the section [openai]."""
 
+from ipaddress import ip_network
+
 from pydantic import Field, field_validator
 
 from shared.access.addresses import is_tcp, is_unix
+from shared.http_connections import LOOPBACK, Bounds
 from shared.runtime_dir import MAX_SOCKET_PATH
 from shared.setting_types import ByteSize, Duration, Section, TextList
 
@@ -19,8 +22,13 @@ class OpenAISettings(Section):
         max_body_bytes: of a request.
         body_s: how long a client may take to send a request's body.
         write_s: how long a client may take to read what was sent, before it is given up.
+        header_s: how long a client may take for a TLS handshake, and for a request's headers.
+        idle_s: how long a connection is kept for the next request.
         max_requests: at once; more are refused. Half of them may wait for bodies of one client.
-        max_connections: at once; more are closed.
+        max_connections: at once; for one more that goes which waits for headers, or is idle, for
+            longest. None is closed that is being answered: then the new one is.
+        max_connections_per_address: the same for one address, or IPv6 network of 64 bits; 0: none.
+        proxies: addresses and networks that many clients come from; that bound is not for them.
         max_sessions: that requests opened without naming them; the one that was used longest ago is
             deleted for a new one, of the tenant that has the most.
         max_remembered: histories, and responses, that are known again; the oldest go first, of the
@@ -33,10 +41,36 @@ class OpenAISettings(Section):
     max_body_bytes: ByteSize = Field(default=4 * MIB, ge=4096)
     body_s: Duration = Field(default=30.0, gt=0, le=3600)
     write_s: Duration = Field(default=30.0, gt=0, le=3600)
+    header_s: Duration = Field(default=10.0, gt=0, le=3600)
+    idle_s: Duration = Field(default=75.0, gt=0, le=3600)
     max_requests: int = Field(default=256, ge=1, le=65536)
     max_connections: int = Field(default=1024, ge=1, le=65536)
+    max_connections_per_address: int = Field(default=512, ge=0, le=65536)
+    proxies: TextList = tuple(map(str, LOOPBACK))
     max_sessions: int = Field(default=10_000, ge=1)
     max_remembered: int = Field(default=100_000, ge=16)
+
+    @field_validator("proxies")
+    @classmethod
+    def _networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for text in value:
+            try:
+                ip_network(text)
+            except ValueError as error:
+                raise ValueError("write addresses, or networks as in 10.0.0.0/8") from error
+        return value
+
+    @property
+    def bounds(self) -> Bounds:
+        """Those of connections."""
+        return Bounds(
+            max_connections=self.max_connections,
+            max_per_address=self.max_connections_per_address,
+            proxies=tuple(map(ip_network, self.proxies)),
+            header_s=self.header_s,
+            idle_s=self.idle_s,
+            write_s=self.write_s,
+        )
 
     @field_validator("listen")
     @classmethod

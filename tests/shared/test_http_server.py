@@ -10,6 +10,7 @@ import pytest
 from aiohttp import ClientConnectionError, ClientSession, UnixConnector, web
 
 from shared.errors import ConfigError
+from shared.http_connections import Bounds
 from shared.http_server import HttpServer, split_address
 from shared.unix_path import SocketInUseError
 
@@ -154,7 +155,7 @@ async def test_who_leaves_is_not_worked_for(world, listen):
 )
 async def test_silence_ends_a_connection(world, listen, sent):
     """A connection that says nothing, or not all of a request, is closed; so is an idle one."""
-    server = HttpServer(world.app(), listen, idle_s=0.05)
+    server = HttpServer(world.app(), listen, bounds=Bounds(header_s=0.05, idle_s=0.05))
     await server.start()
     reader, writer = await Client(server).connect()
     writer.write(sent)
@@ -165,19 +166,18 @@ async def test_silence_ends_a_connection(world, listen, sent):
 
 
 async def test_one_connection_too_many(world, listen):
-    """Beyond the bound a connection is closed at once, and those before it are served."""
-    server = HttpServer(world.app(), listen, max_connections=2)
+    """Beyond the bound the connection that has been idle for longest makes room for the new one."""
+    server = HttpServer(world.app(), listen, bounds=Bounds(max_connections=2))
     await server.start()
     client = Client(server)
     held = [await client.connect() for _ in range(2)]
     for reader, writer in held:
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         await reader.readuntil(b"hello")
-    reader, writer = await client.connect()
-    assert await closed(reader) == b""
-    writer.close()
-    held[0][1].write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-    await held[0][0].readuntil(b"hello")
+    assert await client.get("/") == "hello"
+    assert await closed(held[0][0]) == b""
+    held[1][1].write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    await held[1][0].readuntil(b"hello")
     for _, opened in held:
         opened.close()
     await server.stop(ANSWER_S)
