@@ -18,7 +18,7 @@ from inference_svc.openai.settings import OpenAISettings
 from shared.access.addresses import check_guarded, is_tcp
 from shared.access.settings import ClientName, ClientSettings, Tenants, TlsSettings, distinct
 from shared.config import LoadedSettings, load_settings
-from shared.observing_settings import MetricsSettings, TracingSettings
+from shared.observing_settings import MetricsSettings, ProcessSettings, TracingSettings
 from shared.runtime_dir import MAX_MESSAGE_BYTES, MAX_SOCKET_PATH, default_runtime_dir
 from shared.session_key import DEFAULT_TENANT
 from shared.setting_types import (
@@ -289,6 +289,7 @@ class InferenceSettings(Section):
     openai: OpenAISettings = OpenAISettings()
     metrics: MetricsSettings = MetricsSettings()
     tracing: TracingSettings = TracingSettings()
+    process: ProcessSettings = ProcessSettings()
     log: LogSettings = LogSettings()
 
     def tenant_bounds(self) -> tuple[TenantBounds, dict[str, TenantBounds]]:

@@ -26,6 +26,7 @@ from shared.access.identity import Identity, socket_identity
 from shared.access.interceptor import AccessInterceptor
 from shared.access.server_options import server_options
 from shared.config import LoadedSettings
+from shared.dumps import forbid_dumps
 from shared.errors import ConfigError
 from shared.grpc_status import ReportedErrorInterceptor
 from shared.kvd_client import KvdClient
@@ -65,6 +66,8 @@ def run(
         ConfigError: the start was refused.
     """
     settings = loaded.settings
+    if not settings.process.dumps:
+        forbid_dumps()
     prepare_socket(settings.server.listen)
     transcripts = TranscriptStore(settings.server.state_dir / "sessions")
     transcripts.open()

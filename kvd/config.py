@@ -14,7 +14,7 @@ from shared.access.addresses import check_guarded, is_tcp
 from shared.access.settings import ClientName, ClientSettings, Tenants, TlsSettings, distinct
 from shared.config import LoadedSettings, load_settings
 from shared.kv_layout import KVLayout
-from shared.observing_settings import MetricsSettings, TracingSettings
+from shared.observing_settings import MetricsSettings, ProcessSettings, TracingSettings
 from shared.reload import LiveSettings
 from shared.runtime_dir import default_runtime_dir, default_state_dir
 from shared.setting_types import (
@@ -241,6 +241,7 @@ class Settings(Section):
     tls: TlsSettings = TlsSettings()
     metrics: MetricsSettings = MetricsSettings()
     tracing: TracingSettings = TracingSettings()
+    process: ProcessSettings = ProcessSettings()
     log: LogSettings = LogSettings()
 
     def tenant_ttl_ns(self, tenant: str) -> int | None:

@@ -5,6 +5,7 @@ import time
 import psutil
 
 from kvd.engines import AttachedEngine
+from shared.dumps import may_be_dumped
 from shared.pb.kvd.v1 import kvd_pb2
 
 MAX_COMMAND = 500  # characters of an engine's command line
@@ -23,6 +24,7 @@ def process_message() -> kvd_pb2.ProcessStats:
             cpu_s=times.user + times.system,
             memory_available_bytes=psutil.virtual_memory().available,
             uptime_s=max(0.0, time.time() - process.create_time()),
+            dumps=may_be_dumped(),
         )
 
 

@@ -3,6 +3,7 @@
 import mmap
 import os
 
+from shared.dumps import leave_out
 from shared.units import align_up
 
 
@@ -27,7 +28,9 @@ class ArenaMap:
         self.num_slots = num_slots
         # Whole huge pages where the file has them: the kernel unmaps nothing less.
         mapped = min(align_up(size, os.fstat(fd).st_blksize), os.fstat(fd).st_size)
-        self._view: memoryview | None = memoryview(mmap.mmap(fd, mapped))
+        mapping = mmap.mmap(fd, mapped)
+        leave_out(mapping)
+        self._view: memoryview | None = memoryview(mapping)
 
     @property
     def memory(self) -> memoryview:

@@ -1,4 +1,4 @@
-"""Sections of the settings by which a process is watched: [metrics] and [tracing]. Pure."""
+"""Sections of the settings by which a process is watched: [metrics], [tracing], [process]. Pure."""
 
 from collections.abc import Mapping
 
@@ -54,3 +54,13 @@ class TracingSettings(Section):
 
     endpoint: str = Field(default="", pattern=r"^(https?://[^\s/]+)?$")
     sample_ratio: float = Field(default=1.0, ge=0, le=1)
+
+
+class ProcessSettings(Section):
+    """The process itself.
+
+    Attributes:
+        dumps: whether it may be dumped, and debugged by its own user: see shared/dumps.py.
+    """
+
+    dumps: bool = False

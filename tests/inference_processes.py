@@ -91,6 +91,11 @@ class InferenceProcess:
         """Wait until it has ended by itself, or by a signal."""
         return await self._child.wait()
 
+    @property
+    def pid(self) -> int:
+        """Of the running process."""
+        return self._child._running().pid
+
     def rss_bytes(self) -> int:
         """Its resident memory."""
         return self._child.rss_bytes()

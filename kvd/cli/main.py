@@ -30,6 +30,7 @@ from kvd.cli.session_files import export_session, import_session
 from kvd.cli.token import token
 from kvd.cli.top import top
 from kvd.errors import BrokenError
+from shared.dumps import forbid_dumps
 from shared.errors import ReportedError
 from shared.log import configure_logging
 from shared.reload import LiveSettings
@@ -80,6 +81,8 @@ def serve(
     import uvloop
 
     live = config.load_live(config_file, flags)
+    if not live.settings.process.dumps:
+        forbid_dumps()
     _configure_logging(live.settings)
     live.on_change(_configure_logging)
     os.umask(PRIVATE_UMASK)

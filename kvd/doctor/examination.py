@@ -16,6 +16,7 @@ from kvd.doctor.memory import (
     check_locked_memory,
     check_memory,
     check_shared_memory,
+    check_swap,
 )
 from kvd.doctor.running import (
     check_answer,
@@ -78,7 +79,9 @@ def _examine_machine(
     yield from check_descriptors(settings, limits)
     yield from check_encryption(settings)
     yield from check_certificates(settings, dt.datetime.now(dt.UTC))
-    yield from check_unit(unit_properties() or unit_properties(user=True), settings)
+    unit = unit_properties() or unit_properties(user=True)
+    yield from check_swap(machine, unit)
+    yield from check_unit(unit, settings)
 
 
 def _examine_running(loaded: LoadedSettings[Settings], *, compares: bool) -> Iterator[Finding]:

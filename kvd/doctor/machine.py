@@ -26,13 +26,13 @@ class Machine:
                 return int(words[0]) * (1024 if words[-1] == "kB" else 1)
         return 0
 
-    def cgroup_bytes(self) -> int | None:
-        """The lowest memory bound of the control groups this process is in; None: no bound."""
+    def cgroup_bytes(self, bound: str = "memory.max") -> int | None:
+        """The lowest such bound of the control groups this process is in; None: no bound."""
         _, _, path = text_of(self.proc / "self/cgroup").strip().rpartition("0::/")
         group = self.sys / "fs/cgroup" / path
         bounds = []
         while group != self.sys / "fs":
-            text = text_of(group / "memory.max").strip()
+            text = text_of(group / bound).strip()
             if text.isdigit() and int(text) < _UNLIMITED:
                 bounds.append(int(text))
             group = group.parent

@@ -1,7 +1,7 @@
 """Memory: is there room for the DRAM tier, and of the kind that the settings ask for?"""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from kvd.config import Settings
@@ -37,6 +37,26 @@ def check_memory(settings: Settings, machine: Machine) -> Iterator[Finding]:
         )
     else:
         yield ok("memory", f"{what}, {format_bytes(available)} are available")
+
+
+def check_swap(machine: Machine, unit: Mapping[str, str]) -> Iterator[Finding]:
+    """May what is in DRAM come to lie on a disk?
+
+    Args:
+        machine: of kvd.
+        unit: what systemd knows of kvd's unit; empty if it is not there.
+    """
+    swap = machine.memory("SwapTotal")
+    if not swap:
+        yield ok("swap", "the machine has no swap")
+    elif unit.get("MemorySwapMax") == "0" or machine.cgroup_bytes("memory.swap.max") == 0:
+        yield ok("swap", "nothing of kvd is swapped out (MemorySwapMax=0)")
+    else:
+        yield warning(
+            "swap",
+            f"the machine has {format_bytes(swap)} of swap, where keys and values may come to lie",
+            "MemorySwapMax=0 in the units (kvd install-units), swapoff -a, or encrypted swap",
+        )
 
 
 def check_shared_memory(settings: Settings, machine: Machine) -> Iterator[Finding]:

@@ -69,6 +69,12 @@ def check_answer(answer: kvd_pb2.GetStatsResponse) -> Iterator[Finding]:
                 f"{answer.version}",
                 "restart the older one; sessions are kept",
             )
+    if answer.process.dumps:
+        yield warning(
+            "dumps",
+            "kvd may be dumped, and debugged by its own user: conversations are in its memory",
+            "set process.dumps = false when you are done, and restart kvd (DRAM is kept)",
+        )
     names = ", ".join(engine.name for engine in answer.engines) or "none"
     yield ok("kvd", f"kvd {answer.version} answers (pid {answer.process.pid}); engines: {names}")
 

@@ -22,6 +22,7 @@ _PROPERTIES = (
     "FileDescriptorStoreMax",
     "MemoryHigh",
     "MemoryMax",
+    "MemorySwapMax",
 )
 _ASK_S = 10.0
 

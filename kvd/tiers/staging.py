@@ -6,6 +6,7 @@ STAGED_IO_BYTES, so that it stays small however large a block is.
 
 import mmap
 
+from shared.dumps import leave_out
 from shared.units import SECTOR_BYTES, align_up
 
 STAGED_IO_BYTES = 4 << 20
@@ -22,5 +23,7 @@ class Staging:
         if len(self._view) < num_bytes:
             size = align_up(num_bytes, 16 * SECTOR_BYTES)
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-            self._view = memoryview(mmap.mmap(-1, size, flags=flags))
+            memory = mmap.mmap(-1, size, flags=flags)
+            leave_out(memory)
+            self._view = memoryview(memory)
         return self._view[:num_bytes]

@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 
 from kvd.tiers.faults import WritePoint
+from kvd.tiers.volume_identity import ID_NAME
 from tests.fault.ledger import Ledger, everything_verifies, flip, nothing_leaks
 from tests.faulty_kvd import ERASE_POINTS, FaultyKvd
 from tests.synthetic_engine import SyntheticEngine, attached_engine, small_layout
@@ -57,11 +58,22 @@ def _age_index(kvd: FaultyKvd) -> None:
     db.close()
 
 
+def _forget_volume_id(kvd: FaultyKvd) -> None:
+    """Make the volume look like an older release's, which had no ids."""
+    for path in kvd.state_dir.glob(f"volumes/*/{ID_NAME}"):
+        path.unlink()
+    with sqlite3.connect(kvd.state_dir / "manifest.db") as db:
+        db.execute("DELETE FROM meta WHERE name LIKE 'volume_id:%'")
+    db.close()
+
+
 PREPARATIONS: dict[WritePoint, Callable[[FaultyKvd], None]] = {
     WritePoint.ARENA_FILES: _damage_arena,
     WritePoint.ARENA_HEADER: _damage_arena,
     WritePoint.ARENA_KEPT: _damage_arena,
     WritePoint.ARENA_REMOVED: _damage_arena,
+    WritePoint.VOLUME_ID_WRITTEN: _forget_volume_id,
+    WritePoint.VOLUME_ID_KEPT: _forget_volume_id,
     WritePoint.SEGMENT_REMOVED: _shrink,
     WritePoint.INDEX_SET_ASIDE: _age_index,
 }

@@ -14,6 +14,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from shared.dumps import leave_out
 from shared.units import MIB, align_up
 
 HUGE_PAGE_BYTES = 2 * MIB
@@ -22,13 +23,18 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not know it
 
 
 def allocate_region(num_items: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Allocate a flat tensor; rows that are never written cost address space only."""
+    """Allocate a flat tensor; rows that are never written cost address space only.
+
+    On the CPU it is a mapping of its own, which is left out of core dumps.
+    """
     num_bytes = num_items * dtype.itemsize
-    if device.type != "cpu" or num_bytes < HUGE_PAGE_BYTES:
+    if device.type != "cpu" or not num_bytes:
         return torch.empty(num_items, device=device, dtype=dtype)
+    page_bytes = HUGE_PAGE_BYTES if num_bytes >= HUGE_PAGE_BYTES else mmap.PAGESIZE
     memory = mmap.mmap(
-        -1, align_up(num_bytes, HUGE_PAGE_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        -1, align_up(num_bytes, page_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     )
+    leave_out(memory)
     with suppress(OSError):  # a kernel without transparent huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype, count=num_items)

@@ -18,6 +18,7 @@ from kvd.doctor.memory import (
     check_locked_memory,
     check_memory,
     check_shared_memory,
+    check_swap,
     file_system_of,
 )
 from kvd.doctor.storage import check_descriptors, check_directories, check_state_disk
@@ -317,3 +318,15 @@ def test_what_the_checks_need_is_what_the_machine_says():
     assert real.memory("NoSuchField") == 0
     assert file_system_of(Path("/proc/self")) == "proc"
     assert AccessSettings().groups == ("", "", "")
+
+
+def test_swap(machine: Machine) -> None:
+    """Swap is a warning, unless the unit or the control group keeps kvd out of it."""
+    assert [found.level for found in check_swap(machine, {})] == [Level.OK]
+    with (machine.proc / "meminfo").open("a") as file:
+        file.write("SwapTotal: 1048576 kB\n")
+    _only(check_swap(machine, {}), Level.WARNING, "1.0 GB of swap", "MemorySwapMax=0")
+    _only(check_swap(machine, {"MemorySwapMax": "infinity"}), Level.WARNING, "swap")
+    assert [found.level for found in check_swap(machine, {"MemorySwapMax": "0"})] == [Level.OK]
+    _write(machine.sys / "fs/cgroup/kvd.slice/memory.swap.max", "0")
+    assert [found.level for found in check_swap(machine, {})] == [Level.OK]

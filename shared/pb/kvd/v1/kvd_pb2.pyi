@@ -945,7 +945,7 @@ class EngineInfo(_message.Message):
     def __init__(self, engine_id: _Optional[int] = ..., name: _Optional[str] = ..., layout: _Optional[str] = ..., pid: _Optional[int] = ..., command: _Optional[str] = ..., rss_bytes: _Optional[int] = ..., attached_s: _Optional[float] = ..., queue_jobs: _Optional[int] = ..., running_jobs: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
 
 class ProcessStats(_message.Message):
-    __slots__ = ("pid", "rss_bytes", "open_files", "threads", "cpu_s", "memory_available_bytes", "uptime_s")
+    __slots__ = ("pid", "rss_bytes", "open_files", "threads", "cpu_s", "memory_available_bytes", "uptime_s", "dumps")
     PID_FIELD_NUMBER: _ClassVar[int]
     RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
     OPEN_FILES_FIELD_NUMBER: _ClassVar[int]
@@ -953,6 +953,7 @@ class ProcessStats(_message.Message):
     CPU_S_FIELD_NUMBER: _ClassVar[int]
     MEMORY_AVAILABLE_BYTES_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    DUMPS_FIELD_NUMBER: _ClassVar[int]
     pid: int
     rss_bytes: int
     open_files: int
@@ -960,7 +961,8 @@ class ProcessStats(_message.Message):
     cpu_s: float
     memory_available_bytes: int
     uptime_s: float
-    def __init__(self, pid: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., open_files: _Optional[int] = ..., threads: _Optional[int] = ..., cpu_s: _Optional[float] = ..., memory_available_bytes: _Optional[int] = ..., uptime_s: _Optional[float] = ...) -> None: ...
+    dumps: bool
+    def __init__(self, pid: _Optional[int] = ..., rss_bytes: _Optional[int] = ..., open_files: _Optional[int] = ..., threads: _Optional[int] = ..., cpu_s: _Optional[float] = ..., memory_available_bytes: _Optional[int] = ..., uptime_s: _Optional[float] = ..., dumps: bool = ...) -> None: ...
 
 class GetStatsResponse(_message.Message):
     __slots__ = ("version", "layouts", "engines", "process", "verifying", "encryption", "unavailable")
