@@ -46,6 +46,27 @@ def test_the_oldest_tokens_go_and_the_rest_moves_up():
     assert world.engine.session_info(A).num_blocks == 2
 
 
+@pytest.mark.parametrize("is_named", [False, True])
+def test_other_tokens_do_not_match_what_a_discard_has_left(is_named):
+    """A span that lost tokens is no block of its key any more: its tokens alone say what it is."""
+    world = new_world()
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8]
+    lineage = WHOLE.after(to_bytes(tokens), [(0, 2)]) if is_named else None
+    store(world, A, tokens)
+    world.engine.discard(
+        A, to_bytes(tokens), [(0, 2)], world.now_ns, lineage=WHOLE if is_named else None
+    )
+    world.pump()
+    for asked, num_found in (([3, 9, 5, 6, 7, 8], 0), ([3, 4, 5, 6, 7, 9], 2), (tokens[2:], 6)):
+        answer = world.engine.prepare_load(
+            A, to_bytes(asked), 0, OWNER, world.now_ns, lineage=lineage
+        )
+        assert answer.end_token == num_found
+        if answer.lease_id:
+            world.engine.complete_load(answer.lease_id, OWNER, world.now_ns)
+        world.pump()
+
+
 def test_ranges_are_sorted_and_joined():
     """A block may lose several runs of tokens, and then be used by several spans."""
     world = new_world()

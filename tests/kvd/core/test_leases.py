@@ -136,3 +136,19 @@ def test_a_dead_writer_is_not_restored():
     world.start(keep_dram=True)
     assert world.engine.stats().num_leases == 0
     assert len(prepare_store(world, A, ONES).blocks) == 1
+
+
+def test_a_load_is_its_owners_to_end():
+    """Another engine that names its lease ends nothing: the slots stay its owner's."""
+    world = new_world(num_slots=1)
+    store(world, A, ONES)
+    answer = prepare_load(world, A, ONES)
+    with pytest.raises(LeaseLostError):
+        world.engine.complete_load(answer.lease_id, OWNER + 1, world.now_ns)
+    world.pump()
+    assert [lease.lease_id for lease in world.engine.leases()] == [answer.lease_id]
+    assert prepare_store(world, B, TWOS).lease_id == 0, "the slot is being read"
+    world.engine.complete_load(answer.lease_id, OWNER, world.now_ns)
+    world.pump()
+    assert not world.engine.leases()
+    assert store(world, B, TWOS).end_token == 4

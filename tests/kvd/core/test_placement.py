@@ -77,6 +77,20 @@ def test_a_pinned_session_stays_in_dram():
     assert tiers_of(world, A) == ["S"]
 
 
+def test_a_block_that_a_pinned_session_shares_stays():
+    """Whoever else uses it may be evicted; a hard-pinned session ranks nowhere, and covers it."""
+    world = new_world(num_slots=2)
+    store(world, A, ONES)
+    store(world, B, ONES + TWOS)
+    world.engine.pin(A, Pin.HARD, world.now_ns)
+    answer = store(world, C, THREES + ONES)
+    assert (answer.end_token, answer.more) == (4, True), "one slot of two could be had"
+    assert (tiers_of(world, A), tiers_of(world, B)) == (["DS"], ["DS", "S"])
+    world.engine.unpin(A, world.now_ns)
+    store(world, C, THREES + ONES)
+    assert (tiers_of(world, A), tiers_of(world, B)) == (["S"], ["S", "S"])
+
+
 def test_a_soft_pinned_session_goes_last():
     """After all others, queued ones too; a new block without a better claim does without SSD."""
     world = new_world(num_slots=2, num_extents=3, policy="lookahead_queue")

@@ -131,6 +131,18 @@ def test_a_gap_is_refused_with_what_is_stored():
     assert (answer.refused, answer.end_token) == ("gap", 4)
 
 
+@pytest.mark.parametrize("num_stored", [4, 6], ids=["whole block", "partial block"])
+def test_a_gap_of_one_token_is_one(num_stored):
+    """KV of the token between is nowhere: what follows it must not be taken for what is stored."""
+    world = new_world()
+    tokens = [*ONES, *TWOS, *THREES]
+    store(world, A, tokens[:num_stored])
+    answer = prepare_store(world, A, tokens, from_token=num_stored + 1)
+    assert (answer.refused, answer.end_token, answer.blocks) == ("gap", num_stored, ())
+    answer = prepare_store(world, A, tokens, from_token=num_stored)
+    assert (answer.refused, answer.end_token) == ("", 12)
+
+
 def test_a_store_larger_than_the_arena_goes_in_parts():
     """What slots can be had for is granted; `more` asks to come back."""
     world = new_world(num_slots=2)

@@ -1,10 +1,12 @@
 """Arenas that outlive their kvd: found again, adopted with what they hold, or removed."""
 
+import fcntl
 import os
 import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,10 @@ from structlog.testing import capture_logs
 
 from kvd.core.records import CommittedSlot, WritingSlot
 from kvd.process_identity import ProcessIdentity
+from kvd.tiers.arena_file import SEALS
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore
 from kvd.tiers.faults import NoFaults, WritePoint
+from kvd.tiers.journal import HEADER_BYTES, Journal, unpack_header
 from shared.kv_layout import Component, KVLayout, Layer
 from tests.synthetic_engine import MODEL, small_layout
 
@@ -399,16 +403,28 @@ def test_half_of_an_arena_in_the_store_is_removed(supervisor):
     second.communicate("end")
 
 
-def test_memory_that_is_not_sealed_is_not_adopted(supervisor):
-    """What an engine could truncate under us, whoever has put it there."""
+@pytest.mark.parametrize(
+    ("seals", "is_adopted"),
+    [(SEALS, True), (0, False), (fcntl.F_SEAL_GROW, False), (fcntl.F_SEAL_SHRINK, False)],
+    ids=["sealed", "not sealed", "may shrink", "may grow"],
+)
+def test_memory_that_is_not_sealed_is_not_adopted(supervisor, seals, is_adopted):
+    """What an engine could truncate under us, although all else of it is right."""
     first, (arena_id, _, _) = supervisor.start()
     first.kill()
     first.communicate()
-    name = f"kvd-{LAYOUT.fingerprint}-slots"
-    unsealed = os.memfd_create("unsealed")
-    os.ftruncate(unsealed, os.fstat(supervisor.stored[name]).st_size)
-    os.close(supervisor.stored[name])
-    supervisor.stored[name] = unsealed
+    slots, journal = (f"kvd-{LAYOUT.fingerprint}-{part}" for part in ("slots", "journal"))
+    other = os.memfd_create("other", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(other, os.fstat(supervisor.stored[slots]).st_size)
+    if seals:
+        fcntl.fcntl(other, fcntl.F_ADD_SEALS, seals)
+    os.close(supervisor.stored[slots])
+    supervisor.stored[slots] = other
+    # The header names the memory of its slots, which is another one now: that alone would do.
+    header = unpack_header(os.pread(supervisor.stored[journal], HEADER_BYTES, 0))
+    header = replace(header, slots_inode=os.fstat(other).st_ino)
+    written = Journal(supervisor.stored[journal], LAYOUT, header.num_slots, NoFaults())
+    written.write_header(header, written.epoch)
     second, facts = supervisor.start()
-    assert facts[0] != arena_id
+    assert (facts[0] == arena_id) == is_adopted
     second.communicate("end")
