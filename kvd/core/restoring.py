@@ -4,33 +4,45 @@ Pure. Reads no data: blocks are verified when they are used (D11). Rows that can
 not trusted: blocks outside the tier, two blocks on one place, sessions beyond the prefix whose
 blocks exist. Blocks that adoption has found in DRAM are there already (kvd/core/adopting.py).
 
-Sessions begin folded, as far as they may be: 200 000 sessions of 8 blocks take about 2 s, and about
-1.1 KB each.
+Sessions begin folded, as far as they may be, and rest until they are used. What is needed of a
+million of them at once is columns; `kvd bench --only control` shows what they take.
 """
 
-from array import array
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+
+import numpy as np
 
 from kvd.core.actions import RESTORED
 from kvd.core.block_rows import BlockRows
 from kvd.core.block_users import NOWHERE
 from kvd.core.packing import PLACE_BYTES, plain_span
-from kvd.core.records import IndexRows, Pin, SessionRecord, Span, Tier
-from kvd.core.row_join import Ints, count_users, head_lengths, join_spans, pack_all_places
+from kvd.core.records import IndexRows, Pin, SessionRecord
+from kvd.core.row_join import (
+    Ints,
+    SpanColumns,
+    count_users,
+    gathered,
+    head_lengths,
+    pack_places_of,
+)
 from kvd.core.session import Session
 from kvd.core.session_rows import SessionRows
 from kvd.core.state import CacheState
+from shared.session_key import SessionKey
+
+MADE_AT_ONCE = 1 << 14  # sessions whose places are packed together
 
 
 def restore(state: CacheState, rows: IndexRows) -> None:
     """See CacheEngine.restore; adopted blocks are in the index of blocks, and nothing else is."""
     assert not state.sessions, "a cache is restored before it is used"
-    sessions = SessionRows()
-    sessions.collect(rows.sessions)
     blocks = BlockRows(state, rows)
-    restoration = _Restoration(state, sessions, blocks)
+    sessions = SessionRows()
+    join = blocks.join()
+    sessions.collect(rows.sessions, join)
+    restoration = _Restoration(state, sessions, blocks, join.finish())
+    del join
     restoration.run()
     restoration.finish()
     num_dropped = blocks.drop_unused()
@@ -42,117 +54,150 @@ def restore(state: CacheState, rows: IndexRows) -> None:
     state.outbox.emit(RESTORED, None, fields)
 
 
-@dataclass(slots=True)
 class _Restoration:
     """Makes the sessions."""
 
-    state: CacheState
-    sessions: SessionRows
-    blocks: BlockRows
+    def __init__(
+        self, state: CacheState, sessions: SessionRows, blocks: BlockRows, spans: SpanColumns
+    ) -> None:
+        self._state = state
+        self._sessions = sessions
+        self._blocks = blocks
+        self._spans = spans
+        self._with_blocks: list[Session] = []  # that are not folded
 
     def run(self) -> None:
         """Restore all sessions, coldest first."""
-        state, sessions = self.state, self.sessions
+        state, sessions, blocks, spans = self._state, self._sessions, self._blocks, self._spans
         order = sessions.in_order()
         num_over = max(0, len(order) - state.limits.max_sessions)
-        spans = join_spans(
-            self.blocks.columns, self.blocks.is_sound, sessions.spans, sessions.num_spans
-        )
         spans.lengths[order[:num_over]] = 0
-        num_users = count_users(spans, len(self.blocks.is_sound))
-        self.blocks.use(num_users)
-        is_foldable = (num_users == 1) & ~self.blocks.is_object
+        num_users = count_users(spans, len(blocks.is_sound))
+        blocks.use(num_users)
+        is_foldable = (num_users == 1) & ~blocks.is_object
         heads = head_lengths(spans, is_foldable & state.limits.folds_sessions)
-        places = pack_all_places(spans, self.blocks.extents)
-        starts, lengths, lengths_of_heads = map(_ints, (spans.starts, spans.lengths, heads))
-        for index in _ints(order):
-            start, length = starts[index], lengths[index]
-            key, num_stored = sessions.keys[index], sessions.num_spans[index]
-            if not length:
-                state.outbox.index.session_gone(key, is_indexed=True)
-                continue
-            if length < num_stored or index in sessions.damaged:
-                state.outbox.index.session_changed(key)
-            full = sessions.full.get(index)
-            head = lengths_of_heads[index] if full is None else length
-            session = Session(key, min(sessions.last_access_ns[index], state.now_ns))
-            session.is_indexed = True
-            session.folded = places[(start + head) * PLACE_BYTES : (start + length) * PLACE_BYTES]
-            if length < num_stored:
-                session.lost = "evicted"
-            if head:
-                self._use_blocks(session, spans.rows[start : start + head].tolist(), full)
-            self._add(session, sessions.settings.get(index))
+        heads[list(sessions.full)] = spans.lengths[list(sessions.full)]
+        for first in range(0, len(order), MADE_AT_ONCE):
+            self._make(order[first : first + MADE_AT_ONCE], heads)
 
     def finish(self) -> None:
-        """Count what there is, have it expire in time, and fold what could not be before."""
-        state = self.state
-        num_folded: Counter[str] = Counter()
-        num_spans = 0
-        deadlines = []
-        for key, session in state.sessions.items():
-            num_folded[key.tenant] += len(session.folded) // PLACE_BYTES
-            num_spans += session.num_spans
-            deadline_ns = state.expires_at_ns(session)
-            if deadline_ns is not None:
-                deadlines.append((deadline_ns, key))
-        state.ttl.restore(deadlines)
-        if num_spans:  # about one block each
-            state.placement.sized(num_spans * state.layout.block_bytes // len(state.sessions))
-        for tenant, num_blocks in num_folded.items():
-            state.tenants.charge(tenant, num_blocks)
-        for tenant, num_sessions in Counter(key.tenant for key in state.sessions).items():
-            state.tenants.count_session(tenant, num_sessions)
+        """Rank what there is, count it, have it expire, and fold what could not be before."""
+        state = self._state
+        ranked = [key for key, session in state.sessions.items() if session.pin is not Pin.HARD]
+        state.policy.restored(ranked)
+        for session in self._with_blocks:
+            state.users.recount(session, NOWHERE)
+        tenants = Counter(key.tenant for key in state.sessions)
+        with_quota = {name for name in tenants if state.tenants.order_of(name) is not None}
+        for key in ranked if with_quota else ():
+            state.tenants.entered(key)
+        for index, settings in self._sessions.settings.items():
+            session = state.sessions.get(self._sessions.keys[index])
+            if session is not None:
+                self._rank(session, settings)
+        self._schedule()
+        self._count(tenants)
         if state.limits.folds_sessions:
-            for index in self.sessions.full:
-                key = self.sessions.keys[index]
+            for index in self._sessions.full:
+                key = self._sessions.keys[index]
                 if key in state.sessions:
                     state.tails.fold(state.sessions[key])
 
-    def _use_blocks(self, session: Session, rows: list[int], full: list[Span] | None) -> None:
+    def _make(self, some: Ints, heads: Ints) -> None:
+        """Make the sessions of some rows, in their order."""
+        spans, rows, blocks = self._spans, self._sessions, self._blocks
+        lengths, num_stored = spans.lengths[some], np.diff(spans.starts)[some]
+        num_folded = lengths - heads[some]
+        folded = gathered(spans.starts[some] + heads[some], num_folded)
+        places = pack_places_of(blocks.keys, blocks.num_tokens, blocks.extents, spans.rows[folded])
+        ends = (np.cumsum(num_folded) * PLACE_BYTES).tolist()
+        start = 0
+        columns = (some.tolist(), ends, lengths.tolist(), num_stored.tolist(), heads[some].tolist())
+        for index, end, length, stored, head in zip(*columns, strict=True):
+            key = rows.keys[index]
+            if length:
+                self._add(index, key, places[start:end], head)
+                if length < stored:
+                    self._state.sessions[key].lost = "evicted"
+                if length < stored or index in rows.damaged:
+                    self._state.outbox.index.session_changed(key)
+            else:
+                self._state.outbox.index.session_gone(key, is_indexed=True)
+            start = end
+
+    def _add(self, index: int, key: SessionKey, folded: bytes, head: int) -> None:
+        """Make a session of a row: its first `head` blocks are no folded ones."""
+        state, rows = self._state, self._sessions
+        session = Session(key, min(rows.last_access_ns[index], state.now_ns), folded=folded)
+        session.is_indexed = True
+        state.sessions[key] = session
+        if folded:
+            state.tails.restored(session)
+        if head:
+            self._use_blocks(session, index, head)
+        if index in rows.settings:
+            self._set(session, rows.settings[index])
+
+    def _use_blocks(self, session: Session, index: int, head: int) -> None:
         """Give a session the spans whose blocks are not folded."""
-        blocks = [self.blocks.block(row) for row in rows]
+        start = int(self._spans.starts[index])
+        rows = self._spans.rows[start : start + head].tolist()
+        blocks = [self._blocks.block(row) for row in rows]
+        full = self._sessions.full.get(index)
         if full is None:
             session.spans = [plain_span(block.key, block.num_tokens) for block in blocks]
         else:
-            session.spans = full[: len(rows)]
+            session.spans = full[:head]
         tenant = session.key.tenant
         for block in blocks:
             if not block.tenant:
                 block.tenant = tenant
-                self.state.tenants.charge(tenant, 1)
-        self.state.users.add(session, blocks)
-
-    def _add(self, session: Session, settings: SessionRecord | None) -> None:
-        """Register a session, and give it its place in the orders."""
-        state, key = self.state, session.key
-        state.sessions[key] = session
-        if session.folded:
-            state.tails.restored(session)
-        if settings is None:
-            state.users.entered(session, Tier.SSD)
-            state.tenants.entered(key)
-        else:
-            self._set(session, settings)
+                self._state.tenants.charge(tenant, 1)
+        self._state.users.add(session, blocks)
+        self._with_blocks.append(session)
 
     def _set(self, session: Session, settings: SessionRecord) -> None:
-        """Give a session its settings, and the place in the orders that these ask for."""
-        state, key = self.state, session.key
+        """Give a session its settings."""
         session.ttl_ns, session.pin, session.ended = settings.ttl_ns, settings.pin, settings.ended
-        state.count_pin(session, 1)
-        if session.pin is Pin.HARD:
-            state.users.recount(session, NOWHERE)
+        self._state.count_pin(session, 1)
+
+    def _rank(self, session: Session, settings: SessionRecord) -> None:
+        """Give a session the place in the orders that its settings ask for."""
+        state, key = self._state, session.key
+        if settings.pin is Pin.HARD:
             return
-        if session.pin is Pin.SOFT:
+        if settings.pin is Pin.SOFT:
             state.policy.guarded(key, is_guarded=True)
             state.tenants.guarded(key, is_guarded=True)
-        state.users.entered(session, Tier.SSD)
-        state.tenants.entered(key)
-        if session.ended:
+        if settings.ended:
             state.policy.ended(key)
             state.tenants.ended(key)
 
+    def _schedule(self) -> None:
+        """Have sessions expire in time."""
+        state = self._state
+        plain = Session(SessionKey("", "", ""), 0)
+        inherited: dict[str, int | None] = {}
+        deadlines = []
+        for key, session in state.sessions.items():
+            if key.tenant not in inherited:
+                plain.key = key
+                inherited[key.tenant] = state.inherited_ttl_ns(plain)
+            deadline_ns = session.expires_at_ns(inherited[key.tenant])
+            if deadline_ns is not None:
+                deadlines.append((deadline_ns, key))
+        state.ttl.restore(deadlines)
 
-def _ints(column: Ints) -> Sequence[int]:
-    """Read a column number by number, without a list of number objects."""
-    return array("q", column.astype("<i8").tobytes())
+    def _count(self, tenants: Mapping[str, int]) -> None:
+        """Count sessions and what is folded of them, by tenant."""
+        state = self._state
+        num_folded: Counter[str] = Counter()
+        for key, session in state.sessions.items():
+            num_folded[key.tenant] += len(session.folded)
+        for tenant, num_bytes in num_folded.items():
+            state.tenants.charge(tenant, num_bytes // PLACE_BYTES)
+        for tenant, num_sessions in tenants.items():
+            state.tenants.count_session(tenant, num_sessions)
+        num_spans = int(self._spans.lengths.sum())
+        if num_spans:  # about one block each
+            state.placement.sized(num_spans * state.layout.block_bytes // len(state.sessions))

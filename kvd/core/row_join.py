@@ -4,7 +4,7 @@ Pure. Keys are compared by their first 8 bytes and then verified by the others. 
 equal first bytes (never, in practice: keys are keyed hashes) one is not found, which is a miss.
 """
 
-from collections.abc import Sequence
+from array import array
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 from kvd.core.packing import PLACE_BYTES, PLAIN_SPAN_BYTES
 
 Ints = NDArray[np.int64]
+Rows = NDArray[np.int32]  # which block; there are never more than 2^31
 Words = NDArray[np.uint64]
 Flags = NDArray[np.bool_]
 
 PARTIAL = 1 << 31  # flag in a span's row count: it may use less than the whole block
+JOINED_AT_ONCE = 1 << 18  # spans; so many bytes and their like need not all be there at once
 
 _KEY = np.dtype([("first", ">u8"), ("last", ">u8")])
 _SPAN = np.dtype([("key", _KEY), ("num_tokens", "<u4")])
@@ -31,13 +33,15 @@ class BlockColumns:
     Attributes:
         order: blocks by ascending first half of their keys.
         same_as: by block: the first one of the same key; itself, usually. -1: it cannot be found.
+        in_order: `first` of the blocks of `order`.
     """
 
     first: Words
     last: Words
-    num_tokens: Ints
-    order: Ints
-    same_as: Ints
+    num_tokens: Rows
+    order: Rows
+    same_as: Rows
+    in_order: Words
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,55 +54,78 @@ class SpanColumns:
         lengths: how many spans of each session are sound: all before the first that is not.
     """
 
-    packed: NDArray[np.void]
     starts: Ints
-    rows: Ints
+    rows: Rows
     lengths: Ints
 
 
-def index_blocks(keys: bytes, num_tokens: Ints) -> BlockColumns:
+def index_blocks(keys: bytes, num_tokens: Rows) -> BlockColumns:
     """Make blocks findable; of several with one key the first one counts."""
     halves = np.frombuffer(keys, dtype=_KEY)
     first, last = halves["first"].astype(np.uint64), halves["last"].astype(np.uint64)
     is_sorted = bool(np.all(first[:-1] <= first[1:]))
-    order = np.arange(len(first)) if is_sorted else np.argsort(first, kind="stable")
-    same_as = np.arange(len(first))
-    in_order = first[order]
+    same_as = np.arange(len(first), dtype=np.int32)
+    order = same_as.copy() if is_sorted else np.argsort(first, kind="stable").astype(np.int32)
+    in_order = first if is_sorted else first[order]
     for place in (np.flatnonzero(in_order[1:] == in_order[:-1]) + 1).tolist():
         leader = int(np.searchsorted(in_order, in_order[place]))
         one, other = order[leader], order[place]
         same_as[other] = one if last[one] == last[other] else -1
-    return BlockColumns(first, last, num_tokens, order, same_as)
+    return BlockColumns(first, last, num_tokens, order, same_as, in_order)
 
 
-def join_spans(
-    blocks: BlockColumns, is_sound: Flags, packed: bytes | bytearray, num_spans: Sequence[int]
-) -> SpanColumns:
-    """Find the blocks of all spans.
+class SpanJoin:
+    """Finds the blocks of spans as their sessions come, and forgets what they were found by.
 
     Args:
         blocks: where to find them.
         is_sound: which of the blocks may be used.
-        packed: all spans as kind 0 packs them, with PARTIAL where a span may use part of a block;
-            num_tokens is then the end of its rows.
-        num_spans: of each session.
     """
-    spans = np.frombuffer(packed, dtype=_SPAN)
-    starts = np.concatenate(([0], np.cumsum(num_spans, dtype=np.int64)))
-    rows = _find(blocks, spans["key"])
-    is_found = rows >= 0
-    rows[~is_found] = 0
-    if len(blocks.first):
-        num_rows = spans["num_tokens"].astype(np.int64)
-        is_partial = num_rows >= PARTIAL
-        num_tokens = blocks.num_tokens[rows]
-        fits = np.where(is_partial, num_rows - PARTIAL <= num_tokens, num_rows == num_tokens)
-        is_found &= fits & is_sound[rows]
-    lengths = np.diff(starts)
-    missing = np.flatnonzero(~is_found)[::-1]  # the first one of a session is assigned last
-    sessions = np.searchsorted(starts, missing, side="right") - 1
-    lengths[sessions] = missing - starts[sessions]
-    return SpanColumns(spans, starts, rows, lengths)
+
+    def __init__(self, blocks: BlockColumns, is_sound: Flags) -> None:
+        self._blocks = blocks
+        self._is_sound = is_sound
+        self._packed = bytearray()
+        self._num_spans = array("q")
+        self._rows: list[Rows] = []
+        self._is_found: list[Flags] = []
+
+    def add(self, packed: bytes) -> None:
+        """Take a session's spans as kind 0 packs them.
+
+        Where one may use a part of its block, PARTIAL says so and num_tokens is the end of its
+        rows.
+        """
+        self._packed += packed
+        self._num_spans.append(len(packed) // PLAIN_SPAN_BYTES)
+        if len(self._packed) >= JOINED_AT_ONCE * PLAIN_SPAN_BYTES:
+            self._join()
+
+    def finish(self) -> SpanColumns:
+        """Tell what was found, of all sessions."""
+        self._join()
+        num_spans = np.frombuffer(self._num_spans, dtype=np.int64)
+        starts = np.concatenate(([0], np.cumsum(num_spans, dtype=np.int64)))
+        missing = np.flatnonzero(~np.concatenate(self._is_found))[::-1]
+        lengths = np.diff(starts)
+        sessions = np.searchsorted(starts, missing, side="right") - 1
+        lengths[sessions] = missing - starts[sessions]  # the first one of a session comes last
+        return SpanColumns(starts, np.concatenate(self._rows), lengths)
+
+    def _join(self) -> None:
+        spans = np.frombuffer(bytes(self._packed), dtype=_SPAN)
+        rows = _find(self._blocks, spans["key"])
+        is_found = rows >= 0
+        rows[~is_found] = 0
+        if len(self._blocks.first):
+            num_rows = spans["num_tokens"].astype(np.int64)
+            is_partial = num_rows >= PARTIAL
+            num_tokens = self._blocks.num_tokens[rows]
+            fits = np.where(is_partial, num_rows - PARTIAL <= num_tokens, num_rows == num_tokens)
+            is_found &= fits & self._is_sound[rows]
+        self._rows.append(rows)
+        self._is_found.append(is_found)
+        self._packed.clear()
 
 
 def count_users(spans: SpanColumns, num_blocks: int) -> Ints:
@@ -117,11 +144,18 @@ def head_lengths(spans: SpanColumns, is_private: Flags) -> Ints:
     return lengths
 
 
-def pack_all_places(spans: SpanColumns, extents: Ints) -> bytes:
-    """Pack the place of every span's block; those of spans that are not sound mean nothing."""
-    places = np.empty(len(spans.packed), dtype=_PLACE)
-    places["key"], places["num_tokens"] = spans.packed["key"], spans.packed["num_tokens"]
-    places["extent"] = extents[spans.rows] if len(extents) else 0
+def gathered(starts: Ints, lengths: Ints) -> Ints:
+    """Join ranges: each start, and the numbers that follow it, so many in all."""
+    before = np.cumsum(lengths) - lengths
+    return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
+
+
+def pack_places_of(keys: bytes, num_tokens: Rows, extents: Ints, rows: Rows) -> bytes:
+    """Pack the places of some of all blocks; they have one."""
+    places = np.empty(len(rows), dtype=_PLACE)
+    places["key"] = np.frombuffer(keys, dtype=_KEY)[rows]
+    places["num_tokens"] = num_tokens[rows]
+    places["extent"] = extents[rows]
     return places.tobytes()
 
 
@@ -132,14 +166,14 @@ def _is_kept(spans: SpanColumns) -> Flags:
     return np.asarray(index < np.repeat(spans.lengths, num_spans))
 
 
-def _find(blocks: BlockColumns, keys: NDArray[np.void]) -> Ints:
+def _find(blocks: BlockColumns, keys: NDArray[np.void]) -> Rows:
     """Index of each key's block, -1 if there is none."""
     if not len(blocks.first):
-        return np.full(len(keys), -1)
+        return np.full(len(keys), -1, dtype=np.int32)
     first, last = keys["first"].astype(np.uint64), keys["last"].astype(np.uint64)
     by_key = np.argsort(first)  # look-ups in ascending order stay in the processor's cache
     places = np.empty(len(first), dtype=np.int64)
-    places[by_key] = np.searchsorted(blocks.first[blocks.order], first[by_key])
+    places[by_key] = np.searchsorted(blocks.in_order, first[by_key])
     rows = blocks.order[np.minimum(places, len(blocks.order) - 1)]
     is_found = (blocks.first[rows] == first) & (blocks.last[rows] == last)
-    return np.where(is_found, rows, -1)
+    return np.where(is_found, rows, np.int32(-1))

@@ -16,7 +16,7 @@ from kvd.core.packing import (
     unpack_spans,
 )
 from kvd.core.records import Pin, SessionRecord, Span
-from kvd.core.row_join import PARTIAL, Ints
+from kvd.core.row_join import PARTIAL, Ints, SpanJoin
 from shared.session_key import SessionKey
 
 
@@ -25,7 +25,6 @@ class SessionRows:
     """The rows of sessions by columns.
 
     Attributes:
-        spans: of all sessions, as join_spans wants them.
         full: by index: the spans of a session that are not all plain.
         settings: by index: a session's row, if its settings are not the default ones.
         damaged: indexes of sessions whose row could not be read to its end.
@@ -33,14 +32,12 @@ class SessionRows:
 
     keys: list[SessionKey] = field(default_factory=list)
     last_access_ns: "array[int]" = field(default_factory=lambda: array("q"))
-    spans: bytearray = field(default_factory=bytearray)
-    num_spans: "array[int]" = field(default_factory=lambda: array("q"))
     full: dict[int, list[Span]] = field(default_factory=dict)
     settings: dict[int, SessionRecord] = field(default_factory=dict)
     damaged: set[int] = field(default_factory=set)
 
-    def collect(self, records: Iterable[SessionRecord]) -> None:
-        """Take the rows apart; each is needed for a moment only."""
+    def collect(self, records: Iterable[SessionRecord], spans: SpanJoin) -> None:
+        """Take the rows apart; each is needed for a moment only, as are its spans."""
         names: dict[str, str] = {}
         for index, record in enumerate(records):
             tenant, model, session_id = record.key
@@ -49,9 +46,7 @@ class SessionRows:
             )
             self.keys.append(key)
             self.last_access_ns.append(record.last_access_ns)
-            packed = self._joinable(index, record.spans)
-            self.spans += packed
-            self.num_spans.append(len(packed) // PLAIN_SPAN_BYTES)
+            spans.add(self._joinable(index, record.spans))
             if record.ttl_ns is not None or record.pin is not Pin.NONE or record.ended:
                 self.settings[index] = replace(record, spans=b"")
 

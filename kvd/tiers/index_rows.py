@@ -1,7 +1,8 @@
 """Reading the index at the start: millions of rows in a second or two.
 
 Blocks come by columns. A row that becomes Python objects costs a microsecond or more; so SQLite
-joins each column to one text, which is turned back into numbers in one call.
+joins each column to one text (keys to one blob: to SQLite bytes are text as they are), which is
+turned back into numbers in one call.
 """
 
 import sqlite3
@@ -23,7 +24,8 @@ _RANGES = tuple(
 )
 # Types and lengths are checked although the tables are strict: the file may have been damaged.
 _BLOCKS = """
-SELECT group_concat(hex(key), ''), group_concat(extent), group_concat(num_tokens) FROM blocks
+SELECT CAST(group_concat(key, '') AS BLOB), group_concat(extent), group_concat(num_tokens)
+FROM blocks
 WHERE layout = ? AND key BETWEEN ? AND ? AND length(key) = ?
 AND typeof(key) = 'blob' AND typeof(extent) = 'integer' AND typeof(num_tokens) = 'integer'
 """
@@ -35,23 +37,25 @@ WHERE layout = ? AND typeof(tenant) = 'text' AND typeof(session_id) = 'text'
 AND typeof(spans) = 'blob' AND typeof(sessions.last_access_ns) = 'integer'
 AND typeof(ttl_ns) IN ('integer', 'null')
 """
+_MOST_TOKENS = np.iinfo(np.int32).max  # what a damaged row has more than, or less than none of
 _PINS = {pin.value: pin for pin in Pin}
 
 
 def read_blocks(
     db: sqlite3.Connection, layout_id: int
-) -> tuple[bytes, NDArray[np.int64], NDArray[np.int64]]:
+) -> tuple[bytes, NDArray[np.int64], NDArray[np.int32]]:
     """(keys joined, extents, numbers of tokens) of a layout's blocks."""
     keys: list[bytes] = []
     extents: list[NDArray[np.int64]] = [_numbers("")]
-    block_tokens: list[NDArray[np.int64]] = [_numbers("")]
+    block_tokens: list[NDArray[np.int32]] = [_numbers("").astype(np.int32)]
     for first, last in _RANGES:
         values = (layout_id, first, last, KEY_BYTES)
-        hex_keys, extent_text, tokens_text = db.execute(_BLOCKS, values).fetchone()
-        if hex_keys:
-            keys.append(bytes.fromhex(hex_keys))
+        joined_keys, extent_text, tokens_text = db.execute(_BLOCKS, values).fetchone()
+        if joined_keys:
+            keys.append(joined_keys)
             extents.append(_numbers(extent_text))
-            block_tokens.append(_numbers(tokens_text))
+            num_tokens = np.clip(_numbers(tokens_text), 0, _MOST_TOKENS)
+            block_tokens.append(num_tokens.astype(np.int32))
     return b"".join(keys), np.concatenate(extents), np.concatenate(block_tokens)
 
 

@@ -5,7 +5,7 @@ of the sessions that may have bytes there. Being in an order without bytes is al
 room takes such a session out when it meets it), having bytes and no user in the order is not.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -80,6 +80,14 @@ class EvictionPolicy(Protocol):
         ...
 
     # ------------------------------------------------------------------------------- its bytes
+
+    def restored(self, keys: Sequence[SessionKey]) -> None:
+        """Take in sessions of an earlier kvd, coldest first, all with bytes on SSD.
+
+        Before any other call. What is known of one beyond its place follows, as `guarded`, `ended`
+        and `entered`.
+        """
+        ...
 
     def entered(self, key: SessionKey, tier: Tier) -> None:
         """Note bytes in this tier without a use (a late write, a shared block it answers for)."""

@@ -37,6 +37,7 @@ class PredictivePolicy(LookaheadQueuePolicy):
 
     def arrived(self, key: SessionKey, now_ns: int) -> None:
         """See EvictionPolicy."""
+        self._wake(key)
         self._idle.arrived(key, now_ns)
 
     def engaged(
@@ -60,7 +61,8 @@ class PredictivePolicy(LookaheadQueuePolicy):
     def entered(self, key: SessionKey, tier: Tier) -> None:
         """See EvictionPolicy."""
         super().entered(key, tier)
-        self._idle.stored(key)
+        if key in self._facts:
+            self._idle.stored(key)
 
     def sized(self, key: SessionKey, num_tokens: int) -> None:
         """See EvictionPolicy."""
@@ -101,6 +103,11 @@ class PredictivePolicy(LookaheadQueuePolicy):
             return IDLE, rate, facts.last_use
         warmth = super()._warmth(key, facts, tier)
         return (IDLE, rate, facts.last_use) if warmth == (IDLE, facts.last_use) else warmth
+
+    def _wake(self, key: SessionKey) -> SessionFacts | None:
+        if key in self._resting:
+            self._idle.stored(key)
+        return super()._wake(key)
 
     def _pass_time(self, now_ns: int) -> None:
         for key in self._idle.aged(now_ns):

@@ -4,17 +4,23 @@ Pure. A policy is a warmth: numbers, compared in turn, of which the first is the
 coldest first: *ended* sessions, *running* ones in DRAM (their KV is in the engine's memory), *idle*
 ones, *queued* ones. Guarded sessions, in the same bands, come after all the others.
 
-Invariant: facts are kept of the sessions in the order of all tiers, and of guarded ones.
+Sessions that a start found rest (RestingSessions) until something happens to them: they are idle,
+in the order of all tiers and in that of SSD, with no entry of their own in either.
+
+Invariant: facts are kept of the sessions in the order of all tiers that do not rest, and of guarded
+ones.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from heapq import merge
 from itertools import chain
 from math import inf
 
 from kvd.core.eviction.policy import PolicyContext
+from kvd.core.eviction.resting_sessions import RestingSessions
 from kvd.core.eviction.session_order import SessionOrder, Warmth
 from kvd.core.queue_window import QueuePlace
 from kvd.core.records import Tier
@@ -22,6 +28,7 @@ from shared.session_key import SessionKey
 
 ENDED, RUNNING, IDLE, QUEUED = range(4)  # bands
 END = inf  # of a band, or of all of them
+NOBODY = SessionKey("", "", "")  # stands for any session that rests: no turn of it waits or runs
 
 
 @dataclass(slots=True)
@@ -48,6 +55,7 @@ class RankedPolicy(ABC):
     def __init__(self, context: PolicyContext) -> None:
         self._queue = context.queue
         self._facts: dict[SessionKey, SessionFacts] = {}
+        self._resting = RestingSessions()
         self._num_uses = 0
         self._orders: dict[Tier | None, SessionOrder] = {
             tier: SessionOrder(partial(self._guarded_warmth, tier)) for tier in (None, *Tier)
@@ -71,7 +79,7 @@ class RankedPolicy(ABC):
         is_running: bool,  # noqa: ARG002
     ) -> None:
         """See EvictionPolicy."""
-        if key in self._facts:
+        if self._wake(key) is not None:
             self._changed(key)
 
     def touched(self, key: SessionKey, now_ns: int) -> None:  # noqa: ARG002
@@ -82,19 +90,21 @@ class RankedPolicy(ABC):
         for order in self._orders.values():
             order.enter(key)
         self._changed(key)
+        self._settle_many()
 
     def sized(self, key: SessionKey, num_tokens: int) -> None:  # noqa: B027
         """See EvictionPolicy."""
 
     def ended(self, key: SessionKey) -> None:
         """See EvictionPolicy."""
-        if key in self._facts:
-            self._facts[key].is_ended = True
+        facts = self._wake(key)
+        if facts is not None:
+            facts.is_ended = True
             self._changed(key)
 
     def guarded(self, key: SessionKey, *, is_guarded: bool) -> None:
         """See EvictionPolicy; the end of a guard counts as a use."""
-        if not is_guarded and key not in self._facts:
+        if self._wake(key) is None and not is_guarded:
             return
         facts = self._facts_of(key)
         if facts.is_guarded and not is_guarded:
@@ -104,25 +114,36 @@ class RankedPolicy(ABC):
 
     def removed(self, key: SessionKey) -> None:
         """See EvictionPolicy."""
+        if self._resting.wake(key) is not None:
+            return  # it was nowhere else
         self._facts.pop(key, None)
         for order in self._orders.values():
             order.leave(key)
 
     # -------------------------------------------------------------------------------- its bytes
 
+    def restored(self, keys: Sequence[SessionKey]) -> None:
+        """See EvictionPolicy."""
+        self._resting.restore(keys, self._num_uses + 1)
+        self._num_uses += len(keys)
+
     def entered(self, key: SessionKey, tier: Tier) -> None:
         """See EvictionPolicy; a session that was never used counts as used now."""
+        if tier is Tier.SSD and key in self._resting:
+            return
         self._facts_of(key)
         self._orders[None].enter(key)
         self._orders[tier].enter(key)
+        self._settle_many()
 
     def left(self, key: SessionKey, tier: Tier) -> None:
         """See EvictionPolicy."""
+        self._wake(key)
         self._orders[tier].leave(key)
 
     def ranks(self, key: SessionKey, tier: Tier) -> bool:
         """See EvictionPolicy."""
-        return key in self._orders[tier]
+        return key in self._orders[tier] or (tier is Tier.SSD and key in self._resting)
 
     # ------------------------------------------------------------------------------------ asked
 
@@ -155,13 +176,24 @@ class RankedPolicy(ABC):
         now_ns: int,  # noqa: ARG002
     ) -> Iterator[SessionKey]:
         """Sessions from one warmth to below another, coldest first."""
-        return self._orders[tier].between(coldest, warmest)
+        order = self._orders[tier]
+        if tier is Tier.DRAM or not self._resting:
+            return order.between(coldest, warmest)
+        warmth_of = partial(self._resting_warmth, tier)
+        resting = self._resting.between(coldest, warmest, warmth_of)
+        return (key for _, key in merge(resting, order.ranked_between(coldest, warmest)))
+
+    def _resting_warmth(self, tier: Tier | None, use: int) -> Warmth:
+        return (False, *self._warmth(NOBODY, SessionFacts(use, use), tier))
 
     def _warmth_of(self, key: SessionKey, tier: Tier | None) -> Warmth:
         """How warm a session is that need not be in the order; one never used is idle and cold."""
         warmth = self._orders[tier].warmth(key)
         if warmth is not None:
             return warmth
+        use = self._resting.use(key)
+        if use is not None:
+            return self._resting_warmth(tier, use)
         if key in self._facts:
             return self._guarded_warmth(tier, key)
         return (False, *self._warmth(key, SessionFacts(-1, -1), tier))
@@ -170,8 +202,18 @@ class RankedPolicy(ABC):
         facts = self._facts[key]
         return (facts.is_guarded, *self._warmth(key, facts, tier))
 
+    def _wake(self, key: SessionKey) -> SessionFacts | None:
+        """Rank a session by itself if it rests; returns what is known of it, if it is known."""
+        use = self._resting.wake(key)
+        if use is None:
+            return self._facts.get(key)
+        facts = self._facts[key] = SessionFacts(use, use)
+        self._orders[None].enter(key)
+        self._orders[Tier.SSD].enter(key)
+        return facts
+
     def _facts_of(self, key: SessionKey) -> SessionFacts:
-        facts = self._facts.get(key)
+        facts = self._wake(key)
         if facts is None:
             use = self._next_use()
             facts = self._facts[key] = SessionFacts(use, use)
@@ -180,6 +222,10 @@ class RankedPolicy(ABC):
     def _next_use(self) -> int:
         self._num_uses += 1
         return self._num_uses
+
+    def _settle_many(self) -> None:
+        for order in self._orders.values():
+            order.settle_many()
 
     def _changed(self, key: SessionKey) -> None:
         for order in self._orders.values():

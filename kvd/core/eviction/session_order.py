@@ -2,6 +2,7 @@
 
 Places are looked up when the order is asked, not when something changes: a session that changes
 ten times between two looks is moved once, and a whole queue that is told at once is sorted at once.
+If nobody asks for long, some are placed at a time.
 
 Invariant: a session is in the order, with one warmth, or waits to be placed; never neither.
 """
@@ -13,6 +14,7 @@ from sortedcontainers import SortedDict
 from shared.session_key import SessionKey
 
 Warmth = tuple[float, ...]  # lower is colder; no two sessions of an order have the same
+MOST_CHANGED = 512  # sessions whose places are looked up in one call: some ten milliseconds
 BULK_SHARE = 8  # with more than one of so many sessions to be moved, sorting all is faster
 
 
@@ -57,11 +59,23 @@ class SessionOrder:
         self._settle()
         return self._warmths.get(key)
 
+    def settle_many(self) -> None:
+        """Give sessions their places if many have changed; what ranks them is known now."""
+        if len(self._changed) >= MOST_CHANGED:
+            self._settle()
+
     def between(self, coldest: Warmth, warmest: Warmth) -> Iterator[SessionKey]:
         """Sessions of at least the one warmth and below the other, coldest first."""
+        return (key for _, key in self.ranked_between(coldest, warmest))
+
+    def ranked_between(
+        self, coldest: Warmth, warmest: Warmth
+    ) -> Iterator[tuple[Warmth, SessionKey]]:
+        """The same, each with its warmth."""
         self._settle()
         placed = self._placed
-        return (placed[warmth] for warmth in placed.irange(coldest, warmest, (True, False)))
+        bounds = placed.irange(coldest, warmest, (True, False))
+        return ((warmth, placed[warmth]) for warmth in bounds)
 
     def downwards(self, coldest: Warmth, warmest: Warmth) -> Iterator[SessionKey]:
         """The same, warmest first."""

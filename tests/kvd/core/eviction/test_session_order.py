@@ -3,6 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvd.core.eviction import session_order
 from kvd.core.eviction.session_order import SessionOrder
 from shared.session_key import SessionKey
 
@@ -43,3 +44,26 @@ def test_the_order_is_that_of_the_newest_warmths(changes):
             assert list(order.between((3,), (7,))) == above
         assert (key in order) == (key in members)
         assert len(order) == len(members)
+
+
+def test_many_changes_that_nobody_looks_at_are_placed_some_at_a_time(monkeypatch):
+    """So that the look that comes in the end has little to do, however many came before it."""
+    monkeypatch.setattr(session_order, "MOST_CHANGED", 10)
+    num_placed = 0
+
+    def warmth_of(key):
+        nonlocal num_placed
+        num_placed += 1
+        return (0.0, int(key.session_id))
+
+    order = SessionOrder(warmth_of)
+    most = 0
+    for number in range(1000):
+        before = num_placed
+        order.enter(SessionKey("t", "m", str(number)))
+        order.settle_many()
+        most = max(most, num_placed - before)
+    assert most <= 10 * session_order.BULK_SHARE
+    before = num_placed
+    assert next(order.between(*EVERYTHING)).session_id == "0"
+    assert num_placed - before < 10

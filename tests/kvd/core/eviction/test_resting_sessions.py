@@ -1,0 +1,122 @@
+"""Sessions that a start finds: ranked as if each had come by itself, and next to no work."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvd.core.eviction import resting_sessions
+from kvd.core.eviction.ranked import RankedPolicy
+from kvd.core.eviction.registry import POLICIES
+from kvd.core.eviction.resting_sessions import RestingSessions
+from kvd.core.records import Tier
+from tests.kvd.core.eviction.sessions import Sessions, key_of
+
+RESTED = "abcdefgh"
+EVERYTHING = ((-1,), (1_000_000,))
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["use", "end", "guard", "unguard", "remove", "dram", "ssd", "left", "queue", "run"]
+        ),
+        st.sampled_from(RESTED + "xy"),
+    ),
+    max_size=20,
+)
+
+
+def take(sessions: Sessions, what: str, name: str) -> None:
+    """Have something happen to a session."""
+    policy, key = sessions.policy, key_of(name)
+    match what:
+        case "use":
+            sessions.use(name)
+            policy.sized(key, 100)
+        case "end":
+            policy.ended(key)
+        case "guard" | "unguard":
+            policy.guarded(key, is_guarded=what == "guard")
+            policy.entered(key, Tier.SSD)
+        case "remove":
+            policy.removed(key)
+        case "dram" | "ssd":
+            policy.entered(key, Tier.DRAM if what == "dram" else Tier.SSD)
+        case "left":
+            policy.left(key, Tier.SSD)
+        case "queue":
+            sessions.queue([name])
+        case "run":
+            sessions.queue([], [name])
+
+
+def seen(sessions: Sessions) -> list[object]:
+    """What a policy answers."""
+    orders = [sessions.victims(tier) for tier in (None, *Tier)]
+    below = [sessions.victims(tier, name) for tier in (None, *Tier) for name in RESTED + "x"]
+    ranks = [sessions.policy.ranks(key_of(n), tier) for n in RESTED + "x" for tier in Tier]
+    return [*orders, *below, ranks, list(sessions.policy.returning(sessions.now_ns))]
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@settings(deadline=None, max_examples=60)
+@given(steps)
+def test_sessions_of_an_earlier_kvd_rank_as_if_each_had_come_by_itself(policy, steps):
+    """Whatever happens to them, and to others, under every policy and in every tier."""
+    resting, each = Sessions(policy, capacity_bytes=300), Sessions(policy, capacity_bytes=300)
+    resting.policy.restored([key_of(name) for name in RESTED])
+    for name in RESTED:
+        each.policy.entered(key_of(name), Tier.SSD)
+    assert seen(resting) == seen(each)
+    for what, name in steps:
+        for sessions in resting, each:
+            sessions.now_ns += 1_000_000_000
+            take(sessions, what, name)
+        assert seen(resting) == seen(each)
+
+
+def test_looking_at_the_order_ranks_no_session_that_rests(monkeypatch):
+    """However many a start has found: a look at the coldest ones asks for a few ranks."""
+    sessions = Sessions("predictive")
+    keys = [key_of(str(number)) for number in range(100_000)]
+    sessions.policy.restored(keys)
+    num_ranked = 0
+    warmth_of = RankedPolicy._resting_warmth
+
+    def counted(policy, tier, use):
+        nonlocal num_ranked
+        num_ranked += 1
+        return warmth_of(policy, tier, use)
+
+    monkeypatch.setattr(RankedPolicy, "_resting_warmth", counted)
+    for tier in (None, Tier.SSD):
+        victims = sessions.placement.victims(tier, 0)
+        assert [next(victims) for _ in range(3)] == keys[:3]
+    assert list(sessions.policy.returning(0)) == []
+    assert num_ranked < 100
+    assert not sessions.policy._facts
+    assert not sessions.policy._idle._histories
+
+
+def test_sessions_that_woke_are_passed_over_by_the_page(monkeypatch):
+    """The one at the very end is found without a look at each place before it."""
+    monkeypatch.setattr(resting_sessions, "PAGE", 4)
+    resting = RestingSessions()
+    keys = [key_of(str(number)) for number in range(19)]
+    resting.restore(keys, first_use=7)
+    for key in keys[:18]:
+        assert resting.wake(key) is not None
+    assert resting.wake(keys[0]) is None
+    assert resting._num_resting == [0, 0, 0, 0, 1]
+    found = resting.between(*EVERYTHING, lambda use: (use,))
+    assert list(found) == [((25,), keys[18])]
+    assert (len(resting), keys[18] in resting, resting.use(keys[17])) == (1, True, None)
+
+
+@given(st.integers(0, 20), st.integers(0, 25), st.integers(0, 25))
+def test_any_part_of_the_order_is_found(num_sessions, coldest, warmest):
+    """From one warmth to below another, whether or not any session has either."""
+    resting = RestingSessions()
+    keys = [key_of(str(number)) for number in range(num_sessions)]
+    resting.restore(keys, first_use=1)
+    found = resting.between((coldest,), (warmest,), lambda use: (use,))
+    expected = [((use,), key) for use, key in enumerate(keys, 1) if coldest <= use < warmest]
+    assert list(found) == expected
