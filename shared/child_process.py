@@ -161,6 +161,12 @@ class ChildProcess:
         """Its resident memory."""
         return int(self._running().memory_info().rss)
 
+    def peak_rss_bytes(self) -> int:
+        """The most resident memory it has had so far."""
+        status = Path(f"/proc/{self._running().pid}/status").read_text()
+        (kib,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
+        return int(kib) << 10
+
     @property
     def _whole_environ(self) -> dict[str, str]:
         return {**_environment(os.environ), **self._environ}

@@ -1,6 +1,6 @@
 """kvd bench: how close kvd comes to the machine, measured on a kvd of the bench's own.
 
-    kvd bench [--json] [--quick] [--directory DIR] [--only PART]
+    kvd bench [--json] [--quick] [--directory DIR] [--only PART] [--sessions N] [--blocks N]
 
 starts real `kvd serve` processes in new directories (under DIR: the disk to measure), drives them
 with the project's own client, and removes everything at the end. No other kvd is touched. All parts
@@ -23,10 +23,12 @@ What the figures mean:
     control  p50 and p99 of single calls. Level "rpc": client, socket, kvd and back. Level "core":
              the pure engine in this process, its I/O done in memory. Growth: how many times longer
              the median call takes with the largest number of sessions than with the middle one.
+             Longest calls: processor time of single calls of the pure engine over the fullest
+             index, each of which would stop the loop. With them comes what `restart` measures.
     queue    what a queue of ten thousand jobs costs the pure engine, parsed, decoded and taken:
              told at once, and one change of it.
     restart  exec to SERVING over an index full of sessions, and the memory that one idle session
-             costs: (RSS with them - RSS without) / their number.
+             costs: (RSS with them - RSS without) / their number; the same of the peak of the start.
 
 How it is measured: kvd and the floor, or the different numbers of sessions, take turns, and are
 compared turn by turn; what is shown is the median of these ratios with their quartiles. Every
@@ -37,12 +39,12 @@ asserted: a busy machine misses them.
 *Hashing* after a store is in the write figures, not in the arena's: no engine waits for it.
 
 Where to begin reading: runner.py; then arena.py, ssd.py with floor.py, control.py, lookups.py,
-queues.py, restart.py. statistics.py, figures.py, rounds.py, goals.py, report.py and options.py are
-pure.
+loop_calls.py, queues.py, restart.py. statistics.py, figures.py, rounds.py, goals.py, report.py and
+options.py are pure.
 """
 
 from kvd.bench.figures import Report
-from kvd.bench.options import FULL, PARTS, QUICK, BenchOptions, Part, Scale
+from kvd.bench.options import FULL, PARTS, QUICK, BenchOptions, Part, Scale, resized
 from kvd.bench.report import as_document, tables
 from kvd.bench.runner import run
 
@@ -55,6 +57,7 @@ __all__ = [
     "Report",
     "Scale",
     "as_document",
+    "resized",
     "run",
     "tables",
 ]

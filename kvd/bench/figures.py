@@ -96,6 +96,7 @@ class Restart:
         empty_ready_s: ready_s with an empty index.
         rss_bytes: resident memory once idle; empty_rss_bytes: with an empty index.
         rss_per_session_bytes: the difference of both, divided by the sessions.
+        peak_rss_per_session_bytes: the same of the most memory that the start took.
         num_restored: sessions that kvd then says it has.
         index_bytes: of the index file.
     """
@@ -109,7 +110,33 @@ class Restart:
     rss_bytes: int
     empty_rss_bytes: int
     rss_per_session_bytes: float
+    peak_rss_per_session_bytes: float
     index_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoopCalls:
+    """The longest calls of the event loop with very many idle sessions, by processor time.
+
+    Attributes:
+        restore_cpu_s: reading the index and restoring what it says; before anybody is served.
+        attach_ms: the first engine's attach, which is the first look for sessions to read ahead.
+        look_ms: the calls of the timer after it, while nothing expires.
+        store_ms: stores of new sessions for which idle ones have to go.
+        reload_ms: a reload that gives a tenant with all the sessions its first quota, and the calls
+            that bring it about.
+        expire_ms: the calls of the timer that find all sessions expired.
+    """
+
+    num_sessions: int
+    blocks_per_session: int
+    policy: str
+    restore_cpu_s: float
+    attach_ms: float
+    look_ms: float
+    store_ms: float
+    reload_ms: float
+    expire_ms: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +185,7 @@ class Report:
     growths: tuple[Growth, ...] | None = None
     queue: QueueCosts | None = None
     restart: Restart | None = None
+    loop_calls: LoopCalls | None = None
 
 
 def comparison(

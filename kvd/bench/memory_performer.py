@@ -3,7 +3,7 @@
 Reads, hashes, writes and drops all succeed. Index and journal actions are taken and forgotten.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from kvd.core.actions import (
     Action,
@@ -37,8 +37,14 @@ class MemoryPerformer:
             token_ids: of the blocks that may be read, by key.
         """
         while actions := self._engine.drain():
-            for action in actions:
-                self._perform(action, now_ns, token_ids)
+            self.perform(actions, now_ns, token_ids)
+
+    def perform(
+        self, actions: Sequence[Action], now_ns: int, token_ids: Mapping[bytes, bytes]
+    ) -> None:
+        """Perform what was drained; what comes of it is to be drained again."""
+        for action in actions:
+            self._perform(action, now_ns, token_ids)
 
     def _perform(self, action: Action, now_ns: int, token_ids: Mapping[bytes, bytes]) -> None:
         engine = self._engine

@@ -42,6 +42,7 @@ class Scale:
         session_counts: small, and the two whose costs are compared.
         rounds: the session counts take turns this often, with calls_per_round calls each.
         restarts: starts over the fullest index.
+        blocks_per_session: of the sessions that fill an index.
         queue_jobs: of the queue that kvd is told.
     """
 
@@ -56,6 +57,7 @@ class Scale:
     calls_per_round: int
     restarts: int
     queue_jobs: int = 10_000
+    blocks_per_session: int = BLOCKS_PER_SESSION
     layouts: tuple[KVLayout, ...] = DATA_LAYOUTS
 
 
@@ -93,6 +95,17 @@ def fitted(scale: Scale, memory_bytes: int, disk_bytes: int) -> Scale:
         ssd_max_bytes=min(
             scale.ssd_max_bytes, max(MIN_PASS_BYTES, min(memory_bytes // 6, disk_bytes // 16))
         ),
+    )
+
+
+def resized(scale: Scale, num_sessions: int | None, num_blocks: int | None) -> Scale:
+    """Have the fullest index hold so many sessions of so many blocks; None: as the scale says."""
+    small, middle, largest = scale.session_counts
+    largest = num_sessions or largest
+    return replace(
+        scale,
+        session_counts=(small, min(middle, largest), largest),
+        blocks_per_session=num_blocks or scale.blocks_per_session,
     )
 
 

@@ -26,18 +26,18 @@ def idle_key(number: int) -> SessionKey:
     return bench_key(f"idle-{number:06}")
 
 
-def block_tokens_of(number: int) -> list[bytes]:
+def block_tokens_of(number: int, num_blocks: int = BLOCKS_PER_SESSION) -> list[bytes]:
     """Token ids of each block of a session."""
-    token_ids = token_ids_of(number, TOKENS_PER_SESSION)
+    token_ids = token_ids_of(number, num_blocks * SMALL_LAYOUT.block_tokens)
     step = SMALL_LAYOUT.block_tokens * TOKEN_BYTES
     return [token_ids[start : start + step] for start in range(0, len(token_ids), step)]
 
 
-def block_keys_of(number: int) -> list[bytes]:
+def block_keys_of(number: int, num_blocks: int = BLOCKS_PER_SESSION) -> list[bytes]:
     """Key of each block of a session."""
     keys = []
     parent = root_key(SALT, SMALL_LAYOUT.fingerprint)
-    for token_ids in block_tokens_of(number):
+    for token_ids in block_tokens_of(number, num_blocks):
         parent = block_key(SALT, parent, token_ids)
         keys.append(parent)
     return keys

@@ -43,7 +43,7 @@ admission = "{self.admission}"
 key_file = "{self.key_file or ""}"
 [sessions]
 default_ttl = "never"
-max_sessions = 1000000
+max_sessions = 10000000
 [log]
 level = "warning"
 format = "json"

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-from kvd.bench.figures import SCHEMA, Comparison, QueueCosts, Report
+from kvd.bench.figures import SCHEMA, Comparison, LoopCalls, QueueCosts, Report
 from kvd.bench.goals import goals_of
 from shared.statistics import Spread
 from shared.units import format_bytes, format_duration
@@ -43,6 +43,8 @@ def tables(report: Report) -> Iterator[Table]:
         yield _queue_table(report.queue)
     if report.restart is not None:
         yield _restart_table(report)
+    if report.loop_calls is not None:
+        yield _loop_calls_table(report.loop_calls)
     yield _goal_table(report)
 
 
@@ -142,6 +144,22 @@ def _restart_table(report: Report) -> Table:
         table.add_row("resident memory", format_bytes(found.rss_bytes))
         table.add_row("with no sessions", format_bytes(found.empty_rss_bytes))
         table.add_row("per idle session", f"{found.rss_per_session_bytes:.0f} B")
+        table.add_row("at the most", f"{found.peak_rss_per_session_bytes:.0f} B")
+    return table
+
+
+def _loop_calls_table(found: LoopCalls) -> Table:
+    title = f"longest calls, {found.num_sessions} sessions of {found.blocks_per_session} blocks"
+    table = _titled(f"{title}, {found.policy}", "call", "processor time")
+    table.add_row("restoring", f"{found.restore_cpu_s:.2f} s")
+    for what, took_ms in (
+        ("first attach", found.attach_ms),
+        ("timer after it", found.look_ms),
+        ("store into a full tier", found.store_ms),
+        ("reload with a first quota", found.reload_ms),
+        ("timer when all expire", found.expire_ms),
+    ):
+        table.add_row(what, f"{took_ms:.2f} ms")
     return table
 
 

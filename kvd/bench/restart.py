@@ -2,7 +2,7 @@
 
 from kvd.bench.figures import Restart
 from kvd.bench.filled_index import MANIFEST_NAME, FilledIndexes
-from kvd.bench.options import BLOCKS_PER_SESSION, BenchOptions
+from kvd.bench.options import BenchOptions
 from kvd.bench.process import running_kvd
 from kvd.bench.workspace import Workspace
 from shared.statistics import percentile, spread
@@ -27,12 +27,13 @@ async def measure_restart(
                 starts.ready_cpu_s.append(kvd.process.cpu_s())
                 await kvd.until_quiet()
                 starts.rss_bytes.append(kvd.process.rss_bytes())
+                starts.peak_bytes.append(kvd.process.peak_rss_bytes())
                 layouts = (await kvd.stats()).layouts
                 starts.num_restored = sum(layout.num_sessions for layout in layouts)
     rss, empty_rss = full.median_rss(), empty.median_rss()
     return Restart(
         num_sessions=num_sessions,
-        blocks_per_session=BLOCKS_PER_SESSION,
+        blocks_per_session=indexes.blocks_per_session,
         num_restored=full.num_restored,
         ready_s=spread(full.ready_s),
         ready_cpu_s=spread(full.ready_cpu_s),
@@ -40,6 +41,7 @@ async def measure_restart(
         rss_bytes=rss,
         empty_rss_bytes=empty_rss,
         rss_per_session_bytes=(rss - empty_rss) / num_sessions,
+        peak_rss_per_session_bytes=(percentile(full.peak_bytes, 0.5) - empty_rss) / num_sessions,
         index_bytes=(full_dir / MANIFEST_NAME).stat().st_size,
     )
 
@@ -51,6 +53,7 @@ class _Starts:
         self.ready_s: list[float] = []
         self.ready_cpu_s: list[float] = []
         self.rss_bytes: list[float] = []
+        self.peak_bytes: list[float] = []
         self.num_restored = 0
 
     def median_rss(self) -> int:

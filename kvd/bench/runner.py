@@ -9,6 +9,7 @@ import uvloop
 
 from kvd.bench import arena, control, encryption, filled_index, lookups, queues, ssd
 from kvd.bench.figures import Report
+from kvd.bench.loop_calls import measure_loop_calls
 from kvd.bench.machine import machine_facts
 from kvd.bench.options import BenchOptions, fitted
 from kvd.bench.restart import measure_restart
@@ -46,7 +47,8 @@ def needed_disk_bytes(options: BenchOptions) -> int:
     if "encryption" in options.parts:
         needed += encryption.needed_bytes(options)
     if "control" in options.parts or "restart" in options.parts:
-        needed += filled_index.needed_bytes(max(options.scale.session_counts))
+        scale = options.scale
+        needed += filled_index.needed_bytes(max(scale.session_counts), scale.blocks_per_session)
     return needed
 
 
@@ -85,14 +87,17 @@ async def _measure(options: BenchOptions, work: Workspace) -> Report:
         scale=options.scale.name,
         machine=machine_facts(work.state),
     )
-    indexes = filled_index.FilledIndexes(work.state, max(options.scale.session_counts))
+    indexes = filled_index.FilledIndexes(
+        work.state, max(options.scale.session_counts), options.scale.blocks_per_session
+    )
     if "arena" in options.parts:
         report = replace(report, arena=await arena.measure_arena(options, work))
     if "ssd" in options.parts:
         report = replace(report, ssd=await ssd.measure_ssd(options, work))
     if "encryption" in options.parts:
         report = replace(report, encryption=await encryption.measure_encryption(options, work))
-    if "restart" in options.parts:  # before control, which adds sessions to the indexes
+    # Before control, which adds sessions to the indexes.
+    if "restart" in options.parts or "control" in options.parts:
         report = replace(report, restart=await measure_restart(options, work, indexes))
     if "control" in options.parts:
         report = await _measure_control(options, work, indexes, report)
@@ -105,6 +110,8 @@ async def _measure(options: BenchOptions, work: Workspace) -> Report:
 async def _measure_control(
     options: BenchOptions, work: Workspace, indexes: filled_index.FilledIndexes, report: Report
 ) -> Report:
+    state_dir = await indexes.state_dir(max(options.scale.session_counts))
+    longest = await asyncio.to_thread(measure_loop_calls, options, indexes, state_dir)
     calls = await control.measure_calls(options, work, indexes)
     options.on_progress("control plane, the engine by itself")
     looked_up = await asyncio.to_thread(lookups.measure_lookups, options)
@@ -112,5 +119,6 @@ async def _measure_control(
     return replace(
         report,
         latencies=(*calls.latencies(), *looked_up.latencies()),
+        loop_calls=longest,
         growths=(*calls.growths(middle, largest), *looked_up.growths(middle, largest)),
     )

@@ -23,11 +23,18 @@ def bench(
     directory: Annotated[
         Path | None, typer.Option(help="Where to write: the disk to measure. Default: here.")
     ] = None,
+    sessions: Annotated[
+        int | None,
+        typer.Option(min=10, help="Most sessions, for control and restart. Default: 200000."),
+    ] = None,
+    blocks: Annotated[
+        int | None, typer.Option(min=1, help="Blocks of each of them. Default: 8.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure arena, SSD, encryption, control plane, queue and restart, against a floor each."""
     # Only this command needs these.
-    from kvd.bench import FULL, PARTS, QUICK, BenchOptions, as_document, run, tables
+    from kvd.bench import FULL, PARTS, QUICK, BenchOptions, as_document, resized, run, tables
 
     parts = tuple(part for part in PARTS if not only or part in only)
     unknown = sorted(set(only or ()) - set(PARTS))
@@ -38,7 +45,7 @@ def bench(
     options = BenchOptions(
         directory=directory or Path.cwd(),
         parts=parts,
-        scale=QUICK if quick else FULL,
+        scale=resized(QUICK if quick else FULL, sessions, blocks),
         io_threads=4,
         command=tuple(sys.argv),
         on_progress=_say,

@@ -100,14 +100,21 @@ class BlockRecord:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class IndexRows:
-    """All rows of one layout; blocks by columns, because there may be millions."""
+    """All rows of one layout; blocks by columns, because there may be millions.
+
+    Who restores them takes them: the sessions are read as they come, the columns are forgotten.
+    """
 
     sessions: Iterable[SessionRecord]
     block_keys: bytes  # KEY_BYTES each, joined
     extents: Sequence[int]
     block_tokens: Sequence[int]
+
+    def forget_blocks(self) -> None:
+        """Let the memory of the columns go: nobody needs them any more, whoever still has this."""
+        self.block_keys, self.extents, self.block_tokens = b"", (), ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ million of them at once is columns; `kvd bench --only control` shows what they t
 """
 
 from collections import Counter
-from collections.abc import Mapping
 
 import numpy as np
 
@@ -37,15 +36,16 @@ MADE_AT_ONCE = 1 << 14  # sessions whose places are packed together
 def restore(state: CacheState, rows: IndexRows) -> None:
     """See CacheEngine.restore; adopted blocks are in the index of blocks, and nothing else is."""
     assert not state.sessions, "a cache is restored before it is used"
-    blocks = BlockRows(state, rows)
     sessions = SessionRows()
-    join = blocks.join()
-    sessions.collect(rows.sessions, join)
-    restoration = _Restoration(state, sessions, blocks, join.finish())
-    del join
-    restoration.run()
-    restoration.finish()
-    num_dropped = blocks.drop_unused()
+    with_blocks, num_spans, num_dropped = _make_all(state, sessions, rows)
+    rows.forget_blocks()  # what follows takes as much memory again
+    _rank_all(state, sessions, with_blocks)
+    _schedule(state)
+    _count(state, num_spans)
+    if state.limits.folds_sessions:
+        for key in (sessions.keys[index] for index in sessions.full):
+            if key in state.sessions:
+                state.tails.fold(state.sessions[key])
     fields = {
         "num_sessions": len(state.sessions),
         "num_blocks": len(state.blocks) + state.tails.num_blocks,
@@ -54,8 +54,25 @@ def restore(state: CacheState, rows: IndexRows) -> None:
     state.outbox.emit(RESTORED, None, fields)
 
 
+def _make_all(
+    state: CacheState, sessions: SessionRows, rows: IndexRows
+) -> tuple[list[Session], int, int]:
+    """Make all sessions; returns those that are not wholly folded, and counts spans and drops."""
+    blocks = BlockRows(state, rows)
+    join = blocks.join()
+    sessions.collect(rows.sessions, join)
+    restoration = _Restoration(state, sessions, blocks, join.finish())
+    del join
+    num_spans = restoration.run()
+    return restoration.with_blocks, num_spans, blocks.drop_unused()
+
+
 class _Restoration:
-    """Makes the sessions."""
+    """Makes the sessions of rows.
+
+    Attributes:
+        with_blocks: those that have blocks in the index of blocks.
+    """
 
     def __init__(
         self, state: CacheState, sessions: SessionRows, blocks: BlockRows, spans: SpanColumns
@@ -64,10 +81,10 @@ class _Restoration:
         self._sessions = sessions
         self._blocks = blocks
         self._spans = spans
-        self._with_blocks: list[Session] = []  # that are not folded
+        self.with_blocks: list[Session] = []
 
-    def run(self) -> None:
-        """Restore all sessions, coldest first."""
+    def run(self) -> int:
+        """Make all sessions, coldest first; returns how many spans they have."""
         state, sessions, blocks, spans = self._state, self._sessions, self._blocks, self._spans
         order = sessions.in_order()
         num_over = max(0, len(order) - state.limits.max_sessions)
@@ -76,32 +93,11 @@ class _Restoration:
         blocks.use(num_users)
         is_foldable = (num_users == 1) & ~blocks.is_object
         heads = head_lengths(spans, is_foldable & state.limits.folds_sessions)
+        del num_users, is_foldable
         heads[list(sessions.full)] = spans.lengths[list(sessions.full)]
         for first in range(0, len(order), MADE_AT_ONCE):
             self._make(order[first : first + MADE_AT_ONCE], heads)
-
-    def finish(self) -> None:
-        """Rank what there is, count it, have it expire, and fold what could not be before."""
-        state = self._state
-        ranked = [key for key, session in state.sessions.items() if session.pin is not Pin.HARD]
-        state.policy.restored(ranked)
-        for session in self._with_blocks:
-            state.users.recount(session, NOWHERE)
-        tenants = Counter(key.tenant for key in state.sessions)
-        with_quota = {name for name in tenants if state.tenants.order_of(name) is not None}
-        for key in ranked if with_quota else ():
-            state.tenants.entered(key)
-        for index, settings in self._sessions.settings.items():
-            session = state.sessions.get(self._sessions.keys[index])
-            if session is not None:
-                self._rank(session, settings)
-        self._schedule()
-        self._count(tenants)
-        if state.limits.folds_sessions:
-            for index in self._sessions.full:
-                key = self._sessions.keys[index]
-                if key in state.sessions:
-                    state.tails.fold(state.sessions[key])
+        return int(spans.lengths.sum())
 
     def _make(self, some: Ints, heads: Ints) -> None:
         """Make the sessions of some rows, in their order."""
@@ -154,50 +150,63 @@ class _Restoration:
                 block.tenant = tenant
                 self._state.tenants.charge(tenant, 1)
         self._state.users.add(session, blocks)
-        self._with_blocks.append(session)
+        self.with_blocks.append(session)
 
     def _set(self, session: Session, settings: SessionRecord) -> None:
         """Give a session its settings."""
         session.ttl_ns, session.pin, session.ended = settings.ttl_ns, settings.pin, settings.ended
         self._state.count_pin(session, 1)
 
-    def _rank(self, session: Session, settings: SessionRecord) -> None:
-        """Give a session the place in the orders that its settings ask for."""
-        state, key = self._state, session.key
-        if settings.pin is Pin.HARD:
-            return
-        if settings.pin is Pin.SOFT:
-            state.policy.guarded(key, is_guarded=True)
-            state.tenants.guarded(key, is_guarded=True)
-        if settings.ended:
-            state.policy.ended(key)
-            state.tenants.ended(key)
 
-    def _schedule(self) -> None:
-        """Have sessions expire in time."""
-        state = self._state
-        plain = Session(SessionKey("", "", ""), 0)
-        inherited: dict[str, int | None] = {}
-        deadlines = []
-        for key, session in state.sessions.items():
-            if key.tenant not in inherited:
-                plain.key = key
-                inherited[key.tenant] = state.inherited_ttl_ns(plain)
-            deadline_ns = session.expires_at_ns(inherited[key.tenant])
-            if deadline_ns is not None:
-                deadlines.append((deadline_ns, key))
-        state.ttl.restore(deadlines)
+def _rank_all(state: CacheState, sessions: SessionRows, with_blocks: list[Session]) -> None:
+    """Give sessions their places in the orders."""
+    ranked = [key for key, session in state.sessions.items() if session.pin is not Pin.HARD]
+    state.policy.restored(ranked)
+    for session in with_blocks:
+        state.users.recount(session, NOWHERE)
+    tenants = {key.tenant for key in state.sessions}
+    with_quota = {name for name in tenants if state.tenants.order_of(name) is not None}
+    for key in ranked if with_quota else ():
+        state.tenants.entered(key)
+    for index, settings in sessions.settings.items():
+        if sessions.keys[index] in state.sessions:
+            _rank(state, settings)
 
-    def _count(self, tenants: Mapping[str, int]) -> None:
-        """Count sessions and what is folded of them, by tenant."""
-        state = self._state
-        num_folded: Counter[str] = Counter()
-        for key, session in state.sessions.items():
-            num_folded[key.tenant] += len(session.folded)
-        for tenant, num_bytes in num_folded.items():
-            state.tenants.charge(tenant, num_bytes // PLACE_BYTES)
-        for tenant, num_sessions in tenants.items():
-            state.tenants.count_session(tenant, num_sessions)
-        num_spans = int(self._spans.lengths.sum())
-        if num_spans:  # about one block each
-            state.placement.sized(num_spans * state.layout.block_bytes // len(state.sessions))
+
+def _rank(state: CacheState, settings: SessionRecord) -> None:
+    """Give a session the place in the orders that its settings ask for."""
+    key = settings.key
+    if settings.pin is Pin.HARD:
+        return
+    if settings.pin is Pin.SOFT:
+        state.policy.guarded(key, is_guarded=True)
+        state.tenants.guarded(key, is_guarded=True)
+    if settings.ended:
+        state.policy.ended(key)
+        state.tenants.ended(key)
+
+
+def _schedule(state: CacheState) -> None:
+    """Have sessions expire in time."""
+    inherited: dict[str, int | None] = {}
+    deadlines = []
+    for key, session in state.sessions.items():
+        if key.tenant not in inherited:
+            inherited[key.tenant] = state.inherited_ttl_ns(session)
+        deadline_ns = session.expires_at_ns(inherited[key.tenant])
+        if deadline_ns is not None:
+            deadlines.append((deadline_ns, key))
+    state.ttl.restore(deadlines)
+
+
+def _count(state: CacheState, num_spans: int) -> None:
+    """Count sessions, and what is folded of them, by tenant."""
+    num_folded_bytes: Counter[str] = Counter()
+    for key, session in state.sessions.items():
+        num_folded_bytes[key.tenant] += len(session.folded)
+    for tenant, num_bytes in num_folded_bytes.items():
+        state.tenants.charge(tenant, num_bytes // PLACE_BYTES)
+    for tenant, num_sessions in Counter(key.tenant for key in state.sessions).items():
+        state.tenants.count_session(tenant, num_sessions)
+    if num_spans:  # about one block each
+        state.placement.sized(num_spans * state.layout.block_bytes // len(state.sessions))

@@ -10,6 +10,7 @@ from kvd.bench.options import (
     SMALL_LAYOUT,
     fitted,
     layout_with,
+    resized,
 )
 from shared.layout_message import layout_message, layout_of
 from shared.pb.kvd.v1 import kvd_pb2
@@ -46,3 +47,11 @@ def test_a_small_disk_makes_small_passes_too():
 
 def test_a_scale_never_grows():
     assert fitted(QUICK, 1024 * GIB, 1024 * GIB) == QUICK
+
+
+def test_the_fullest_index_is_as_large_as_asked_for():
+    """Nothing else changes, and no index is fuller than the fullest."""
+    assert resized(FULL, None, None) == FULL
+    large = resized(FULL, 1_000_000, 4)
+    assert (large.session_counts, large.blocks_per_session) == ((10, 10_000, 1_000_000), 4)
+    assert resized(FULL, 5_000, None).session_counts == (10, 5_000, 5_000)

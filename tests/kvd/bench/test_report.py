@@ -11,6 +11,7 @@ from kvd.bench.figures import (
     Comparison,
     Growth,
     Latency,
+    LoopCalls,
     Machine,
     QueueCosts,
     Report,
@@ -50,7 +51,8 @@ REPORT = Report(
     latencies=(Latency("rpc", "prepare_load", 10, 100, 500.0, 900.0),),
     growths=(Growth("rpc", "prepare_load", 10_000, 200_000, ONE),),
     queue=QueueCosts(10_000, "lru", Spread(0.010, 0.012, 0.015), Spread(1e-5, 2e-5, 3e-5)),
-    restart=Restart(200_000, 8, 200_000, ONE, ONE, ONE, 3 << 28, 1 << 27, 1500.0, 1 << 27),
+    restart=Restart(200_000, 8, 200_000, ONE, ONE, ONE, 3 << 28, 1 << 27, 1000.0, 1200.0, 1 << 27),
+    loop_calls=LoopCalls(200_000, 8, "predictive", 3.0, 1.0, 2.0, 3.0, 49.0, 4.0),
 )
 
 
@@ -60,14 +62,23 @@ def test_the_document_is_json_and_names_its_schema():
     assert set(document) == {
         *("schema", "started_unix_s", "elapsed_s", "command", "scale", "machine"),
         *("arena", "ssd", "encryption", "latencies", "growths", "queue", "restart", "goals"),
+        "loop_calls",
     }
     assert document["ssd"][0]["ratio"] == {"low": 0.95, "median": 1.0, "high": 1.05}
     assert document["machine"]["filesystem"] == "ext4"
-    assert document["restart"]["rss_per_session_bytes"] == 1500.0
+    assert document["restart"]["rss_per_session_bytes"] == 1000.0
 
 
 def test_a_part_that_was_not_run_is_null_and_has_no_goals():
-    only_ssd = replace(REPORT, arena=None, latencies=None, growths=None, queue=None, restart=None)
+    only_ssd = replace(
+        REPORT,
+        arena=None,
+        latencies=None,
+        growths=None,
+        queue=None,
+        restart=None,
+        loop_calls=None,
+    )
     document = as_document(only_ssd)
     assert document["arena"] is None
     assert document["restart"] is None
@@ -87,6 +98,7 @@ def test_the_tables_show_every_part():
         "growth",
         "queue of 10000",
         "restart",
+        "longest calls",
         "goals",
         "a processor",
     ):
@@ -106,8 +118,19 @@ def test_the_tables_show_every_part():
             replace(REPORT, queue=replace(REPORT.queue, full_s=Spread(0, 0.021, 1))),
             "queue of 10000",
         ),
-        (replace(REPORT, restart=replace(REPORT.restart, ready_s=Spread(4, 5.1, 6))), "restart"),
-        (replace(REPORT, restart=replace(REPORT.restart, rss_per_session_bytes=2049.0)), "memory"),
+        (
+            replace(REPORT, restart=replace(REPORT.restart, ready_cpu_s=Spread(4, 7.1, 8))),
+            "restart",
+        ),
+        (replace(REPORT, restart=replace(REPORT.restart, rss_per_session_bytes=1025.0)), "memory"),
+        (
+            replace(REPORT, restart=replace(REPORT.restart, peak_rss_per_session_bytes=1301.0)),
+            "peak memory",
+        ),
+        (
+            replace(REPORT, loop_calls=replace(REPORT.loop_calls, expire_ms=50.1)),
+            "longest call with 200000",
+        ),
     ],
 )
 def test_a_figure_beyond_its_bound_misses_its_goal_and_no_other(report, what):

@@ -1,10 +1,12 @@
 """Recovery from the index, whatever it says."""
 
 import dataclasses
+from dataclasses import replace
 from random import Random
 
 import pytest
 
+from kvd.core import restoring, row_join
 from kvd.core.actions import ClearSlot, DropBlock, DropSession, IoOutcome, PutSession
 from kvd.core.engine import CacheEngine, Limits
 from kvd.core.packing import pack_full, pack_spans, plain_span
@@ -246,7 +248,7 @@ def test_thousands_of_sessions_are_restored():
     for folds_sessions in (True, False):
         limits = Limits(4, len(kept), max_sessions=1_900, folds_sessions=folds_sessions)
         engine = CacheEngine(LAYOUT, limits, salt_of)
-        engine.restore(rows, (), (), 1, 100)
+        engine.restore(replace(rows), (), (), 1, 100)
         engine.check()
         engines.append(engine)
     folded, plain = engines
@@ -256,6 +258,36 @@ def test_thousands_of_sessions_are_restored():
         assert folded.describe(info.key) == plain.describe(info.key)
     assert folded.drain() == plain.drain()
     assert len(folded._state.blocks) < len(plain._state.blocks) / 20
+
+
+def test_a_start_lets_the_columns_go_and_joins_spans_a_part_at_a_time(monkeypatch):
+    """Whatever the parts: sessions are the same, coldest first, and rank no session by itself."""
+    monkeypatch.setattr(restoring, "MADE_AT_ONCE", 3)
+    monkeypatch.setattr(row_join, "JOINED_AT_ONCE", 5)
+    keys = [bytes([number]) * 16 for number in range(1, 31)]
+    sessions = []
+    for number in range(10):
+        spans = pack_spans([plain_span(key, 4) for key in keys[3 * number : 3 * number + 3]])
+        key = A._replace(session_id=str(number))
+        sessions.append(SessionRecord(key, spans, last_access_ns=50 - number))
+    missing = 3 * 4 + 1  # a block in the middle of session 4
+    kept = [key for index, key in enumerate(keys) if index != missing]
+    rows = IndexRows(sessions, b"".join(kept), [5 * i for i in range(29)], [4] * 29)
+    engine = CacheEngine(LAYOUT, Limits(4, 40), salt_of)
+    engine.restore(rows, (), (), 1, 100)
+    assert (rows.block_keys, rows.extents, rows.block_tokens) == (b"", (), ())
+    assert not engine._state.policy._facts
+    victims = engine._state.placement.victims(None, 100)
+    assert [key.session_id for key in victims] == list("9876543210")
+    num_blocks = {info.key.session_id: info.num_blocks for info in infos(engine)}
+    assert num_blocks == {str(number): 1 if number == 4 else 3 for number in range(10)}
+    places = [
+        block.extent
+        for key in "03"
+        for block in engine._state.sessions[A._replace(session_id=key)].tail_blocks()
+    ]
+    assert places == [0, 5, 10, 45, 50, 55]
+    engine.check()
 
 
 def test_the_oldest_sessions_beyond_the_bound_are_not_restored():

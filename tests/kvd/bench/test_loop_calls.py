@@ -1,0 +1,41 @@
+"""The longest calls are measured over sessions that are really there, and really go."""
+
+from dataclasses import replace
+
+from kvd.bench.filled_index import FilledIndexes, fill_index
+from kvd.bench.loop_calls import TTL_NS, measure_loop_calls, opened
+from kvd.bench.options import QUICK, BenchOptions, resized
+from shared.units import NS_PER_S
+
+NUM_SESSIONS, NUM_BLOCKS = 600, 3
+
+
+def test_every_call_does_what_it_is_measured_for(tmp_path):
+    """All sessions are restored, some give way to new ones, and all expire; each call took time."""
+    (tmp_path / "index").mkdir(mode=0o700)
+    fill_index(tmp_path / "index", NUM_SESSIONS, NUM_BLOCKS)
+    indexes = FilledIndexes(tmp_path, NUM_SESSIONS, NUM_BLOCKS)
+    options = BenchOptions(tmp_path, scale=resized(QUICK, NUM_SESSIONS, NUM_BLOCKS))
+    found = measure_loop_calls(options, indexes, tmp_path / "index")
+    assert (found.num_sessions, found.blocks_per_session) == (NUM_SESSIONS, NUM_BLOCKS)
+    assert min(found.attach_ms, found.look_ms, found.store_ms, found.expire_ms) > 0
+    run = opened(options, indexes, tmp_path / "index")
+    assert run.engine.stats().num_sessions == NUM_SESSIONS
+    run.longest(lambda: run.engine.add_slots(64, 1))
+    for number in range(5):
+        run.store(number)
+    assert run.engine.stats().counters["sessions_dropped"] >= 5
+    run.now_ns += TTL_NS
+    run.expire(10, NS_PER_S)
+    assert run.engine.stats().num_sessions == 5  # the new ones
+
+
+def test_a_quota_that_begins_holds_for_all_sessions(tmp_path):
+    """Those that were there before it are counted and ordered as those that come."""
+    (tmp_path / "index").mkdir(mode=0o700)
+    fill_index(tmp_path / "index", 50, NUM_BLOCKS)
+    options = BenchOptions(tmp_path, scale=replace(QUICK, session_counts=(1, 2, 50)))
+    run = opened(options, FilledIndexes(tmp_path, 50, NUM_BLOCKS), tmp_path / "index")
+    run.give_quota(10 * NUM_BLOCKS)
+    run.expire(5, 1)
+    run.engine.check()
