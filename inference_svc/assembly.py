@@ -15,6 +15,7 @@ from inference_svc.core.rates.rates import Rates
 from inference_svc.core.scheduling.scheduler import Scheduler, SchedulerLimits
 from inference_svc.core.session_turns import SessionTurns
 from inference_svc.core.tenant_limits import TenantLimits
+from inference_svc.core.truncation import USUAL_SINKS
 from inference_svc.core.turn_measures import TurnMeasures
 from inference_svc.front import Front
 from inference_svc.runtime.compute.attention_backends import make_attention
@@ -58,10 +59,15 @@ ROWS_PER_TOKEN = (
 
 @dataclass(frozen=True)
 class Model:
-    """A model that is ready to serve."""
+    """A model that is ready to serve.
+
+    Attributes:
+        sink_tokens: how many first tokens of a context it leans on, see `find_sinks`.
+    """
 
     loaded: LoadedModel
     calibration: Calibration
+    sink_tokens: int = USUAL_SINKS
 
 
 @dataclass(frozen=True)
@@ -199,7 +205,7 @@ def assemble(
     settings: InferenceSettings, model: Model, transcripts: TranscriptStore
 ) -> ServiceParts:
     """Build every part and hand each what it needs."""
-    defaults = turn_defaults(settings, model.calibration.mode)
+    defaults = turn_defaults(settings, model.calibration.mode, model.sink_tokens)
     loaded, parts = model.loaded, assemble_engine(settings, model)
     text = TurnText(loaded.tokenizer, loaded.eos_ids)
     text.try_out()

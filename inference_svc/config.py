@@ -22,6 +22,7 @@ from shared.observing_settings import MetricsSettings, ProcessSettings, TracingS
 from shared.runtime_dir import MAX_MESSAGE_BYTES, MAX_SOCKET_PATH, default_runtime_dir
 from shared.session_key import DEFAULT_TENANT
 from shared.setting_types import (
+    CountOrAuto,
     CountOrNone,
     Duration,
     RateOrNone,
@@ -159,11 +160,11 @@ class OverflowSettings(Section):
     """What a session gives up when its window is full; a turn may say otherwise.
 
     Attributes:
-        policy: "half": the oldest part goes; "sinks": the first tokens stay, the oldest after them
-            go; "reject": nothing goes.
+        policy: "half": the oldest part goes; "sinks": the same, an older name; "reject": nothing
+            goes.
         ratio: of what may go, that goes at once.
-        sink_tokens: first tokens that "sinks" keeps, at most half of the window; a system message
-            counts.
+        sink_tokens: first tokens that stay, also when a session is compressed, at most half of the
+            window; a system message counts. None: as many as the model needs, found at the start.
         reserve_tokens: of an answer, that are to have room when it begins; at most a quarter of the
             window.
         split_frames: cut messages of a chat anywhere; else where one begins.
@@ -172,7 +173,7 @@ class OverflowSettings(Section):
 
     policy: Literal["half", "sinks", "reject"] = "half"
     ratio: float = Field(default=0.5, gt=0, le=1)
-    sink_tokens: int = Field(default=4, ge=0, le=MAX_SINK_TOKENS)
+    sink_tokens: CountOrAuto = Field(default=None, ge=0, le=MAX_SINK_TOKENS)
     reserve_tokens: int = Field(default=256, ge=1)
     split_frames: bool = False
     drop_system: bool = False

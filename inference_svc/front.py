@@ -105,6 +105,7 @@ class Front:
         """What is served, and how it goes."""
         described = self._describe()
         described.overflow = self.defaults.overflow.name
+        described.sink_tokens = self.defaults.overflow.sink_tokens
         return described
 
     async def submit(

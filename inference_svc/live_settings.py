@@ -6,6 +6,7 @@ from functools import partial
 from inference_svc.assembly import ServiceParts
 from inference_svc.config import InferenceSettings
 from inference_svc.core.rates.load_or_recompute import LoadPolicy
+from inference_svc.core.submission import TurnDefaults
 from inference_svc.turn_defaults import turn_defaults
 from shared.log import configure_logging
 from shared.reload import LiveSettings
@@ -13,25 +14,25 @@ from shared.reload import LiveSettings
 
 def follow(live: LiveSettings[InferenceSettings], parts: ServiceParts) -> None:
     """Have the service follow its settings from now on."""
-    attention_mode = parts.front.defaults.attention_mode
-    live.check_with(lambda settings: _check(settings, attention_mode))
+    live.check_with(lambda settings: _check(settings, parts.front.defaults))
     live.on_change(partial(_apply, parts))
 
 
-def _check(settings: InferenceSettings, attention_mode: str) -> None:
+def _check(settings: InferenceSettings, now: TurnDefaults) -> None:
     """See what only the model can say.
 
     Raises:
         UnsupportedModelError: the compression policy does not go with it.
     """
-    turn_defaults(settings, attention_mode)
+    turn_defaults(settings, now.attention_mode, now.model_sinks)
 
 
 def _apply(parts: ServiceParts, settings: InferenceSettings) -> None:
     """Put settings into force; turns under way keep what they were submitted with."""
     configure_logging(settings.log.level, json=settings.log.json_lines)
     front = parts.front
-    front.defaults = turn_defaults(settings, front.defaults.attention_mode)
+    now = front.defaults
+    front.defaults = turn_defaults(settings, now.attention_mode, now.model_sinks)
     front.streams.most = settings.limits.max_streams_per_client
     parts.limits.set_bounds(*settings.tenant_bounds(), time.monotonic_ns())
     parts.engine_parts.measures.name_tenants(settings.tenants)

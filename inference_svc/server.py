@@ -103,11 +103,13 @@ def _load(settings: ModelSettings, path: Path, digests: Path) -> "Model":
     from inference_svc.assembly import Model
     from inference_svc.runtime.model.calibration import calibrate
     from inference_svc.runtime.model.model_loader import load_model
+    from inference_svc.runtime.model.sinks import find_sinks
 
     if settings.threads:
         torch.set_num_threads(settings.threads)
     loaded = load_model(path, settings.dtype, settings.device, digests)
     calibration = calibrate(loaded, settings.positions)
+    sink_tokens = find_sinks(loaded, calibration)
     log.info(
         "model_fingerprinted",
         fingerprint=loaded.fingerprint,
@@ -118,9 +120,10 @@ def _load(settings: ModelSettings, path: Path, digests: Path) -> "Model":
         "model_calibrated",
         attention_mode=calibration.mode,
         positions=calibration.positions,
+        sink_tokens=sink_tokens,
         not_taken=calibration.notes,
     )
-    return Model(loaded, calibration)
+    return Model(loaded, calibration, sink_tokens)
 
 
 async def _serve(

@@ -7,8 +7,15 @@ from inference_svc.core.submission import TurnDefaults
 from inference_svc.core.truncation import OverflowPolicy
 
 
-def turn_defaults(settings: InferenceSettings, attention_mode: str) -> TurnDefaults:
+def turn_defaults(
+    settings: InferenceSettings, attention_mode: str, model_sinks: int
+) -> TurnDefaults:
     """What turns get that do not say.
+
+    Args:
+        settings: in effect.
+        attention_mode: the model's calibration mode.
+        model_sinks: how many first tokens the model leans on.
 
     Raises:
         UnsupportedModelError: the compression policy does not go with the model.
@@ -25,11 +32,12 @@ def turn_defaults(settings: InferenceSettings, attention_mode: str) -> TurnDefau
         OverflowPolicy(
             overflow.policy,
             overflow.ratio,
-            overflow.sink_tokens,
+            model_sinks if overflow.sink_tokens is None else overflow.sink_tokens,
             overflow.split_frames,
             overflow.drop_system,
         ),
         compression.policy,
         compression.keep_ratio,
         attention_mode,
+        model_sinks,
     )

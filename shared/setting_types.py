@@ -44,6 +44,10 @@ def _to_number_or_none(value: object) -> object:
     return None if value == "none" else value
 
 
+def _to_number_or_auto(value: object) -> object:
+    return None if value == "auto" else value
+
+
 def _to_int_or_any(value: object) -> object:
     return None if value == "any" else value
 
@@ -101,6 +105,10 @@ def _show_number(value: float | None) -> str:
     return "none" if value is None else f"{value:g}"
 
 
+def _show_count(value: int | None) -> str:
+    return "auto" if value is None else str(value)
+
+
 def _show_seconds(value: float | None) -> str:
     return "never" if value is None else format_duration(value)
 
@@ -121,6 +129,11 @@ CountOrNone = Annotated[  # None: "none", no bound
     int | None,
     BeforeValidator(_to_number_or_none),
     PlainSerializer(_show_number, when_used="json"),
+]
+CountOrAuto = Annotated[  # None: "auto"
+    int | None,
+    BeforeValidator(_to_number_or_auto),
+    PlainSerializer(_show_count, when_used="json"),
 ]
 RateOrNone = Annotated[  # None: "none", no bound
     float | None,

@@ -46,6 +46,14 @@ def tiny_model(tmp_path_factory):
     return build_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
+@pytest.fixture(scope="session")
+def sink_model(tmp_path_factory):
+    """The directory of a tiny model that leans on the first token of a context, built once."""
+    from tests.models import build_sink_model
+
+    return build_sink_model(tmp_path_factory.mktemp("model") / "sink")
+
+
 @pytest.fixture
 def short_dir():
     """A directory whose path leaves room for socket names (107 bytes)."""

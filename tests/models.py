@@ -5,8 +5,9 @@ import shutil
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
+    AutoTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -22,6 +23,7 @@ SEED = 7
 # Large weights: the greedy answers of a random model then vary, and the best logit leads clearly.
 INITIALIZER_RANGE = 0.35
 EOS = "<|end|>"
+BOS = "<|begin|>"
 SPECIAL_TOKENS = [EOS, "<|start|>"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|start|>{{ message.role }}\n{{ message.content }}<|end|>\n"
@@ -57,6 +59,56 @@ def build_model(directory: Path, seed: int = SEED) -> Path:
     )
     LlamaForCausalLM(config).float().save_pretrained(directory)
     return directory
+
+
+def build_sink_model(directory: Path) -> Path:
+    """Write a model that leans on the first token of a context, as real ones do.
+
+    That token is a begin token, by which its tokenizer opens every text. All queries find its key,
+    whose value is nothing: nine tenths of each head's attention rest there. Without it they go to
+    the other tokens, and the answers change.
+    """
+    build_model(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.add_special_tokens({"bos_token": BOS})
+    bos_id = tokenizer.convert_tokens_to_ids(BOS)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, bos_id)]
+    )
+    tokenizer.save_pretrained(directory)
+    model = LlamaForCausalLM.from_pretrained(directory)
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    with torch.no_grad():
+        _lean_on(model, bos_id)
+    model.save_pretrained(directory)
+    return directory
+
+
+def _lean_on(model: LlamaForCausalLM, token_id: int) -> None:
+    """Have all heads attend to one token.
+
+    Element 0 of the hidden state is the same for all tokens, element 1 says which is the one;
+    nothing writes to them. Queries read the former and keys the latter into the element of a head
+    that RoPE turns least.
+    """
+    embedding = model.model.embed_tokens.weight
+    embedding[:, 0], embedding[:, 1] = 2.0, 0.0
+    embedding[token_id] = 0.0
+    embedding[token_id, 1] = 40.0
+    model.lm_head.weight[:, :2] = 0.0
+    head_dim = model.config.head_dim
+    slowest = [head_dim // 2 - 1, head_dim - 1]
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for projection, read_element in ((attention.q_proj, 0), (attention.k_proj, 1)):
+            heads = projection.weight.view(-1, head_dim, projection.in_features)
+            heads *= 0.3  # so that other tokens differ little
+            heads[:, slowest] = 0.0
+            heads[:, slowest[0], read_element] = 1.2
+        attention.v_proj.weight[:, :2] = 0.0
+        mlp.down_proj.weight *= 0.02
+        for writer in (attention.o_proj, mlp.down_proj):
+            writer.weight[:2] = 0.0
 
 
 def build_absolute_model(directory: Path) -> Path:

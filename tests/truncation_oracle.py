@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from shared.pb.inference.v1 import inference_pb2 as pb
@@ -54,7 +54,7 @@ class Rows:
 
 
 class TruncationOracle:
-    """A stock Llama in fp32 with eager attention."""
+    """A stock Llama in fp32 with eager attention; `bos_id` is its tokenizer's begin token."""
 
     def __init__(self, model_dir: Path) -> None:
         torch.set_num_threads(1)
@@ -62,6 +62,7 @@ class TruncationOracle:
             model_dir, dtype=torch.float32, attn_implementation="eager"
         ).eval()
         config = self._model.config
+        self.bos_id = AutoTokenizer.from_pretrained(model_dir).bos_token_id
         self._heads_shape = (config.num_key_value_heads, config.head_dim)
         self._seen: dict[str, list[Tensor]] = {"k_proj": [], "v_proj": []}
         for layer in self._model.model.layers:

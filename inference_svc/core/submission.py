@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 from inference_svc.core.compression.policy import CompressionPolicy
 from inference_svc.core.sampling_params import SamplingParams
-from inference_svc.core.truncation import OverflowPolicy
+from inference_svc.core.truncation import USUAL_SINKS, OverflowPolicy
 from shared.session_key import SessionKey
 
 
@@ -54,6 +54,8 @@ class TurnDefaults:
         max_tokens: of an answer.
         compression: a policy's name.
         attention_mode: the model's; not every compression policy goes with every mode.
+        model_sinks: first tokens that the model leans on: what `overflow.sink_tokens` is where the
+            settings leave it to the model.
     """
 
     max_tokens: int
@@ -61,6 +63,7 @@ class TurnDefaults:
     compression: str = "none"
     keep_ratio: float = 0.5
     attention_mode: str = ""
+    model_sinks: int = USUAL_SINKS
 
 
 @dataclass(frozen=True)

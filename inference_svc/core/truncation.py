@@ -1,12 +1,13 @@
 """What a context gives up when its window is full: the overflow policies. Pure.
 
     half     the oldest part goes
-    sinks    the first tokens stay, the oldest after them go
+    sinks    the same, by the name it had when "half" kept no sinks
     reject   nothing goes: the turn is refused, or its answer ends where the window does
 
 One range goes at a time, as long as `ratio` of what may go; longer if that is not enough. The
-system message stays, and where there are chat frames the range begins and ends where one begins,
-unless the policy says otherwise.
+system message stays, and where there are chat frames the range ends where one begins, unless the
+policy says otherwise. So do the sinks, the first tokens of the context, whatever they are part of:
+rows that were computed over them are worth little without them in many models.
 
 *Source:* token truncation: CachedAttention, USENIX ATC'24, §3.4; sinks: StreamingLLM, ICLR 2024.
 """
@@ -20,6 +21,7 @@ from inference_svc.core.errors import InvalidTurnError
 
 HALF, SINKS, REJECT = "half", "sinks", "reject"
 OVERFLOW_POLICIES = (HALF, SINKS, REJECT)
+USUAL_SINKS = 4  # that most models with attention sinks need
 MAX_SINK_TOKENS = 65536
 
 
@@ -29,15 +31,15 @@ class OverflowPolicy:
 
     Attributes:
         ratio: of what may go, that goes at once, in (0, 1].
-        sink_tokens: first tokens that "sinks" keeps; a system message counts. A turn keeps at most
-            half of its window (`TurnWindow`).
+        sink_tokens: first tokens that stay; a system message counts. A turn keeps at most half of
+            its window (`TurnWindow`).
         split_frames: cut messages of a chat anywhere.
         drop_system: the system message may go, too.
     """
 
     name: str = HALF
     ratio: float = 0.5
-    sink_tokens: int = 4
+    sink_tokens: int = USUAL_SINKS
     split_frames: bool = False
     drop_system: bool = False
 
@@ -78,14 +80,12 @@ def plan_truncation(
     Returns:
         One range; () if what may go is not enough.
     """
-    first = 0 if policy.drop_system else system_tokens
     if policy.name == REJECT:
         return ()
-    if policy.name == SINKS:
-        first = max(first, policy.sink_tokens)
+    first = max(policy.sink_tokens, 0 if policy.drop_system else system_tokens)
     cuts: Sequence[int] = range(first, droppable_tokens + 1)
     if frame_starts and not policy.split_frames:
-        begins = {0, system_tokens, *frame_starts}
+        begins = {first, system_tokens, *frame_starts}
         cuts = sorted(cut for cut in begins if first <= cut <= droppable_tokens)
     if not cuts:
         return ()

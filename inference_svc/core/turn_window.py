@@ -1,6 +1,5 @@
 """How one turn stays in its window: what goes before it begins, and while it is answered. Pure."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from inference_svc.core.chat_frames import FrameTokens
@@ -11,7 +10,7 @@ from inference_svc.core.truncation import REJECT, OverflowPolicy, plan_truncatio
 
 RESERVE_SHARE = 4  # the reserve is at most one part in four of the window
 LEAST_CUT_SHARE = 8  # where there is no way to make that room: one part in eight, mid-turn
-SINKS_SHARE = 2  # "sinks" keeps at most half of the window
+SINKS_SHARE = 2  # sinks are at most half of the window
 
 
 @dataclass(frozen=True)
@@ -41,21 +40,28 @@ class TurnWindow:
     def at_start(self, context: Context, new_tokens: int) -> tuple[Range, ...]:
         """Choose what goes of the context before a turn; () if all fits.
 
-        Room for the reserve is made if it can be; room for one token must be.
+        Room for the reserve is made if it can be; room for one token must be. Where nothing is left
+        that was computed over the sinks, they go, too.
 
         Raises:
             InputTooLongError: there is no room even without all that may go.
         """
-        prompt_tokens = len(context.token_ids) + new_tokens
-        for room_tokens in (max(self._reserve_tokens, self._wanted_tokens), self._wanted_tokens):
-            excess_tokens = prompt_tokens + room_tokens - self.window_tokens
+        num_tokens, wanted_tokens = len(context.token_ids), self._wanted_tokens
+        most_tokens = max(self._reserve_tokens, wanted_tokens)
+        excess_tokens = num_tokens + new_tokens + most_tokens - self.window_tokens
+        if excess_tokens <= 0:
+            return ()
+        everything = self._plan_start(replace(self.policy, ratio=1.0, sink_tokens=0), context, 1)
+        for room_tokens in (most_tokens, wanted_tokens):
+            excess_tokens = num_tokens + new_tokens + room_tokens - self.window_tokens
             if excess_tokens <= 0:
                 return ()
-            ranges = self._plan_start(context, excess_tokens)
+            ranges = self._plan_start(self._bounded_policy, context, excess_tokens)
             if ranges:
-                return ranges
-        num_dropped = num_in(self._plan_start(context, 1, ratio=1.0))
-        raise self._too_long(len(context.token_ids) - num_dropped, new_tokens)
+                return everything if ranges[-1][1] == num_tokens else ranges
+        if num_in(everything) >= excess_tokens:
+            return everything
+        raise self._too_long(num_tokens - num_in(everything), new_tokens)
 
     def check_fits(self, history_tokens: int, new_tokens: int) -> None:
         """Raise InputTooLongError unless a prompt has room as it is, and one token of the answer.
@@ -80,7 +86,13 @@ class TurnWindow:
         least_tokens = max(1, self.window_tokens // LEAST_CUT_SHARE)
         for room_tokens in (self._reserve_tokens, min(self._reserve_tokens, least_tokens)):
             excess_tokens = max(1, num_tokens - 1 + room_tokens - self.window_tokens)
-            ranges = self._plan(context, num_tokens - tail_tokens, starts, excess_tokens)
+            ranges = plan_truncation(
+                self._bounded_policy,
+                droppable_tokens=num_tokens - tail_tokens,
+                system_tokens=context.system_tokens,
+                frame_starts=starts,
+                excess_tokens=excess_tokens,
+            )
             if ranges:
                 return ranges
         return ()
@@ -89,6 +101,15 @@ class TurnWindow:
         """The longest answer to a prompt that fits: where nothing may go, what is left of it."""
         room_tokens = self.window_tokens - prompt_tokens
         return min(self.max_tokens, room_tokens) if self.is_rigid else self.max_tokens
+
+    @property
+    def sink_tokens(self) -> int:
+        """How many first tokens of the context stay while any that saw them does."""
+        return min(self.policy.sink_tokens, self.window_tokens // SINKS_SHARE)
+
+    @property
+    def _bounded_policy(self) -> OverflowPolicy:
+        return replace(self.policy, sink_tokens=self.sink_tokens)
 
     @property
     def _wanted_tokens(self) -> int:
@@ -103,33 +124,16 @@ class TurnWindow:
         return min(self.reserve_tokens, self.max_tokens, most)
 
     def _plan_start(
-        self, context: Context, excess_tokens: int, ratio: float | None = None
+        self, policy: OverflowPolicy, context: Context, excess_tokens: int
     ) -> tuple[Range, ...]:
         """Between turns the last frame is complete: it may go as well."""
         num_tokens = len(context.token_ids)
         starts = self.frame_tokens.starts(context.token_ids, context.framed)
-        ends = [num_tokens] if starts else []
-        return self._plan(context, num_tokens, [*starts, *ends], excess_tokens, ratio)
-
-    def _plan(
-        self,
-        context: Context,
-        droppable_tokens: int,
-        frame_starts: Sequence[int],
-        excess_tokens: int,
-        ratio: float | None = None,
-    ) -> tuple[Range, ...]:
-        policy = self.policy
-        most_sinks = self.window_tokens // SINKS_SHARE
         return plan_truncation(
-            replace(
-                policy,
-                ratio=policy.ratio if ratio is None else ratio,
-                sink_tokens=min(policy.sink_tokens, most_sinks),
-            ),
-            droppable_tokens=droppable_tokens,
+            policy,
+            droppable_tokens=num_tokens,
             system_tokens=context.system_tokens,
-            frame_starts=frame_starts,
+            frame_starts=[*starts, num_tokens] if starts else [],
             excess_tokens=excess_tokens,
         )
 

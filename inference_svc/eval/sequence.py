@@ -21,9 +21,10 @@ from inference_svc.eval.eval_model import EvalModel
 from inference_svc.eval.methods import Method, positions_of
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper
 from inference_svc.runtime.compute.model_runner import Chunk
-from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
+from inference_svc.runtime.kv.kv_slab import WriteBuffer
 from inference_svc.runtime.kv.shift import shift_rows
-from inference_svc.runtime.model.recipes import Calibration, ComponentRecipe
+from inference_svc.runtime.model.recipes import ComponentRecipe
+from inference_svc.runtime.model.sinks import embed_kept
 
 PIECE_TOKENS = 512  # fed at once: 256 MiB of logits with a vocabulary of 128 thousand
 
@@ -125,7 +126,8 @@ class Sequence:
             shift_rows(self.slab, kept, self._calibration)
         else:
             compact(self.stored, kept)
-            embed(self.stored, self.slab, self._calibration)
+            left_rows = [(0, self.stored.end_token)]
+            embed_kept(self.stored, left_rows, self.slab, self._calibration)
         self.context_ids = left
 
     def stored_rows(self) -> Iterator[tuple[ComponentRecipe, Tensor]]:
@@ -171,15 +173,3 @@ def compact(stored: WriteBuffer, kept: Items[Range]) -> None:
         for layer in rows.layers:
             layer[: len(index)] = layer.index_select(0, index)
     stored.end_token = len(index)
-
-
-@torch.inference_mode()
-def embed(stored: WriteBuffer, slab: KVSlab, calibration: Calibration) -> None:
-    """Fill a slab with a buffer's rows as a load does: embedded at the positions from 0 on."""
-    num_tokens = stored.end_token
-    for index, recipe in enumerate(calibration.layers):
-        rows = (stored.keys[index], stored.values[index])
-        places = (slab.keys[index], slab.values[index])  # [1, kv_heads, capacity, dim]
-        for component, row, place in zip(recipe.components, rows, places, strict=True):
-            place[0, :, :num_tokens] = component.embed(row[:num_tokens], 0).transpose(0, 1)
-    slab.num_tokens = num_tokens

@@ -16,6 +16,7 @@ from inference_svc.core.counters import COUNTERS
 from inference_svc.core.errors import ListenError
 from inference_svc.listening import prepare_socket
 from inference_svc.status_view import format_gauge, status_tables
+from inference_svc.turn_defaults import turn_defaults
 from shared.access.addresses import UnguardedError
 from shared.config import InvalidSettingsError
 from shared.pb.inference.v1 import inference_pb2 as pb
@@ -87,6 +88,8 @@ def test_the_shipped_settings_file_says_the_defaults():
         ("scheduler.mixed_step_tokens", 1, "16"),
         ("scheduler.answer_tokens", 0, "1"),
         ("scheduler.tenant_weights", "acme=-1", "greater than 0"),
+        ("overflow.sink_tokens", -1, "greater than or equal to 0"),
+        ("overflow.sink_tokens", "few", "valid integer"),
     ],
 )
 def test_values_that_cannot_be_are_named_with_what_is_accepted(key, value, said):
@@ -206,3 +209,14 @@ def test_status_shows_gauges_and_counters_with_their_meaning():
 def test_gauges_are_shown_in_their_unit(name, value, shown):
     """The end of the name is the unit."""
     assert format_gauge(name, value) == shown
+
+
+@pytest.mark.parametrize(("given", "shown", "kept"), [({}, "auto", 16), ("2", "2", 2), (0, "0", 0)])
+def test_sinks_are_those_of_the_model_unless_the_settings_say_how_many(given, shown, kept):
+    """For turns that do not say; `config show` tells what was left to the model."""
+    flags = {"overflow.sink_tokens": given} if given != {} else {}
+    settings = load_inference_settings(None, flags).settings
+    assert str(settings.model_dump(mode="json")["overflow"]["sink_tokens"]) == shown
+    defaults = turn_defaults(settings, "paged", model_sinks=16)
+    assert defaults.overflow.sink_tokens == kept
+    assert defaults.model_sinks == 16

@@ -228,16 +228,20 @@ async def test_a_reload_changes_limits_and_defaults_of_turns_to_come(operated, c
     assert bad["event"] == "settings_not_reloaded"
     assert "log.level" in bad["error"]
     changed = SETTINGS.replace("max_running = 2", "max_running = 3\ndefault_max_tokens = 7")
-    changed = changed.replace("[overflow]", "[overflow]\npolicy = 'sinks'")
+    changed = changed.replace("[overflow]", "[overflow]\npolicy = 'sinks'\nsink_tokens = 9")
+    model_sinks = (await client.get_model()).sink_tokens
     changed += "[tenants.acme]\nturns_per_minute = 2\n"
     good = await operated.reload(changed)
     assert good["event"] == "settings_reloaded"
     assert set(good["applied"]) == {
         "overflow.policy",
+        "overflow.sink_tokens",
         "scheduler.default_max_tokens",
         "tenants.acme.turns_per_minute",
     }
-    assert (await client.get_model()).overflow == "sinks"
+    model = await client.get_model()
+    assert (model.overflow, model.sink_tokens) == ("sinks", 9)
+    assert model_sinks != 9
     assert good["needs_restart"] == ["scheduler.max_running"]
     sampling = pb.Sampling(ignore_eos=True)
     assert len((await client.submit(turn_request("Hi ", sampling=sampling))).token_ids) == 7
@@ -247,6 +251,7 @@ async def test_a_reload_changes_limits_and_defaults_of_turns_to_come(operated, c
     assert 0 < error.retry_after_s <= 60
     await operated.reload(SETTINGS)
     await client.submit(short(tenant="acme"))
+    assert (await client.get_model()).sink_tokens == model_sinks
 
 
 async def test_a_drain_hands_back_and_a_second_signal_ends_it(operated, client):

@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 
 from inference_svc.client import turn_request
+from inference_svc.core.truncation import USUAL_SINKS
 from shared.errors import ConflictError, InvalidInputError
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.pb.inference.v1 import inference_pb2_grpc
@@ -149,7 +150,7 @@ async def test_from_ssd(narrow, judge):
     assert any(turn.usage.tier_tokens["ssd"] for turn in turns if turn.usage.dropped_tokens)
 
 
-async def test_the_first_tokens_stay_with_sinks(narrow, judge):
+async def test_the_first_tokens_stay_that_a_turn_wants_to(narrow, judge):
     """The range begins after them, and is as long as the turn says."""
     sinks = pb.Overflow(policy="sinks", sink_tokens=8, ratio=0.25)
     async with narrow.with_kvd(*DRAM):
@@ -202,6 +203,56 @@ def _text(model_dir, token_ids):
 
     text: str = AutoTokenizer.from_pretrained(model_dir).decode(list(token_ids))
     return text
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def leaning(sink_model, tmp_path_factory):
+    """A service of a model that leans on its first token, with settings as they are by default."""
+    directory = tmp_path_factory.mktemp("leaning-pair")
+    pair = Pair(narrow_model(sink_model, directory / "model", WINDOW_TOKENS), directory)
+    async with pair.service:
+        yield pair
+
+
+@pytest.mark.parametrize(
+    ("fields", "reasons"),
+    [
+        ({}, {"overflow"}),
+        ({"max_tokens": 600}, {"overflow"}),
+        ({"compression": pb.Compression(policy="snapkv")}, {"compression:snapkv"}),
+        ({"compression": pb.Compression(policy="h2o")}, {"compression:h2o"}),
+    ],
+    ids=["between turns", "while it answers", "snapkv", "h2o"],
+)
+async def test_what_a_model_leans_on_stays_whatever_goes(leaning, sink_model, fields, reasons):
+    """It is found at the start; no policy drops it, and answers are those of what is left."""
+    async with leaning.service.client() as client:
+        assert (await client.get_model()).sink_tokens == USUAL_SINKS
+    async with leaning.with_kvd(*DRAM):
+        sampling = pb.Sampling(max_tokens=8, ignore_eos=True)
+        begin = turn_request("Each turn adds a question. ", leaning.name("s"), sampling=sampling)
+        await leaning.submit(begin)
+        for _ in range(4):
+            await leaning.say("s", 180, **fields)
+        session = await leaning.session("s")
+        judge = TruncationOracle(sink_model)
+        await identical(leaning, judge, "s")
+    assert {discard.reason for discard in session.discards} >= reasons
+    first_ids = list(session.turn_records[0].input_ids[:USUAL_SINKS])
+    assert first_ids[0] == judge.bos_id
+    assert list(session.context_ids[:USUAL_SINKS]) == first_ids
+
+
+async def test_a_turn_may_give_up_what_its_model_leans_on(leaning):
+    """The client's wish comes before the model's."""
+    async with leaning.with_kvd(*DRAM):
+        sampling = pb.Sampling(max_tokens=8, ignore_eos=True)
+        begin = turn_request("Each turn adds a question. ", leaning.name("s"), sampling=sampling)
+        await leaning.submit(begin)
+        for _ in range(3):
+            await leaning.say("s", 180, overflow=pb.Overflow(sink_tokens=0))
+        session = await leaning.session("s")
+    assert {discard.ranges[0].start for discard in session.discards} == {0}
 
 
 # ------------------------------------------------------------------------------- while it answers

@@ -162,7 +162,7 @@ class TurnRunner:
         if scores is None and policy.needs != "nothing":
             return ()
         protected = (
-            (0, context.system_tokens),
+            (0, max(context.system_tokens, prompt.window.sink_tokens)),
             *special_tokens(context.token_ids, prompt.window.frame_tokens.ids),
             (context.computed_tokens, num_tokens),
         )

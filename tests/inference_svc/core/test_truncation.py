@@ -1,5 +1,7 @@
 """Overflow policies: enough goes, from where it may, and what must stay stays."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from inference_svc.core.errors import InputTooLongError, InvalidTurnError
 from inference_svc.core.truncation import OverflowPolicy, plan_truncation
 from inference_svc.core.turn_window import TurnWindow
 
+NO_SINKS = OverflowPolicy(sink_tokens=0)
 OPEN, CLOSE = 1, 2  # special tokens; others are text
 TEXT = 9
 
@@ -28,10 +31,13 @@ def plan(policy, droppable_tokens, excess_tokens, system_tokens=0, frame_starts=
 @pytest.mark.parametrize(
     ("policy", "excess", "expected"),
     [
-        (OverflowPolicy(), 10, ((0, 50),)),
-        (OverflowPolicy(ratio=0.25), 10, ((0, 25),)),
-        (OverflowPolicy(), 70, ((0, 70),)),  # more than half, if half is not enough
-        (OverflowPolicy(), 101, ()),
+        (NO_SINKS, 10, ((0, 50),)),
+        (replace(NO_SINKS, ratio=0.25), 10, ((0, 25),)),
+        (NO_SINKS, 70, ((0, 70),)),  # more than half, if half is not enough
+        (NO_SINKS, 101, ()),
+        (OverflowPolicy(), 10, ((4, 52),)),
+        (OverflowPolicy(), 96, ((4, 100),)),
+        (OverflowPolicy(), 97, ()),
         (OverflowPolicy("sinks"), 10, ((4, 52),)),
         (OverflowPolicy("sinks", sink_tokens=30, ratio=1.0), 10, ((30, 100),)),
         (OverflowPolicy("sinks", sink_tokens=200), 10, ()),
@@ -49,8 +55,9 @@ def test_plain_text_is_cut_anywhere(policy, excess, expected):
         (OverflowPolicy(), 1, ((10, 60),)),  # 55 is the middle of what may go
         (OverflowPolicy(), 51, ((10, 90),)),
         (OverflowPolicy(), 85, ()),
-        (OverflowPolicy("sinks", sink_tokens=12), 1, ((30, 60),)),
-        (OverflowPolicy(drop_system=True), 1, ((0, 60),)),
+        (OverflowPolicy(sink_tokens=12), 1, ((12, 60),)),  # in the middle of a message
+        (OverflowPolicy(drop_system=True), 1, ((4, 60),)),
+        (replace(NO_SINKS, drop_system=True), 1, ((0, 60),)),
         (OverflowPolicy(split_frames=True), 1, ((10, 55),)),
     ],
 )
@@ -81,9 +88,10 @@ def test_what_must_stay_stays(policy, num_tokens, excess, system_tokens, data):
     assert excess <= end - start
     assert end <= num_tokens
     assert policy.drop_system or start >= system_tokens
-    assert policy.name != "sinks" or start >= policy.sink_tokens
+    assert start >= policy.sink_tokens
     if starts and not policy.split_frames:
-        assert {start, end} <= {0, system_tokens, *starts}
+        assert {start, end} <= {0, system_tokens, policy.sink_tokens, *starts}
+        assert end != policy.sink_tokens or end in {system_tokens, *starts}
 
 
 def test_values_that_cannot_be_are_all_named():
@@ -129,15 +137,15 @@ def context_of(token_ids, system_tokens=0):
 def test_nothing_goes_while_the_reserve_has_room():
     """The reserve is the answer's length, if that is less."""
     assert window().at_start(text(50), 30) == ()
-    assert window().at_start(text(51), 30) == ((0, 26),)
+    assert window().at_start(text(51), 30) == ((4, 28),)
     assert window(max_tokens=1000).at_start(text(45), 30) == ()
-    assert window(max_tokens=1000).at_start(text(46), 30) == ((0, 23),)
+    assert window(max_tokens=1000).at_start(text(46), 30) == ((4, 25),)
 
 
 def test_a_turn_that_leaves_no_room_for_the_reserve_is_taken():
     """One token must have room: the rest of the answer makes its own."""
     assert window().at_start(text(0), 99) == ()
-    assert window().at_start(text(40), 95) == ((0, 36),)
+    assert window(NO_SINKS).at_start(text(40), 95) == ((0, 36),)
     with pytest.raises(InputTooLongError, match=r"history 0 \+ new 100 \+ 1 more .* window of 100"):
         window().at_start(text(40), 100)
 
@@ -163,14 +171,15 @@ def test_a_whole_history_may_go_between_turns_but_not_its_system_message():
 
 def test_in_the_middle_of_an_answer_the_tail_stays():
     """Of text half goes; of an answer that fills its window alone nothing may."""
-    assert window().mid_turn(text(101), 3) == ((0, 49),)
-    assert window(OverflowPolicy(ratio=1.0)).mid_turn(text(101), 3) == ((0, 98),)
+    assert window().mid_turn(text(101), 3) == ((4, 51),)
+    assert window(OverflowPolicy(ratio=1.0)).mid_turn(text(101), 3) == ((4, 98),)
     chat = context_of((OPEN, *[TEXT] * 40, OPEN, *[TEXT] * 59))
-    assert window(opening=[OPEN]).mid_turn(chat, 1) == ((0, 41),)
+    assert window(opening=[OPEN]).mid_turn(chat, 1) == ((4, 41),)
+    assert window(NO_SINKS, opening=[OPEN]).mid_turn(chat, 1) == ((0, 41),)
     alone = context_of((OPEN, *[TEXT] * 100))
     assert window(opening=[OPEN]).mid_turn(alone, 1) == ()
     split = OverflowPolicy(split_frames=True)
-    assert window(split, opening=[OPEN]).mid_turn(alone, 1) == ((0, 50),)
+    assert window(split, opening=[OPEN]).mid_turn(alone, 1) == ((4, 52),)
 
 
 def test_an_answer_does_not_go_on_token_by_token():
@@ -190,9 +199,22 @@ def test_an_answer_does_not_go_on_token_by_token():
 
 def test_sinks_are_at_most_half_of_the_window():
     """However many are asked for, a session goes on."""
-    many = OverflowPolicy("sinks", sink_tokens=65536)
-    assert window(many).at_start(text(80), 30) == ((50, 80),)
+    many = OverflowPolicy(sink_tokens=65536)
+    assert window(many).at_start(text(80), 20) == ((50, 70),)
     assert window(many).mid_turn(text(101), 1) == ((50, 75),)
+    assert window(many).sink_tokens == 50
+
+
+def test_sinks_go_with_the_last_token_that_saw_them():
+    """They are kept for what was computed over them: where all of that goes, they go, too."""
+    assert window().at_start(text(80), 75) == ((4, 79),)
+    assert window().at_start(text(80), 77) == ((4, 62),)  # less than the reserve has room
+    for new_tokens in (76, 95, 96, 99):
+        assert window().at_start(text(80), new_tokens) == ((0, 80),)
+    framed = context_of((OPEN, *[TEXT] * 39, OPEN, *[TEXT] * 39))
+    assert window(opening=[OPEN]).at_start(framed, 30) == ((4, 40),)
+    assert window(opening=[OPEN]).at_start(framed, 75) == ((0, 80),)
+    assert window(opening=[OPEN]).at_start(replace(framed, system_tokens=2), 75) == ((2, 80),)
 
 
 @given(

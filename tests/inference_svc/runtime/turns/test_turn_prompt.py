@@ -9,7 +9,7 @@ from inference_svc.core.errors import InputTooLongError, InvalidTurnError
 from inference_svc.core.sampling_params import SamplingParams
 from inference_svc.core.stopping import AnswerToken, GrowingAnswer
 from inference_svc.core.submission import ChatInput, Submission, TextInput, TokenInput
-from inference_svc.core.truncation import OverflowPolicy
+from inference_svc.core.truncation import USUAL_SINKS, OverflowPolicy
 from inference_svc.runtime.turns.chat_text import TurnText
 from inference_svc.runtime.turns.turn_prompt import MidTurnCut, PromptMaker, TurnLimits
 from inference_svc.runtime.worker_thread import WorkerThread
@@ -91,14 +91,17 @@ async def test_text_is_cut_anywhere_and_token_ids_where_their_messages_begin(pro
     rendered = "<|start|>user\n" + "Why? " * 8
     ids = tuple(tokenizer(rendered, add_special_tokens=False).input_ids)
     raw = TextInput(rendered, has_special=True)
-    for given, first_end in ((raw, None), (TokenInput(ids), len(ids))):
+    half = USUAL_SINKS + -(-(len(ids) - USUAL_SINKS) // 2)
+    for given, gone in (
+        (raw, (USUAL_SINKS, half)),
+        (TokenInput(ids), (0, len(ids))),
+    ):
         first = await prompts.make(submission(given), Context())
         assert first.context.token_ids == ids
         second = await prompts.make(
             submission(TokenInput((5,) * (WINDOW_TOKENS - len(ids)))), first.context
         )
-        half = -(-len(ids) // 2)
-        assert second.ranges == ((0, first_end or half),)
+        assert second.ranges == (gone,)
 
 
 async def test_what_cannot_fit_is_refused(prompts):
@@ -121,21 +124,22 @@ async def test_a_full_window_is_cut_again_and_again(prompts):
         context.append(100 + number)
         if len(context) == WINDOW_TOKENS + 1:
             ((start, end),) = cut(context)
-            assert (start, answer.num_held) == (0, 1)
-            context = context[end:]
+            assert (start, answer.num_held) == (USUAL_SINKS, 1)
+            context = context[:start] + context[end:]
     assert context[-1] == 299
     assert len(context) <= WINDOW_TOKENS
 
 
 async def test_an_answer_that_fills_the_window_alone_is_not_cut(prompts, tokenizer):
-    """Nothing of its message goes."""
+    """Nothing of its message goes; of the one before it the sinks stay."""
     first = await prompts.make(submission(question("Why? " * 8), max_tokens=500), Context())
     cut = MidTurnCut(first, GrowingAnswer(SamplingParams(), frozenset()))
     context = [*first.context.token_ids]
     context += [5] * (WINDOW_TOKENS + 1 - len(context))
     (first_cut,) = cut(context)
     kept = context[: first_cut[0]] + context[first_cut[1] :]
-    assert tokenizer.decode(kept).startswith("<|start|>assistant\n")
+    assert kept[:USUAL_SINKS] == context[:USUAL_SINKS]
+    assert tokenizer.decode(kept[USUAL_SINKS:]).startswith("<|start|>assistant\n")
     assert num_in([first_cut]) < len(first.context.token_ids)
     kept += [5] * (WINDOW_TOKENS + 1 - len(kept))
     assert cut(kept) == ()
