@@ -35,7 +35,7 @@ TextFile = Annotated[Path, typer.Option("--text", help="Plain text: .txt or .txt
 Methods = Annotated[str, typer.Option(help=f"Some of {','.join(METHODS)}.")]
 Window = Annotated[int, typer.Option(min=0, help="Context window; 0: the model's.")]
 Ratio = Annotated[float, typer.Option(help="Part of a full window that is dropped.")]
-Sinks = Annotated[int, typer.Option(min=0, help="First tokens that always stay.")]
+Sinks = Annotated[str, typer.Option(help="First tokens that always stay; auto: as served.")]
 DtypeName = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ….")]
 Threads = Annotated[int, typer.Option(min=0, help="That compute; 0: torch's choice.")]
@@ -51,7 +51,7 @@ def perplexity(
     methods: Methods = "ca,ca-shift,tt,of,nkvt",
     window: Window = 0,
     ratio: Ratio = 0.5,
-    sinks: Sinks = 0,
+    sinks: Sinks = "auto",
     words: Annotated[int, typer.Option(min=0, help="Of the text, the first; 0: all.")] = 0,
     dtype: DtypeName = "auto",
     device: Device = "cpu",
@@ -59,7 +59,7 @@ def perplexity(
     json_to: Json = "",
 ) -> None:
     """Perplexity of a text streamed through a window that overflows (the paper's Table 1)."""
-    options = PerplexityOptions(text, methods_of(methods), Truncation(ratio, sinks), words)
+    options = PerplexityOptions(text, methods_of(methods), _truncation(ratio, sinks), words)
     _measure(options, _choice(model, window, dtype, device, threads), json_to)
 
 
@@ -69,7 +69,7 @@ def retrieval(
     methods: Methods = "ca,ca-shift,tt,of,nkvt",
     window: Window = 0,
     ratio: Ratio = 0.5,
-    sinks: Sinks = 0,
+    sinks: Sinks = "auto",
     contexts: Annotated[int, typer.Option(min=1, help="Filled with records.")] = 50,
     questions: Annotated[int, typer.Option(min=1, help="About each context.")] = 8,
     overflows: Annotated[int, typer.Option(min=1, help="Of each context.")] = 1,
@@ -81,7 +81,7 @@ def retrieval(
 ) -> None:
     """Records found again after an overflow (the paper's Table 2, LongEval)."""
     options = RetrievalOptions(
-        methods_of(methods), Truncation(ratio, sinks), contexts, questions, overflows, seed
+        methods_of(methods), _truncation(ratio, sinks), contexts, questions, overflows, seed
     )
     _measure(options, _choice(model, window, dtype, device, threads), json_to)
 
@@ -135,6 +135,13 @@ def compression(
         plot,
     )
     _measure(options, _choice(model, window, dtype, device, threads), json_to)
+
+
+def _truncation(ratio: float, sinks: str) -> Truncation:
+    """Raise InvalidInputError if the sinks are no number."""
+    if sinks != "auto" and not sinks.isdecimal():
+        raise InvalidInputError(f"{sinks!r} are no sinks", "give --sinks a number, or auto")
+    return Truncation(ratio, None if sinks == "auto" else int(sinks))
 
 
 def _numbers(text: str) -> tuple[float, ...]:

@@ -8,7 +8,7 @@ A context is compressed once, as the service does when a turn is over, and then 
   experiments, so that policies with scores know what is wanted.
 
 All policies get the same contexts and questions. What the service protects is protected here:
-special tokens, and the last token, which has not been computed.
+the model's sinks, special tokens, and the last token, which has not been computed.
 """
 
 import time
@@ -126,7 +126,11 @@ def _compress(model: EvalModel, token_ids: list[int], found: list[_Found]) -> It
     """
     special_ids = model.text.frame_tokens.ids
     num_tokens = len(token_ids)
-    protected = (*special_tokens(token_ids, special_ids), (num_tokens - 1, num_tokens))
+    protected = (
+        (0, model.sink_tokens),
+        *special_tokens(token_ids, special_ids),
+        (num_tokens - 1, num_tokens),
+    )
     for needs in ("nothing", "window", "accumulated"):
         group = [each for each in found if each.policy.needs == needs]
         if not group:

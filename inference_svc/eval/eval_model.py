@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from inference_svc.core.errors import UnsupportedModelError
+from inference_svc.core.truncation import USUAL_SINKS
 from inference_svc.eval.methods import METHODS, Method, Positions, positions_of
 from inference_svc.eval.options import EvalChoice
 from inference_svc.runtime.compute.model_runner import ModelRunner
@@ -18,6 +19,7 @@ from inference_svc.runtime.kv.shift import can_shift
 from inference_svc.runtime.model.calibration import MIN_CONTEXT_WINDOW, calibrate
 from inference_svc.runtime.model.model_loader import LoadedModel, load_model
 from inference_svc.runtime.model.recipes import Calibration
+from inference_svc.runtime.model.sinks import find_sinks
 from inference_svc.runtime.turns.chat_text import TurnText
 from shared.errors import ConfigError, InvalidInputError
 
@@ -37,6 +39,7 @@ class EvalModel:
     Attributes:
         text: encodes text and chat as the service does.
         window_tokens: rows that a context may fill.
+        sink_tokens: first tokens that the model leans on, see `find_sinks`.
         calibrations: by what positions are to be.
         runners: of the same.
     """
@@ -44,6 +47,7 @@ class EvalModel:
     loaded: LoadedModel
     text: TurnText
     window_tokens: int
+    sink_tokens: int
     pool: KVPool
     calibrations: dict[Positions, Calibration]
     runners: dict[Positions, ModelRunner]
@@ -79,10 +83,12 @@ def prepare_model(
     kinds = list(dict.fromkeys(positions_of(method) for method in methods))
     calibrations = {kind: _calibrate(served, kind) for kind in kinds}
     _check_calibrations(served, calibrations, methods)
+    decoupled = [found for found in calibrations.values() if found.positions == "decoupled"]
+    sink_tokens = find_sinks(served, decoupled[0]) if decoupled else USUAL_SINKS
     shapes = [layer.shape for layer in calibrations[kinds[0]].layers]
     pool = KVPool(shapes, 2 * SEQUENCES * window, device=served.device, dtype=served.dtype)
     runners = {kind: ModelRunner(served, found) for kind, found in calibrations.items()}
-    return EvalModel(served, text, window, pool, calibrations, runners)
+    return EvalModel(served, text, window, sink_tokens, pool, calibrations, runners)
 
 
 def _window(loaded: LoadedModel, window_tokens: int) -> int:

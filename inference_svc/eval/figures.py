@@ -31,6 +31,7 @@ class MethodPerplexity:
         to_reference: its perplexity per word, divided by that of token truncation, of the whole
             text; None without token truncation. The interval comes from the spread over pieces of
             the text as long as what one truncation drops.
+        after_to_reference: the same of the tokens after the first truncation.
         num_computed: tokens that went through the model.
     """
 
@@ -38,6 +39,7 @@ class MethodPerplexity:
     all_tokens: Perplexity
     after_overflow: Perplexity
     to_reference: Interval | None
+    after_to_reference: Interval | None
     num_computed: int
     num_overflows: int
     elapsed_s: float
@@ -82,12 +84,17 @@ class RotationError:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What was measured, and where."""
+    """What was measured, and where.
+
+    Attributes:
+        sink_tokens: first tokens that the model leans on, as they are found when it is served.
+    """
 
     model: str
     fingerprint: str
     architecture: str
     attention_mode: str
+    sink_tokens: int
     num_weights: int
     dtype: str
     device: str

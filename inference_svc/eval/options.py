@@ -39,11 +39,11 @@ class Truncation:
 
     Attributes:
         ratio: of the window, the oldest tokens.
-        sink_tokens: at the context's start, which stay.
+        sink_tokens: at the context's start, which stay; None: as many as the model leans on.
     """
 
     ratio: float = 0.5
-    sink_tokens: int = 0
+    sink_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

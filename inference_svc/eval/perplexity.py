@@ -22,7 +22,7 @@ from inference_svc.eval.methods import REFERENCE, Method
 from inference_svc.eval.options import PerplexityOptions, Truncation
 from inference_svc.eval.sequence import Sequence as Context
 from inference_svc.eval.text import EvalText, UnusableTextError, load_text
-from inference_svc.eval.truncating import check_truncation, dropped
+from inference_svc.eval.truncating import check_truncation, dropped, with_sinks
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ def measure_perplexity(
         UnusableTextError: the text does not fill the window, so that nothing overflows.
         InvalidInputError: of the truncation, see `check_truncation`.
     """
-    check_truncation(options.truncation, model.window_tokens)
+    truncation = with_sinks(options.truncation, model.sink_tokens)
+    check_truncation(truncation, model.window_tokens)
     text = load_text(options.text, model, options.num_words)
     if len(text.token_ids) <= model.window_tokens + 1:
         raise UnusableTextError(
@@ -61,15 +62,15 @@ def measure_perplexity(
     for method in options.methods:
         on_progress(f"{method}: {len(text.token_ids)} tokens")
         with Context(model, method) as context:
-            streamed[method] = stream(context, text.token_ids, options.truncation)
+            streamed[method] = stream(context, text.token_ids, truncation)
     return PerplexityReport(
         text=options.text.name,
         num_tokens=len(text.token_ids) - 1,
         num_words=text.num_words,
         window_tokens=model.window_tokens,
-        truncation=options.truncation,
+        truncation=truncation,
         methods=tuple(
-            _figures(method, streamed, text, model.window_tokens, options.truncation)
+            _figures(method, streamed, text, model.window_tokens, truncation)
             for method in options.methods
         ),
     )
@@ -110,13 +111,19 @@ def _figures(
     tokens_per_word = len(found.losses) / text.num_words
     piece_tokens = int(truncation.ratio * window_tokens)
     reference = streamed.get(REFERENCE)
+
+    def to_reference(first_token: int) -> Interval | None:
+        if reference is None:
+            return None
+        losses, others = found.losses[first_token:], reference.losses[first_token:]
+        return ratio_of(losses, others, tokens_per_word, piece_tokens)
+
     return MethodPerplexity(
         method=method,
         all_tokens=perplexity_of(found.losses, tokens_per_word),
         after_overflow=perplexity_of(found.losses[window_tokens:], tokens_per_word),
-        to_reference=None
-        if reference is None
-        else ratio_of(found.losses, reference.losses, tokens_per_word, piece_tokens),
+        to_reference=to_reference(0),
+        after_to_reference=to_reference(window_tokens),
         num_computed=found.num_computed,
         num_overflows=found.num_overflows,
         elapsed_s=found.elapsed_s,

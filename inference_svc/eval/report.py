@@ -55,7 +55,8 @@ def _subject_facts(subject: Subject) -> dict[str, str]:
     size = f"{subject.num_weights / 1e6:.1f} million weights"
     libraries = ", ".join(f"{name} {version}" for name, version in subject.libraries.items())
     return {
-        "model": f"{subject.model}, {subject.architecture}, {size}, {subject.attention_mode}",
+        "model": f"{subject.model}, {subject.architecture}, {size}, {subject.attention_mode}, "
+        f"leans on {subject.sink_tokens} first tokens",
         "computed": f"{subject.dtype} on {subject.device}, {subject.threads} threads",
         "machine": subject.cpu,
         "software": libraries,
@@ -87,6 +88,8 @@ def _perplexity_table(found: PerplexityReport) -> Table:
             "95 %",
             "after: ppl/token",
             "ppl/word",
+            "to TT",
+            "95 %",
             "tokens computed",
             "took",
         ],
@@ -97,10 +100,10 @@ def _perplexity_table(found: PerplexityReport) -> Table:
             f"{each.all_tokens.nats_per_token:.4f}",
             f"{each.all_tokens.per_token:.2f}",
             f"{each.all_tokens.per_word:.1f}",
-            "" if each.to_reference is None else f"{each.to_reference.value:.4f}",
-            "" if each.to_reference is None else _between(each.to_reference, ".4f"),
+            *_ratio(each.to_reference),
             f"{each.after_overflow.per_token:.2f}",
             f"{each.after_overflow.per_word:.1f}",
+            *_ratio(each.after_to_reference),
             f"{each.num_computed:,}",
             format_duration(each.elapsed_s),
         )
@@ -206,6 +209,13 @@ def _rotation_table(found: RotationReport) -> Table:
             f"{each.to_own:.1e}",
         )
     return table
+
+
+def _ratio(interval: Interval | None) -> tuple[str, str]:
+    """A ratio, and its ends."""
+    if interval is None:
+        return "", ""
+    return f"{interval.value:.4f}", _between(interval, ".4f")
 
 
 def _between(interval: Interval, form: str) -> str:

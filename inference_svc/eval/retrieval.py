@@ -10,7 +10,7 @@ the number is the model's first choice: the same as greedy decoding giving exact
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from inference_svc.eval.eval_model import EvalModel
 from inference_svc.eval.figures import MethodRetrieval, RetrievalReport
@@ -26,7 +26,7 @@ from inference_svc.eval.records import (
     draw_records,
 )
 from inference_svc.eval.sequence import Sequence as Context
-from inference_svc.eval.truncating import check_truncation, dropped
+from inference_svc.eval.truncating import check_truncation, dropped, with_sinks
 from shared.errors import InvalidInputError
 
 
@@ -49,6 +49,7 @@ def measure_retrieval(
         InvalidInputError: the window does not hold the records of a turn twice, or more than there
             are names for.
     """
+    options = replace(options, truncation=with_sinks(options.truncation, model.sink_tokens))
     check_truncation(options.truncation, model.window_tokens)
     answers: dict[Method, _Answers] = {method: _Answers() for method in options.methods}
     for index in range(options.num_contexts):

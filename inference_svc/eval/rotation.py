@@ -47,8 +47,9 @@ def measure_rotation(model: EvalModel, options: RotationOptions) -> RotationRepo
         UnsupportedModelError: no layer of the model has rotary keys.
     """
     window = model.window_tokens
-    check_truncation(Truncation(options.ratio), window)
-    (_, drop) = dropped(Truncation(options.ratio), window)[0]
+    truncation = Truncation(options.ratio, sink_tokens=0)
+    check_truncation(truncation, window)
+    (_, drop) = dropped(truncation, window)[0]
     if options.num_moves * drop >= window:
         raise InvalidInputError(
             f"{options.num_moves} truncations of {drop} tokens leave nothing of {window}",

@@ -66,6 +66,7 @@ def subject_of(model: EvalModel) -> Subject:
         fingerprint=loaded.fingerprint,
         architecture=loaded.architecture,
         attention_mode=calibration.mode,
+        sink_tokens=model.sink_tokens,
         num_weights=sum(weights.numel() for weights in loaded.model.parameters()),
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),

@@ -1,13 +1,22 @@
 """Which tokens an overflow drops. Pure."""
 
+from dataclasses import replace
+
 from inference_svc.core.discards import Range
 from inference_svc.eval.options import Truncation
 from shared.errors import InvalidInputError
 
 
+def with_sinks(truncation: Truncation, model_sinks: int) -> Truncation:
+    """Return a truncation that says how many sinks stay: if it does not, those of the model."""
+    if truncation.sink_tokens is not None:
+        return truncation
+    return replace(truncation, sink_tokens=model_sinks)
+
+
 def dropped(truncation: Truncation, num_tokens: int) -> tuple[Range, ...]:
     """Return the oldest part of a context of `num_tokens`, after what stays in any case."""
-    sinks = truncation.sink_tokens
+    sinks = truncation.sink_tokens or 0
     return ((sinks, sinks + int(truncation.ratio * num_tokens)),)
 
 

@@ -72,6 +72,7 @@ def test_rotation_as_a_table(command, tiny_model):
         (("--window", "2048"), "nothing overflows a window of 2048", "longer text or a smaller"),
         (("--ratio", "1"), "a truncation of 1 of the window", "between 0 and 1"),
         (("--sinks", "32"), "nothing to drop or nothing to keep", "fewer --sinks"),
+        (("--sinks", "few"), "'few' are no sinks", "a number, or auto"),
         (("--methods", "ca,re"), "no such method: re", "name some of ca, ca-shift, tt"),
         (("--dtype", "int8"), "no such dtype: int8", "name auto"),
         (("--json", "no/where/a.json"), "is in no directory", "a directory that exists"),

@@ -6,11 +6,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from inference_svc.core.truncation import USUAL_SINKS
 from inference_svc.eval.eval_model import prepare_model
 from inference_svc.eval.options import PerplexityOptions, Truncation
 from inference_svc.eval.perplexity import measure_perplexity, perplexity_of, ratio_of, stream
 from inference_svc.eval.sequence import Sequence
 from inference_svc.eval.text import load_text
+from inference_svc.eval.truncating import with_sinks
 from inference_svc.runtime.model.model_loader import load_model
 from tests.inference_svc.eval.conftest import WINDOW
 from tests.inference_svc.eval.plain_stream import kept, recomputed
@@ -99,6 +101,42 @@ def test_a_report_compares_every_method_with_token_truncation(eval_model):
     assert ca.to_reference.low < ca.to_reference.value < ca.to_reference.high
     assert ca.num_overflows == nkvt.num_overflows == (report.num_tokens - WINDOW - 1) // DROP + 1
     assert tt.after_overflow != tt.all_tokens
+
+
+def test_a_model_that_leans_on_its_first_token_is_shown_to_need_it(sink_model):
+    """A text that it wrote itself surprises it once that token is gone, unless it always stays."""
+    model = prepare_model(load_model(sink_model), 256, ("ca", "tt"))
+    as_served = with_sinks(Truncation(), model.sink_tokens)
+    assert as_served == Truncation(sink_tokens=USUAL_SINKS)
+    torch.manual_seed(1)
+    bos_id = model.loaded.tokenizer.bos_token_id
+    text = AutoModelForCausalLM.from_pretrained(sink_model).generate(
+        torch.tensor([[bos_id]]), do_sample=True, top_k=0, max_new_tokens=600, eos_token_id=None
+    )
+    nats = {
+        truncation.sink_tokens: float(
+            streamed(model, "ca", text[0].tolist(), truncation).losses[256:].mean()
+        )
+        for truncation in (as_served, *(Truncation(sink_tokens=number) for number in (0, 1, 16)))
+    }
+    assert nats[0] > nats[USUAL_SINKS] + 2
+    assert nats[1] == pytest.approx(nats[USUAL_SINKS], abs=0.2)
+    assert nats[16] == pytest.approx(nats[USUAL_SINKS], abs=0.2)
+
+
+def test_a_report_says_how_many_sinks_stayed(eval_model):
+    """Those that were asked for, else those of the model; the tokens after count by themselves."""
+    found = {}
+    for asked in (None, 0):
+        options = PerplexityOptions(SAMPLE, ("ca", "tt"), Truncation(sink_tokens=asked), 120)
+        found[asked] = measure_perplexity(eval_model, options, lambda _what: None)
+    assert found[None].truncation.sink_tokens == eval_model.sink_tokens == USUAL_SINKS
+    assert found[0].truncation.sink_tokens == 0
+    ca, tt = found[None].methods
+    after = ca.after_overflow.per_word / tt.after_overflow.per_word
+    assert ca.after_to_reference.value == pytest.approx(after)
+    assert ca.after_to_reference != ca.to_reference
+    assert tt.after_to_reference.value == 1
 
 
 def test_figures_of_a_loss():
