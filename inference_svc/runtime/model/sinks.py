@@ -34,6 +34,7 @@ NEXT_TOKENS = 16
 LEAST_TEXT_TOKENS = 64  # of fewer tokens the half that is left says nothing
 # SmolLM2-135M is 36 times as far off without sinks as at best, models without any 1.0 to 1.1 times.
 MOST_TIMES_THE_BEST = 1.5
+NEGLIGIBLE = 1e-3  # nats; what rounding makes of models that predict the same whatever they are fed
 TEXT = (
     "The bridge at the lower end of the valley was built in the year of the great flood, when the "
     "old ferry had been carried away and nobody wanted to pay for a new one. Three villages shared "
@@ -72,7 +73,7 @@ def find_sinks(loaded: LoadedModel, calibration: Calibration) -> int:
     distances = sink_distances(loaded, calibration, token_ids[: num_tokens + NEXT_TOKENS])
     if not all(map(math.isfinite, distances)):
         return USUAL_SINKS
-    most = MOST_TIMES_THE_BEST * min(distances)
+    most = MOST_TIMES_THE_BEST * max(NEGLIGIBLE, min(distances))
     return next(number for number, far in zip(CANDIDATES, distances, strict=True) if far <= most)
 
 

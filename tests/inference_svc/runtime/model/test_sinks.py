@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from inference_svc.core.truncation import USUAL_SINKS
 from inference_svc.demo.conversations import MODEL_DIR
@@ -48,6 +49,18 @@ def test_a_model_without_a_tokenizer_is_asked_by_ids(tiny):
     model = tiny("llama")
     assert model.loaded.tokenizer is None
     assert find_sinks(model.loaded, model.calibration) == 0
+
+
+def test_a_model_that_predicts_the_same_whatever_it_is_fed_needs_none(tiny_model):
+    """Distances are then what rounding makes of nothing, below zero as well."""
+    loaded = load_model(tiny_model)
+    calibration = calibrate(loaded)
+    torch.manual_seed(3)
+    loaded.model.lm_head.weight.uniform_(-1e-5, 1e-5)
+    token_ids = loaded.tokenizer(TEXT).input_ids[:240]
+    far = sink_distances(loaded, calibration, token_ids)
+    assert min(far) < 0
+    assert find_sinks(loaded, calibration) == 0
 
 
 @pytest.mark.parametrize("change", ["coupled", "short window", "no numbers"])
