@@ -6,10 +6,10 @@ from inference_svc.front import Front
 from inference_svc.openai.answers import Answers
 from inference_svc.openai.endings import Endings
 from inference_svc.openai.remembered import Remembered
+from inference_svc.openai.request_places import RequestPlaces
 from inference_svc.openai.served_model import ServedModel
 from inference_svc.openai.settings import OpenAISettings
 from inference_svc.openai.token_text import TokenText
-from inference_svc.openai.unread_bodies import UnreadBodies
 from shared.access.clients import ClientBook
 from shared.access.identity import Identity
 
@@ -29,6 +29,6 @@ class Api:
     remembered: Remembered
     endings: Endings
     answers: Answers
-    bodies: UnreadBodies
+    places: RequestPlaces
     book: ClientBook
     own: Identity | None

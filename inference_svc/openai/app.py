@@ -8,18 +8,14 @@ from aiohttp.typedefs import Middleware
 
 from inference_svc.openai.api import Api
 from inference_svc.openai.chats import create_chat
-from inference_svc.openai.errors import (
-    MethodNotAllowedError,
-    TooManyRequestsError,
-    UnknownUrlError,
-)
+from inference_svc.openai.errors import MethodNotAllowedError, UnknownUrlError
 from inference_svc.openai.replies import refusal, reply, reported
+from inference_svc.openai.requests import expect_nothing_yet
 from inference_svc.openai.responses import create_response, delete_response, show_response
 from shared.access.current import act_as
 from shared.access.http import identity_of
 
 ROLE = "client"
-RETRY_S = 1.0  # after a refusal of one request too many
 SERVER = "inference-svc"  # not aiohttp's and Python's versions
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -34,12 +30,12 @@ def make_app(api: Api, outer: Sequence[Middleware] = ()) -> web.Application:
     """
     app = web.Application(
         client_max_size=api.settings.max_body_bytes,
-        middlewares=[*outer, _telling(), _admitting(api), _authenticating(api)],
+        middlewares=[*outer, _telling(), _authenticating(api), _admitting(api)],
     )
     app.on_response_prepare.append(_name_server)
     routes = app.router
-    routes.add_post("/v1/chat/completions", _with(api, create_chat))
-    routes.add_post("/v1/responses", _with(api, create_response))
+    for path, create in (("chat/completions", create_chat), ("responses", create_response)):
+        routes.add_post(f"/v1/{path}", _with(api, create), expect_handler=expect_nothing_yet)
     routes.add_get("/v1/responses/{id}", _with(api, show_response))
     routes.add_delete("/v1/responses/{id}", _with(api, delete_response))
     routes.add_get("/v1/models", _with(api, _models))
@@ -92,20 +88,12 @@ _PATHS = "use /v1/chat/completions, /v1/responses or /v1/models"
 
 
 def _admitting(api: Api) -> Middleware:
-    """So many requests at once, and no more: each may hold a body."""
-    under_way: set[int] = set()
+    """So many requests at once, and no more."""
 
     @web.middleware
     async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if len(under_way) >= api.settings.max_requests:
-            raise TooManyRequestsError(
-                f"{len(under_way)} requests are under way", "come back", retry_after_s=RETRY_S
-            )
-        under_way.add(id(request))
-        try:
+        with api.places.taken(request):
             return await handler(request)
-        finally:
-            under_way.discard(id(request))
 
     return admit
 

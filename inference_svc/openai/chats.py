@@ -17,7 +17,7 @@ from inference_svc.openai.requests import caller_of, wanted_turn
 async def create_chat(api: Api, request: web.Request) -> web.StreamResponse:
     """Answer a chat's last message."""
     caller = caller_of(request)
-    body = await api.bodies.read(request)
+    body = await api.places.read(request)
     chat = decode_chat(body.values, api.settings.temperature)
     api.model.check(chat.asked.model)
     chain = api.endings.chain(caller)

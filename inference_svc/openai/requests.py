@@ -1,20 +1,18 @@
 """What every request has in common: who sent it, its body, its headers."""
 
-import asyncio
 import hashlib
 import uuid
 from dataclasses import dataclass
 from typing import Any
 
 import structlog
-from aiohttp import web
+from aiohttp import HttpVersion11, hdrs, web
 
 from inference_svc.core.truncation import OverflowPolicy
 from inference_svc.openai.asked_turn import AskedTurn
 from inference_svc.openai.errors import (
     RequestError,
     RequestTooLargeError,
-    SlowRequestError,
     UnsupportedValueError,
 )
 from inference_svc.openai.fields import parse_object
@@ -28,6 +26,7 @@ PROJECT = "OpenAI-Project"  # names the tenant
 SESSION = "X-Session-Id"
 REPEAT = "Idempotency-Key"
 REQUEST_ID = "x-request-id"
+CONTINUE = "100-continue"
 MAX_HEADER = 256  # characters of one of ours
 
 
@@ -70,29 +69,50 @@ def header_of(request: web.Request, name: str) -> str:
     return value
 
 
-async def read_body(request: web.Request, body_s: float) -> Body:
-    """Read and decode a body.
+async def read_body(request: web.Request) -> Body:
+    """Read and decode a body; whoever calls bounds the time.
 
     Raises:
-        RequestError: it is no JSON object.
-        RequestTooLargeError: it is larger than it may be.
-        SlowRequestError: it does not come.
+        RequestError: it is no JSON object, or it does not come as its headers say.
+        RequestTooLargeError: it is larger than it may be: at once, if its headers say so.
     """
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise UnsupportedValueError("compressed bodies are not supported", "send it as it is")
+    if (request.content_length or 0) > request.client_max_size:
+        raise _too_large()
     try:
-        async with asyncio.timeout(body_s):
-            data = await request.read()
-    except TimeoutError as error:
-        raise SlowRequestError(
-            f"the body did not come within {body_s:g} s", "send it at once"
-        ) from error
+        await _ask_for_body(request)
+        data = await request.read()
     except web.HTTPRequestEntityTooLarge as error:
-        raise RequestTooLargeError(
-            "the body is larger than the service takes", "send less, or raise openai.max_body_bytes"
-        ) from error
+        raise _too_large() from error
+    except web.RequestPayloadError:  # its text, and its cause's, is what was sent
+        raise RequestError(
+            "the body ends early, or its chunks are broken", "send it again"
+        ) from None
     digest = hashlib.blake2b(data, digest_size=16).digest()
     return Body(parse_object(data), digest)
+
+
+async def expect_nothing_yet(request: web.Request) -> None:
+    """Leave a client that waits for leave to send its body waiting, until it is known who asks.
+
+    Raises:
+        HTTPExpectationFailed: it expects something else.
+    """
+    if request.headers.get(hdrs.EXPECT, "").lower() != CONTINUE:
+        raise web.HTTPExpectationFailed
+
+
+async def _ask_for_body(request: web.Request) -> None:
+    if request.version == HttpVersion11 and hdrs.EXPECT in request.headers:
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # as aiohttp does: the answer has not begun
+
+
+def _too_large() -> RequestTooLargeError:
+    return RequestTooLargeError(
+        "the body is larger than the service takes", "send less, or raise openai.max_body_bytes"
+    )
 
 
 def session_name(request: web.Request, asked: AskedTurn) -> str:

@@ -28,7 +28,7 @@ MAX_KEPT_INSTRUCTIONS = 16384  # characters that GET shows again; longer ones ar
 async def create_response(api: Api, request: web.Request) -> web.StreamResponse:
     """Answer an input, as the next turn after another response or as the first."""
     caller = caller_of(request)
-    body = await api.bodies.read(request)
+    body = await api.places.read(request)
     asked = decode_response(body.values, api.settings.temperature)
     api.model.check(asked.asked.model)
     chain = api.endings.chain(caller)

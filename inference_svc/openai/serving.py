@@ -15,9 +15,9 @@ from inference_svc.openai.api import Api
 from inference_svc.openai.app import ROLE, make_app
 from inference_svc.openai.endings import Endings
 from inference_svc.openai.remembered import Remembered
+from inference_svc.openai.request_places import RequestPlaces
 from inference_svc.openai.served_model import ServedModel
 from inference_svc.openai.token_text import TokenText
-from inference_svc.openai.unread_bodies import UnreadBodies
 from shared.access.addresses import is_unix
 from shared.access.clients import ClientBook
 from shared.access.credentials import ssl_context
@@ -107,7 +107,7 @@ def _api(
         remembered,
         endings,
         Answers(front, remembered, endings),
-        UnreadBodies(settings.openai),
+        RequestPlaces(settings.openai),
         book,
         own,
     )

@@ -24,7 +24,8 @@ class OpenAISettings(Section):
         write_s: how long a client may take to read what was sent, before it is given up.
         header_s: how long a client may take for a TLS handshake, and for a request's headers.
         idle_s: how long a connection is kept for the next request.
-        max_requests: at once; more are refused. Half of them may wait for bodies of one client.
+        max_requests: at once; more are refused. For a new one a request may go whose body has not
+            come (request_places says which).
         max_connections: at once; for one more that goes which waits for headers, or is idle, for
             longest. None is closed that is being answered: then the new one is.
         max_connections_per_address: the same for one address, or IPv6 network of 64 bits; 0: none.

@@ -198,6 +198,74 @@ async def test_a_body_that_is_too_large_is_not_read(api, opening):
     assert await is_served(api, opening)
 
 
+async def test_a_body_that_would_be_too_large_is_not_waited_for(api):
+    """What the headers say is enough: it is refused at once, for good, and nothing more is read."""
+    for expects in ((), ("Expect: 100-continue",)):
+        async with connected(api) as wire:
+            await wire.send(head(ACME, *expects, length=5_000_000_000))
+            status, headers, answer = await wire.answer()
+            async with asyncio.timeout(ANSWER_S):
+                assert await wire.reader.read() == b""
+        assert (status, answer["error"]["code"]) == (413, "request_too_large")
+        assert headers["connection"] == "close"
+        assert headers["x-should-retry"] == "false"
+
+
+async def test_leave_to_send_a_body(api):
+    """It is given to who may send one, not to strangers; what else is expected is refused."""
+    body = b'{"model": "other", "messages": [{"role": "user", "content": "x"}]}'
+    for authorization, expected, told in (
+        (ACME, "100-continue", b" 100 "),
+        ("Authorization: Bearer nobody", "100-continue", b" 401 "),
+        (ACME, "miracles", b" 417 "),
+    ):
+        async with connected(api) as wire:
+            await wire.send(head(authorization, f"Expect: {expected}", length=len(body)))
+            async with asyncio.timeout(ANSWER_S):
+                line = await wire.reader.readline()
+            assert told in line
+            if told == b" 100 ":
+                await wire.reader.readline()
+                await wire.send(body)
+                assert (await wire.answer())[0] == 404
+
+
+@pytest.mark.parametrize("is_awaited", [True, False])
+async def test_chunks_that_are_broken(api, is_awaited):
+    """They cost a refusal, whether somebody waits for them or not, and are in no log."""
+    async with connected(api) as wire:
+        chunked, broken = "Transfer-Encoding: chunked", b"4\r\n{ SESAME-IN-A-CHUNK\r\n"
+        async with asyncio.timeout(ANSWER_S):
+            if is_awaited:
+                await wire.send(head(ACME, chunked, "Expect: 100-continue"))
+                assert b" 100 " in await wire.reader.readuntil(b"\r\n\r\n")
+                await wire.send(broken)
+            else:
+                await wire.send(head(ACME, chunked) + broken)
+            answer = await wire.reader.read()
+    assert (b" 408 " if is_awaited else b" 400 ") in answer.partition(b"\r\n")[0]
+    assert b"SESAME" not in answer
+    log = api.service.log_path.read_text()
+    assert "SESAME" not in log
+    assert "Traceback" not in log
+
+
+async def test_many_whole_requests_at_once(api, opening):
+    """Those that find no place are told that, and none that it has not sent its body."""
+    body = b'{"model": "other", "messages": "%s"}' % (b"x" * (MAX_BODY - 100))
+    request = head(ACME, length=len(body)) + body
+    async with AsyncExitStack() as stack:
+        wires = [await stack.enter_async_context(connected(api)) for _ in range(3 * MAX_REQUESTS)]
+        _, answers = await asyncio.gather(
+            asyncio.gather(*(wire.send(request) for wire in wires), return_exceptions=True),
+            asyncio.gather(*(wire.answer() for wire in wires)),
+        )
+    told = [answer["error"]["message"] for status, _, answer in answers if status == 429]
+    assert sum(status == 400 for status, _, _ in answers) >= MAX_REQUESTS
+    assert not [message for message in told if "bod" in message]
+    assert await is_served(api, opening)
+
+
 async def test_bodies_that_do_not_come(api, opening):
     """They hold a place for as long as they may; who finds none is told when to come back."""
     async with AsyncExitStack() as stack:
@@ -213,20 +281,17 @@ async def test_bodies_that_do_not_come(api, opening):
 
 
 async def test_one_clients_bodies_leave_places_for_others(api, opening):
-    """Half of all places may wait for them; it is told so, and others are served meanwhile."""
+    """One that waits for its body gives up its place to another client's request, and is told."""
     async with AsyncExitStack() as stack:
         wires = [await stack.enter_async_context(connected(api)) for _ in range(MAX_REQUESTS)]
         for wire in wires:
             await wire.send(head(ACME, length=1000) + b"{")
-        refused = [asyncio.create_task(wire.answer()) for wire in wires]
-        async with asyncio.timeout(ANSWER_S):
-            done, _ = await asyncio.wait(refused, return_when=asyncio.FIRST_COMPLETED)
-        status, _, answer = done.pop().result()
-        assert (status, answer["error"]["code"]) == (429, "too_many_requests")
-        assert "acme" in answer["error"]["message"]
         assert await is_served(api, opening)
-        answers = await asyncio.gather(*refused)
-    assert [status for status, _, _ in answers].count(408) == MAX_REQUESTS // 2
+        answers = await asyncio.gather(*(wire.answer() for wire in wires))
+    (refused,) = [answer for status, _, answer in answers if status == 429]
+    assert refused["error"]["code"] == "too_many_requests"
+    assert "acme" in refused["error"]["message"]
+    assert [status for status, _, _ in answers].count(408) == MAX_REQUESTS - 1
 
 
 async def test_idle_and_half_closed_connections(api, opening):
