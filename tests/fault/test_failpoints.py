@@ -21,7 +21,8 @@ from tests.synthetic_engine import SyntheticEngine, attached_engine, small_layou
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.random_order(disabled=True),  # each kill is recovered from by the next one
+    # Each recovers from the kill before.
+    pytest.mark.random_order(disabled=True),
 ]
 
 NUM_SLOTS = 40

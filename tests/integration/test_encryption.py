@@ -25,9 +25,8 @@ from tests.synthetic_engine import (
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.random_order(
-        disabled=True
-    ),  # each goes on with the disk as the one before has left it
+    # Each goes on with the disk as the one before has left it.
+    pytest.mark.random_order(disabled=True),
 ]
 
 ATTACH_S = 30.0

@@ -27,9 +27,8 @@ from tests.inference_processes import InferenceProcess
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.random_order(
-        disabled=True
-    ),  # each goes on with the service as the one before has left it
+    # Each goes on with the service as the one before has left it.
+    pytest.mark.random_order(disabled=True),
 ]
 
 SERVICE = "inference.v1.Inference"
