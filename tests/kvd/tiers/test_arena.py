@@ -3,10 +3,11 @@
 import os
 from pathlib import Path
 
+import psutil
 import pytest
 
 from kvd.tiers import page_advice
-from kvd.tiers.arena import ArenaTooSmallError, dram_bytes, num_slots_for
+from kvd.tiers.arena import AUTO_FRACTION, ArenaTooSmallError, dram_bytes, num_slots_for
 from kvd.tiers.arena_store import (
     ArenaOptions,
     ArenaStore,
@@ -131,3 +132,9 @@ def test_where_dram_is_kept():
     assert resolve_keep("auto", (12345,), none) == "none"
     assert resolve_keep("fdstore", (), none) == "none"
     assert resolve_keep("file", (12345,), systemd) == "file"
+
+
+def test_a_size_that_is_not_said_is_a_part_of_the_machines():
+    """Some of what is available; what is said is taken."""
+    assert 0 < dram_bytes(None) <= psutil.virtual_memory().total * AUTO_FRACTION
+    assert dram_bytes(12345) == 12345

@@ -89,6 +89,19 @@ def test_words_run_out_and_come_back(progress, words):
     assert progress.open(LEASE + 9, words.wake) == 2
 
 
+def test_reads_that_end_after_the_arena_say_nothing():
+    """The words are given up with the arena; who publishes late finds none, and wakes nobody."""
+    woken = []
+    progress = Progress(4)
+    progress.open(LEASE, lambda: woken.append(LEASE))
+    progress.close_all()
+    progress.publish(LEASE, 1)
+    progress.fail(LEASE)
+    progress.close(LEASE)
+    progress.close_all()
+    assert (woken, progress.open(LEASE + 1, woken.clear)) == ([], None)
+
+
 def test_many_threads_wait_while_many_publish(progress, words):
     """Each waiter sees its own load to the end, layer by layer, whoever wakes it."""
     leases = [LEASE + n for n in range(4)]

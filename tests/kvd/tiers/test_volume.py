@@ -284,6 +284,17 @@ def test_no_space_is_full(disk, number, where):
     assert volume.allocated_bytes == 0
 
 
+def test_a_disk_too_full_for_a_step_may_have_room_for_the_extent(disk):
+    """A segment grows by less then; an error that is no lack of space is not asked twice."""
+    disk.volume(faults=Failing(errno.ENOSPC, point=WritePoint.SEGMENT_CREATED))
+    assert disk.write(0, Block()) is IoOutcome.OK
+    assert disk.segments() == {"00000.segment": EXTENT}
+    volume = disk.volume(faults=Failing(errno.EIO, point=WritePoint.SEGMENT_CREATED))
+    assert disk.write(WHOLE, Block()) is IoOutcome.TRANSIENT
+    assert volume.physical_extents() > 1
+    assert disk.segments() == {"00000.segment": EXTENT}
+
+
 def test_a_failed_sync_fails_all_since_the_last(disk):
     """Also what was written meanwhile, and is synced later with success: the kernel forgot it."""
     volume = disk.volume(faults=Failing(errno.EIO, point=WritePoint.SEGMENT_SYNCED))
