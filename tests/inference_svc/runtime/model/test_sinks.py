@@ -51,6 +51,15 @@ def test_a_model_without_a_tokenizer_is_asked_by_ids(tiny):
     assert find_sinks(model.loaded, model.calibration) == 0
 
 
+@pytest.mark.parametrize("name", ["deepseek-v3", "falcon", "bloom", "llama4", "gpt2"])
+def test_every_mode_is_measured(tiny, name):
+    """Over gathered rows, under a mask of ours, one sequence at a time; or taken as usual."""
+    model = tiny(name)
+    found = find_sinks(model.loaded, model.calibration)
+    assert found in CANDIDATES
+    assert found == USUAL_SINKS or model.calibration.positions == "decoupled"
+
+
 def test_a_model_that_predicts_the_same_whatever_it_is_fed_needs_none(tiny_model):
     """Distances are then what rounding makes of nothing, below zero as well."""
     loaded = load_model(tiny_model)
