@@ -31,7 +31,8 @@ class MethodPerplexity:
         to_reference: its perplexity per word, divided by that of token truncation, of the whole
             text; None without token truncation. The interval comes from the spread over pieces of
             the text as long as what one truncation drops.
-        after_to_reference: the same of the tokens after the first truncation.
+        after_to_reference: the same of the tokens after the first truncation; None also if they are
+            fewer than one truncation drops.
         num_computed: tokens that went through the model.
     """
 

@@ -113,7 +113,7 @@ def _figures(
     reference = streamed.get(REFERENCE)
 
     def to_reference(first_token: int) -> Interval | None:
-        if reference is None:
+        if reference is None or len(reference.losses) - first_token < piece_tokens:
             return None
         losses, others = found.losses[first_token:], reference.losses[first_token:]
         return ratio_of(losses, others, tokens_per_word, piece_tokens)

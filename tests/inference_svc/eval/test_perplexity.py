@@ -139,6 +139,19 @@ def test_a_report_says_how_many_sinks_stayed(eval_model):
     assert tt.after_to_reference.value == 1
 
 
+def test_too_few_tokens_after_the_first_overflow_are_not_compared(eval_model, tmp_path):
+    """They are less than what one truncation drops; the whole text is compared all the same."""
+    tokenizer = eval_model.loaded.tokenizer
+    text = load_text(SAMPLE, eval_model, 120)
+    short = tmp_path / "short.txt"
+    short.write_text(tokenizer.decode(text.token_ids[: WINDOW + DROP // 2]))
+    options = PerplexityOptions(short, ("ca", "tt"))
+    ca, _ = measure_perplexity(eval_model, options, lambda _what: None).methods
+    assert ca.num_overflows == 1
+    assert ca.after_to_reference is None
+    assert ca.to_reference is not None
+
+
 def test_figures_of_a_loss():
     """A loss of ln 8 a token, two tokens a word."""
     found = perplexity_of(torch.full((6,), 8.0).double().log(), 2.0)
