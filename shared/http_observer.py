@@ -14,8 +14,8 @@ import structlog
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from shared.access.refusals import LineAllowance
 from shared.histogram import Histogram, Tally
+from shared.line_allowance import LineAllowance
 from shared.log import get_logger
 from shared.tracing import carried, enter_request, fail_span
 

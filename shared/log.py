@@ -7,7 +7,12 @@ of its task.
 
 Where stderr is systemd's journal each line begins with its priority, which the journal takes off:
 `journalctl -p warning` finds warnings. Secrets do not get into a line: whatever is logged under the
-name of one, and whatever looks like the credentials of a request, is written as REDACTED.
+name of one, and whatever looks like the credentials of a request, in its headers or in its URL, is
+written as REDACTED. That is done to the finished line, too: what an object or bytes looks like is
+known only then.
+
+Libraries write what somebody outside may cause at will, a traceback for each connection that broke:
+each has so many lines a second, and its next one says how many were left out.
 """
 
 import logging
@@ -20,6 +25,8 @@ from typing import Any, cast
 import structlog
 from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
 
+from shared.line_allowance import LineAllowance
+
 LEVELS = ("debug", "info", "warning", "error")
 REDACTED = "[redacted]"
 SECRET_NAMES = frozenset(
@@ -29,7 +36,19 @@ SECRET_NAMES = frozenset(
         *("salt", "secret"),
     }
 )
-_CREDENTIALS = re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{8,}|\bsk-[\w-]{16,}")
+_QUERY_NAMES = (  # of parameters of a URL
+    r"(?:access|refresh|id|auth|session)?[-_]?token|(?:x[-_])?(?:api|access|secret|private)[-_]?key"
+    r"|key|secret|client[-_]secret|passw(?:or)?d|pwd|sig|signature|credentials?"
+)
+_CREDENTIALS = re.compile(
+    r"(?i)\b(?:bearer|basic)\s+[\w.~+/=-]{8,}|\bsk-[\w-]{16,}"
+    rf"|(?<=[?&])(?:{_QUERY_NAMES})=[^\s&;#\"'\\<>]+"  # in a URL's query
+    r"|(?<=://)[^\s/@\"'\\]+:[^\s/@\"'\\]*(?=@)"  # in its authority
+    r"|\b(?:proxy-)?authorization\b\W{1,4}[\w.~+/=-]{8,}(?:\s+[\w.~+/=-]{8,})?"  # a header, as text
+    r"|\b(?:x-)?api-key\b\W{1,4}[\w.~+/=-]{8,}|\b(?:set-)?cookie\b\s*[:=]\s*[^\s\"'\\]+"
+)
+# What some part of each match has: most lines have none of it, and looking for it is much faster.
+_MARKS = ("bearer", "basic", "sk-", "?", "&", "://", "authorization", "api-key", "cookie")
 # As syslog(3) numbers them; what is not here is a notice.
 _PRIORITIES = {"debug": 7, "info": 6, "warning": 4, "error": 3, "critical": 2}
 
@@ -63,7 +82,8 @@ def configure_logging(
         processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *ending],
     )
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JournalFormatter(formatter) if _is_journal(environ) else formatter)
+    handler.setFormatter(_LineFormatter(formatter, is_journal=_is_journal(environ)))
+    handler.addFilter(_LibraryLines())
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     logging.getLogger("grpc").setLevel(logging.INFO)  # its debug messages tell nothing of ours
     structlog.configure(
@@ -94,26 +114,52 @@ def _redacted(name: str, value: Any) -> Any:
     if name.lower() in SECRET_NAMES:
         return REDACTED if value else value
     if isinstance(value, str):
-        return _CREDENTIALS.sub(REDACTED, value)
+        return _without_credentials(value)
     if isinstance(value, Mapping):
         return {key: _redacted(str(key), item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_redacted("", item) for item in value]
     if isinstance(value, BaseException):
-        return _CREDENTIALS.sub(REDACTED, str(value))
+        return _without_credentials(str(value))
     return value
 
 
-class _JournalFormatter(logging.Formatter):
-    """Puts each line's priority before it, as sd-daemon(3) says."""
+def _without_credentials(text: str) -> str:
+    lower = text.lower()
+    if not any(mark in lower for mark in _MARKS):
+        return text
+    return _CREDENTIALS.sub(REDACTED, text)
 
-    def __init__(self, inner: logging.Formatter) -> None:
+
+class _LineFormatter(logging.Formatter):
+    """Redacts the finished line, and puts its priority before it for the journal (sd-daemon(3))."""
+
+    def __init__(self, inner: logging.Formatter, *, is_journal: bool) -> None:
         super().__init__()
         self._inner = inner
+        self._is_journal = is_journal
 
     def format(self, record: logging.LogRecord) -> str:
-        priority = _PRIORITIES.get(record.levelname.lower(), 5)
-        return f"<{priority}>{self._inner.format(record)}"
+        line = _without_credentials(self._inner.format(record))
+        if not self._is_journal:
+            return line
+        return f"<{_PRIORITIES.get(record.levelname.lower(), 5)}>{line}"
+
+
+class _LibraryLines(logging.Filter):
+    """Lets so many lines a second of each library through; ours, which are events, all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._allowance = LineAllowance()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if isinstance(record.msg, dict):
+            return True
+        left_out = self._allowance.take(record.name)
+        if left_out:
+            record.msg, record.args = f"{record.getMessage()} ({left_out} more left out)", ()
+        return left_out is not None
 
 
 def _is_journal(environ: Mapping[str, str]) -> bool:

@@ -77,6 +77,60 @@ def test_secrets_are_redacted(capsys, as_json):
 
 
 @pytest.mark.parametrize("as_json", [True, False])
+@pytest.mark.parametrize(
+    "said",
+    [
+        "GET /v1/models?api_key=tok-6abc&model=fine",
+        "https://fine.example/x?a=fine&access_token=tok-7abc#end",
+        "cannot reach https://someone:tok-8abc@fine.example/",
+        "'X-Api-Key: tok-9abcdefgh' in fine",
+        "Invalid header: Authorization: tok-10abcdef, fine",
+        "fine: Cookie: session=tok-11abc",
+        {"url": "/x?fine=1&sig=tok-12abc"},
+        b"fine Authorization: Bearer tok-13abcdefgh",
+        ValueError("fine ?key=tok-14abc"),
+        [{"query": ("fine?token=tok-15abc",)}],
+        {b"fine?secret=tok-16abc"},
+    ],
+    ids=str,
+)
+def test_credentials_are_redacted_wherever_they_stand(capsys, as_json, said):
+    """In URLs, headers, bytes and objects, of ours and of libraries; the rest of them is told."""
+    configure_logging("info", json=as_json)
+    get_logger("a").info("happened", said=said)
+    logging.getLogger("library").warning("happened %s", said)
+    written = capsys.readouterr().err
+    assert "tok-" not in written
+    assert written.count("fine") >= 2
+    if as_json:
+        assert [json.loads(line)["level"] for line in written.splitlines()] == ["info", "warning"]
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_words_that_are_no_secrets(capsys, as_json):
+    """What only sounds like one is told."""
+    configure_logging("info", json=as_json)
+    said = (
+        "num_tokens=12 key=[1, 2] layout_key: abcdefghijkl, http://127.0.0.1:4317/a?b=c basic idea"
+    )
+    get_logger("a").info("happened", said=said)
+    written = capsys.readouterr().err
+    assert said in written
+    assert REDACTED not in written
+
+
+def test_libraries_have_so_many_lines(capsys):
+    """What somebody can cause at will does not fill the disk; our own events are all written."""
+    configure_logging("info", json=True)
+    for number in range(200):
+        logging.getLogger("asyncio").error("broke", exc_info=ValueError(number))
+        get_logger("asyncio").info("ours")
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert sum(line["event"] == "ours" for line in lines) == 200
+    assert 1 <= sum(line["event"].startswith("broke") for line in lines) < 100
+
+
+@pytest.mark.parametrize("as_json", [True, False])
 def test_tracebacks_show_no_values(capsys, as_json):
     """A traceback has lines of code and the error's message, redacted, and no local variables."""
     configure_logging("info", json=as_json)

@@ -19,8 +19,8 @@ from inference_svc.core.scheduling.request import Request
 from inference_svc.core.submission import Submission
 from inference_svc.core.turn_measures import TurnMeasures
 from inference_svc.core.turn_record import TurnRecord, Usage
-from shared.access.refusals import LineAllowance
 from shared.errors import ReportedError
+from shared.line_allowance import LineAllowance
 from shared.log import get_logger
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.session_key import DEFAULT_TENANT

@@ -1,6 +1,6 @@
 """What is logged of callers that were turned away."""
 
-from shared.access.refusals import LineAllowance
+from shared.line_allowance import LineAllowance
 
 
 def test_a_flood_has_so_many_lines_a_second():
