@@ -9,6 +9,7 @@ from shared.access.addresses import UNIX, is_unix
 from shared.access.credentials import server_credentials
 from shared.access.settings import TlsSettings
 from shared.access.sockets import open_to_group
+from shared.access.tls_connections import TlsConnections
 from shared.unix_path import SocketInUseError, claim_path
 
 
@@ -28,7 +29,13 @@ def prepare_socket(listen: str) -> None:
         ) from error
 
 
-def bind(server: grpc.aio.Server, listen: str, tls: TlsSettings, group: str = "") -> int:
+def bind(
+    server: grpc.aio.Server,
+    listen: str,
+    tls: TlsSettings,
+    group: str = "",
+    connections: TlsConnections | None = None,
+) -> int:
     """Bind the server; return the port, which is chosen for port 0.
 
     Args:
@@ -36,6 +43,7 @@ def bind(server: grpc.aio.Server, listen: str, tls: TlsSettings, group: str = ""
         listen: "unix:/path" or "host:port".
         tls: of a TCP port.
         group: that may open a Unix socket; "": the group it has.
+        connections: is told of each TLS connection.
 
     Raises:
         ConfigError: the address cannot be bound, the group or the TLS files cannot be used.
@@ -45,7 +53,7 @@ def bind(server: grpc.aio.Server, listen: str, tls: TlsSettings, group: str = ""
             port: int = server.add_insecure_port(listen)
             open_to_group(Path(listen.removeprefix(UNIX)), group)
         elif tls.is_on:
-            port = server.add_secure_port(listen, server_credentials(tls))
+            port = server.add_secure_port(listen, server_credentials(tls, connections))
         else:
             port = server.add_insecure_port(listen)
     except (RuntimeError, OSError) as error:

@@ -47,6 +47,8 @@ def _fill(parts: ServiceParts, calls: Calls, scrape: Scrape) -> None:
     _fill_measures(scrape, engine_parts.measures)
     scrape.put_tally("inference_transcript_errors_total", parts.transcripts.trouble.errors)
     scrape.put_tally("inference_rpcs_total", calls.rpcs.ended)
+    scrape.put_tally("inference_refused_calls_total", calls.rpcs.refused)
+    scrape.put("inference_tls_connections_unused_total", calls.rpcs.tls.count_unused())
     scrape.put_histogram("inference_rpc_seconds", calls.rpcs.seconds)
     scrape.put_tally("inference_http_requests_total", calls.http.ended)
     scrape.put_histogram("inference_http_request_seconds", calls.http.seconds)

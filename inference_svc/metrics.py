@@ -288,6 +288,17 @@ METRICS = MetricTable(
         Metric("inference_rpcs_total", "counter", "gRPC calls", ("method", "code")),
         Metric("inference_rpc_seconds", "histogram", "gRPC calls, to their last byte", ("method",)),
         Metric(
+            "inference_refused_calls_total",
+            "counter",
+            "Callers turned away, by reason and by the name that they have in the settings",
+            ("reason", "client"),
+        ),
+        Metric(
+            "inference_tls_connections_unused_total",
+            "counter",
+            "TLS connections for gRPC without a call in 15 s: handshakes that failed, mostly",
+        ),
+        Metric(
             "inference_http_requests_total",
             "counter",
             "HTTP requests of clients",

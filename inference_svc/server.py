@@ -152,7 +152,8 @@ async def _serve(
     )
     server, health_servicer = _make_server(settings, parts, book, calls.rpcs)
     try:
-        bind(server, settings.server.listen, settings.tls, settings.server.socket_group)
+        address = settings.server.listen, settings.tls, settings.server.socket_group
+        bind(server, *address, calls.rpcs.tls)
         async with asyncio.TaskGroup() as tasks:
             lives = [tasks.create_task(parts.engine.run()), tasks.create_task(parts.turns.run())]
             if parts.client is not None:
@@ -196,7 +197,7 @@ def _make_server(
         interceptors=[
             RpcObserver(rpcs),
             ReportedErrorInterceptor("inference"),
-            AccessInterceptor(book, {SERVICE: "client"}, _own(settings)),
+            AccessInterceptor(book, {SERVICE: "client"}, _own(settings), metrics=rpcs),
         ],
         options=server_options(
             settings.server.max_message_bytes,

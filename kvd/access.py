@@ -12,6 +12,7 @@ from shared.access.clients import ClientBook, Clients
 from shared.access.identity import ANY, Identity, socket_identity
 from shared.access.interceptor import AccessInterceptor
 from shared.access.streams import StreamCounts
+from shared.rpc_observer import RpcMetrics
 
 ROLES: Mapping[str, str] = {
     "kvd.v1.Engine": "engine",
@@ -27,12 +28,17 @@ class Access:
         users: whose engines may attach.
         book: clients that come with a token or a certificate.
 
+    Args:
+        settings: of the start.
+        metrics: where refusals are counted.
+
     Raises:
         UnguardedError: anybody could connect to access.tcp.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, metrics: RpcMetrics | None = None) -> None:
         check_access(settings)
+        self._metrics = metrics or RpcMetrics()
         self.users = EngineUsers(settings.engine_uids(), settings.engine_tenants())
         self.book = ClientBook(Clients(settings.clients))
         self._streams = StreamCounts(settings.limits.max_streams_per_client)
@@ -59,4 +65,5 @@ class Access:
             streams=self._streams,
             check=narrow,
             leaves_reading=socket_role == "engine",
+            metrics=self._metrics,
         )

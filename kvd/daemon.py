@@ -69,8 +69,8 @@ class Daemon:
     def __init__(self, live: LiveSettings[Settings], faults: Faults | None = None) -> None:
         self._live = live
         self._settings = live.settings  # of the start: what cannot change live
-        self._access = Access(self._settings)
         self._rpcs = RpcMetrics()
+        self._access = Access(self._settings, self._rpcs)
         self._is_serving = False
         self.reloader = Reloader(live)
         self.keeps_dram = True
@@ -149,7 +149,9 @@ class Daemon:
         """Listen for engines; leaving ends every connection, and with it every lease."""
         settings = self._settings
         path = settings.runtime_dir / DATA_SOCKET
-        data_socket = DataSocket(path, self._access.users, settings.limits.max_engines)
+        data_socket = DataSocket(
+            path, self._access.users, settings.limits.max_engines, self._rpcs.refused
+        )
         with data_socket.listen(settings.access.engine_group) as listener:
             serving = asyncio.create_task(data_socket.serve(listener, engines.gone))
             serving.add_done_callback(self._serving_ended)

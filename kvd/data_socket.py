@@ -21,6 +21,7 @@ from shared import data_socket_protocol as packets
 from shared import seqpacket
 from shared.access.refusals import RefusalLog
 from shared.access.sockets import SocketGroupError, open_to_group
+from shared.histogram import Tally
 from shared.log import get_logger
 
 TOKEN_BYTES = 16
@@ -78,9 +79,12 @@ class DataSocket:
         path: of the socket.
         users: whose processes may attach.
         max_peers: at once.
+        refused: where refusals are counted: by reason and user, "uid 1000".
     """
 
-    def __init__(self, path: Path, users: EngineUsers, max_peers: int) -> None:
+    def __init__(
+        self, path: Path, users: EngineUsers, max_peers: int, refused: Tally | None = None
+    ) -> None:
         self._path = path
         self._users = users
         self._max_peers = max_peers
@@ -88,6 +92,7 @@ class DataSocket:
         self._num_peers = 0
         self._on_gone: Callable[[Peer], None] = lambda _: None
         self._refusals = RefusalLog("data_connection_refused")
+        self._refused = refused or Tally()
 
     def set_bound(self, max_peers: int) -> None:
         """Accept so many from now on; those that are there stay."""
@@ -152,17 +157,17 @@ class DataSocket:
                 sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
             )
             if self._users.identity_of(uid) is None:
-                self._refuse(sock, "denied", f"uid {uid} is not in access.allowed_uids")
+                self._refuse(sock, uid, "denied", f"uid {uid} is not in access.allowed_uids")
                 return
             if self._is_full(uid):
                 told = f"{self._num_peers} engines, limits.max_engines"
-                self._refuse(sock, "limit_reached", told)
+                self._refuse(sock, uid, "limit_reached", told)
                 return
             try:
                 peer = _new_peer(sock, pid, uid)
             except OSError as error:
                 told = f"no descriptor is left ({error.strerror})"
-                self._refuse(sock, "limit_reached", told)
+                self._refuse(sock, uid, "limit_reached", told)
                 return
             self._waiting[peer.token] = peer
             self._num_peers += 1
@@ -209,15 +214,16 @@ class DataSocket:
             or arena is None
             or message.arena_id != arena.arena_id
         ):
-            self._refuse(sock, "unexpected", "ask for the arena that Attach has named")
+            self._refuse(sock, peer.uid, "unexpected", "ask for the arena that Attach has named")
             raise packets.MalformedPacketError("an arena that was not offered")
         slots, progress = arena.slots, arena.progress
         mapping = packets.ArenaMapping(slots.slot_bytes, slots.num_slots, progress.num_words)
         fds = [arena.fd, progress.fd, peer.wakeup.fd]
         seqpacket.send(sock, packets.encode(mapping), fds)
 
-    def _refuse(self, sock: socket.socket, reason: str, message: str) -> None:
-        self._refusals.note(reason, message=message)
+    def _refuse(self, sock: socket.socket, uid: int, reason: str, message: str) -> None:
+        self._refusals.note(reason, client=f"uid {uid}", message=message)
+        self._refused.add(reason, f"uid {uid}")  # users are few: those of this machine
         try:
             seqpacket.send(sock, packets.encode(packets.Refused(reason, message)))
         except OSError:

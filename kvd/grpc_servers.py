@@ -71,7 +71,7 @@ class GrpcServer:
         self, place: Place, services: Mapping[str, object], max_rpcs: int, rpcs: RpcMetrics
     ) -> None:
         self._place = place
-        self._observer = RpcObserver(rpcs, LONG_LIVED)
+        self._rpcs = rpcs
         self._services = services
         self._max_rpcs = max_rpcs
         self._server: grpc.aio.Server | None = None
@@ -85,7 +85,7 @@ class GrpcServer:
         """
         server = grpc.aio.server(
             interceptors=[
-                self._observer,
+                RpcObserver(self._rpcs, LONG_LIVED),
                 ReportedErrorInterceptor(DOMAIN),
                 self._place.guard,
             ],
@@ -110,7 +110,7 @@ class GrpcServer:
         place = self._place
         try:
             if not is_unix(place.address) and place.tls.is_on:
-                server.add_secure_port(place.address, server_credentials(place.tls))
+                server.add_secure_port(place.address, server_credentials(place.tls, self._rpcs.tls))
             else:
                 server.add_insecure_port(place.address)
             if is_unix(place.address):

@@ -62,6 +62,8 @@ def _fill(sources: Sources, scrape: Scrape) -> None:
     scrape.put("kvd_io_queue_jobs", num_jobs)
     scrape.put("kvd_io_in_flight_bytes", in_flight_bytes)
     scrape.put_tally("kvd_rpcs_total", sources.rpcs.ended)
+    scrape.put_tally("kvd_refused_calls_total", sources.rpcs.refused)
+    scrape.put("kvd_tls_connections_unused_total", sources.rpcs.tls.count_unused())
     scrape.put_histogram("kvd_rpc_seconds", sources.rpcs.seconds)
     fill_connections("kvd", sources.connections, scrape)
     fill_process(scrape)

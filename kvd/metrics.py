@@ -338,6 +338,17 @@ METRICS = MetricTable(
             {"": "compacted_blocks"},
         ),
         # ------------------------------------------------------------------------------- RPCs
+        Metric(
+            "kvd_refused_calls_total",
+            "counter",
+            "Callers turned away, by reason and by the name that they have in the settings",
+            ("reason", "client"),
+        ),
+        Metric(
+            "kvd_tls_connections_unused_total",
+            "counter",
+            "TLS connections for gRPC without a call in 15 s: handshakes that failed, mostly",
+        ),
         Metric("kvd_rpcs_total", "counter", "Calls by method and status", ("method", "code")),
         Metric(
             "kvd_rpc_seconds", "histogram", "Calls, without those that last for ever", ("method",)

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 from opentelemetry.trace import Span
 
+from shared.access.tls_connections import TlsConnections
 from shared.grpc_handlers import Handler, behaviour_of, with_behaviour
 from shared.histogram import Histogram, Tally
 from shared.tracing import carried, enter_request, fail_span
@@ -29,10 +30,14 @@ class RpcMetrics:
     Attributes:
         ended: by method ("Engine/PrepareLoad") and code ("OK").
         seconds: by method, of those that are not long-lived.
+        refused: by reason and client: the name that the settings have for it, "" for a stranger.
+        tls: connections, as far as gRPC tells of them.
     """
 
     ended: Tally = field(default_factory=Tally)
     seconds: Histogram = field(default_factory=Histogram)
+    refused: Tally = field(default_factory=Tally)
+    tls: TlsConnections = field(default_factory=TlsConnections)
 
 
 class RpcObserver(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]

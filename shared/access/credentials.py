@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import grpc
 
 from shared.access.settings import TlsSettings
+from shared.access.tls_connections import TlsConnections
 from shared.errors import ConfigError
 from shared.log import get_logger
 
@@ -95,8 +96,10 @@ class TlsFiles:
         return tuple(_stamp(path) for path in paths if path is not None)
 
 
-def server_credentials(tls: TlsSettings) -> grpc.ServerCredentials:
-    """Credentials of a gRPC server's port.
+def server_credentials(
+    tls: TlsSettings, connections: TlsConnections | None = None
+) -> grpc.ServerCredentials:
+    """Credentials of a gRPC server's port; `connections` is told of each that begins.
 
     Raises:
         TlsFilesError: the files cannot be used.
@@ -105,6 +108,8 @@ def server_credentials(tls: TlsSettings) -> grpc.ServerCredentials:
 
     def renewed() -> Any:
         """Called for each connection, on a thread of gRPC's; None: as before."""
+        if connections is not None:
+            connections.begun()
         return files.if_changed(files.grpc_configuration)
 
     return grpc.dynamic_ssl_server_credentials(

@@ -20,6 +20,7 @@ from shared.access.settings import ClientSettings, TlsSettings
 from shared.access.streams import StreamCounts
 from shared.grpc_status import ReportedErrorInterceptor
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
+from shared.rpc_observer import RpcMetrics
 
 READER = "kvd.v1.Reader"
 
@@ -74,13 +75,16 @@ async def guarded_server(
     tls: TlsSettings | None = None,
     socket: tuple[Path, Identity] | None = None,
     most_streams: int = 4,
+    metrics: RpcMetrics | None = None,
     **guard: Any,
 ) -> AsyncIterator[GuardedServer]:
     """Serve on a port of the loopback, or on a socket whose openers are somebody."""
     book, reader = ClientBook(Clients(clients)), EchoReader()
     own = None if socket is None else socket[1]
+    metrics = metrics or RpcMetrics()
+    streams = StreamCounts(most_streams)
     access = AccessInterceptor(
-        book, {READER: "reader"}, own, streams=StreamCounts(most_streams), **guard
+        book, {READER: "reader"}, own, streams=streams, metrics=metrics, **guard
     )
     server = grpc.aio.server(interceptors=[ReportedErrorInterceptor("kvd"), access])
     kvd_pb2_grpc.add_ReaderServicer_to_server(reader, server)
@@ -91,7 +95,8 @@ async def guarded_server(
         address = f"unix:{socket[0]}"
         server.add_insecure_port(address)
     elif tls is not None:
-        address = f"localhost:{server.add_secure_port('127.0.0.1:0', server_credentials(tls))}"
+        credentials = server_credentials(tls, metrics.tls)
+        address = f"localhost:{server.add_secure_port('127.0.0.1:0', credentials)}"
     else:
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
