@@ -222,7 +222,7 @@ class DataSocket:
         seqpacket.send(sock, packets.encode(mapping), fds)
 
     def _refuse(self, sock: socket.socket, uid: int, reason: str, message: str) -> None:
-        self._refusals.note(reason, client=f"uid {uid}", message=message)
+        self._refusals.note(reason, f"uid {uid}", message=message)
         self._refused.add(reason, f"uid {uid}")  # users are few: those of this machine
         try:
             seqpacket.send(sock, packets.encode(packets.Refused(reason, message)))

@@ -189,8 +189,8 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         self._metrics.refused.add(error.reason, client)
         self._refusals.note(
             error.reason,
+            client,
             method=method,
-            client=client,
             certificate=certificate,
             peer=context.peer(),
         )

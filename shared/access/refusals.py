@@ -1,16 +1,13 @@
 """What is logged of callers that were turned away: so many lines a second, however many come."""
 
-import time
-
+from shared.line_allowance import LineAllowance
 from shared.log import get_logger
-
-EVERY_S = 1.0
 
 log = get_logger(__name__)
 
 
 class RefusalLog:
-    """Of one address.
+    """Of one address. Each client has lines of its own: a stranger's noise hides no client's.
 
     Args:
         event: what its lines are called.
@@ -18,14 +15,16 @@ class RefusalLog:
 
     def __init__(self, event: str = "access_refused") -> None:
         self._event = event
-        self._told_at_s = -EVERY_S
-        self._not_told = 0
+        self._lines = LineAllowance(per_s=1)
 
-    def note(self, reason: str, **facts: str) -> None:
-        """Log a refusal, or count it for the next line; `facts` hold nothing secret."""
-        now_s = time.monotonic()
-        if now_s < self._told_at_s + EVERY_S:
-            self._not_told += 1
-            return
-        log.warning(self._event, reason=reason, more=self._not_told, **facts)
-        self._told_at_s, self._not_told = now_s, 0
+    def note(self, reason: str, client: str = "", **facts: str) -> None:
+        """Log a refusal, or count it for the next line; `facts` hold nothing secret.
+
+        Args:
+            reason: slug of it.
+            client: who it was, of few; "" for strangers.
+            facts: more about it.
+        """
+        num_left_out = self._lines.take(client)
+        if num_left_out is not None:
+            log.warning(self._event, reason=reason, client=client, more=num_left_out, **facts)

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import aiohttp
 import grpc
 import pytest
 import pytest_asyncio
@@ -77,6 +78,7 @@ class TlsKvd:
         tls = self.authority.server(wants_certificates=False)
         text = (
             f'[access]\ntcp = "{self.address}"\n{clients}'
+            f'[metrics]\nlisten = "unix:{self.directory}/metrics.sock"\n'
             f'[tls]\ncertificate = "{tls.certificate}"\nkey = "{tls.key}"\n'
         )
         (self.directory / "kvd.toml").write_text(text)
@@ -142,6 +144,23 @@ async def test_nobody_and_a_wrong_token_learn_nothing(served):
     lines = {await served.refused(who, "ls") for who in ("", "wrong")}
     (line,) = lines
     assert "nobody knows who calls" in line
+
+
+async def test_who_is_turned_away_is_counted(served):
+    """A stranger as such, a client by its name; and the log names both."""
+    await served.refused("wrong", "ls")
+    await served.refused("watch", "flush", "--all", "--yes")
+    connector = aiohttp.UnixConnector(str(served.directory / "metrics.sock"))
+    async with (
+        aiohttp.ClientSession(connector=connector) as session,
+        session.get("http://kvd/metrics") as response,
+    ):
+        text = await response.text()
+    for reason, client in (("unauthenticated", ""), ("role_denied", "watch")):
+        labels = f'client="{client}",reason="{reason}"'
+        assert f"kvd_refused_calls_total{{{labels}}}" in text
+    assert "kvd_tls_connections_unused_total" in text
+    assert '"client": "watch"' in served.kvd.log()
 
 
 async def test_a_reader_changes_nothing(served):

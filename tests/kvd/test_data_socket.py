@@ -14,6 +14,7 @@ from kvd.errors import AttachDeniedError, UnusableSocketError
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore
 from shared import data_socket_protocol as packets
 from shared import seqpacket
+from shared.histogram import Tally
 from shared.progress_words import ProgressWords, lease_bits
 from tests.synthetic_engine import small_layout
 
@@ -33,8 +34,8 @@ time.sleep(600)
 
 
 @asynccontextmanager
-async def _serving(tmp_path, max_peers=4):
-    data_socket = DataSocket(tmp_path / "data.sock", EngineUsers(), max_peers)
+async def _serving(tmp_path, max_peers=4, refused=None):
+    data_socket = DataSocket(tmp_path / "data.sock", EngineUsers(), max_peers, refused)
     gone = []
     with data_socket.listen() as listener:
         serving = asyncio.create_task(data_socket.serve(listener, gone.append))
@@ -167,13 +168,15 @@ async def test_a_dead_process_is_gone_though_its_connection_lives(tmp_path):
 
 
 async def test_peers_are_bounded(tmp_path):
-    """One too many is told so; when another leaves there is room again."""
-    async with _serving(tmp_path, max_peers=1) as (_, gone):
+    """One too many is told so, and counted by its user; when another leaves there is room again."""
+    counted = Tally()
+    async with _serving(tmp_path, max_peers=1, refused=counted) as (_, gone):
         first = _connect(tmp_path)
         await _received(first)
         with _connect(tmp_path) as second:
             refused, _ = await _received(second)
         assert refused.reason == "limit_reached"
+        assert counted.counts == {("limit_reached", f"uid {os.geteuid()}"): 1}
         first.close()
         await _until(lambda: gone)
         with _connect(tmp_path) as third:

@@ -10,9 +10,9 @@ import os
 from pathlib import Path
 
 from inference_svc.core.errors import TranscriptDiskFullError, TranscriptUnavailableError
-from shared.access.refusals import LineAllowance
 from shared.errors import ReportedError
 from shared.histogram import Tally
+from shared.line_allowance import LineAllowance
 from shared.log import get_logger
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
