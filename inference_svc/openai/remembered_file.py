@@ -65,10 +65,10 @@ def open_remembered(directory: Path) -> tuple[sqlite3.Connection, bytes]:
         try:
             return _open(path)
         except sqlite3.DatabaseError as error:
-            if isinstance(error, sqlite3.OperationalError) and "unable to open" in str(error):
+            if not _is_damage(error):  # locked, no access, a disk that is full or fails
                 raise
-            log.warning("openai_memory_set_aside", path=str(path), error=str(error))
-            _set_aside(path)
+            moved = _set_aside(path)
+            log.warning("openai_memory_set_aside", moved_to=str(moved), error=str(error))
             return _open(path)
     except (OSError, sqlite3.Error) as error:
         raise TranscriptError(
@@ -101,8 +101,18 @@ def _secret(db: sqlite3.Connection) -> bytes:
     return bytes(key)
 
 
-def _set_aside(path: Path) -> None:
+def _is_damage(error: sqlite3.DatabaseError) -> bool:
+    """Whether opening failed because of what is in the file: else it may be fine, and stays."""
+    code = getattr(error, "sqlite_errorcode", None)
+    return type(error) is sqlite3.DatabaseError or code == sqlite3.SQLITE_ERROR
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename the file, and what SQLite keeps beside it; nothing is deleted or overwritten."""
+    number = 1
+    while (moved := path.with_name(f"{path.name}.unusable-{number}")).exists():
+        number += 1
     for suffix in ("-wal", "-shm"):
         with contextlib.suppress(FileNotFoundError):
-            path.with_name(path.name + suffix).unlink()
-    path.replace(path.with_name(path.name + ".unusable"))
+            path.with_name(path.name + suffix).rename(moved.with_name(moved.name + suffix))
+    return path.rename(moved)

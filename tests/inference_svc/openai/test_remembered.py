@@ -1,12 +1,14 @@
 """What is remembered between requests, in a real file."""
 
 import asyncio
+import contextlib
 import sqlite3
 import stat
 
 import pytest
 
 from inference_svc.core.errors import TranscriptError
+from inference_svc.openai import remembered_file
 from inference_svc.openai.bounded_tables import PRUNE_EVERY
 from inference_svc.openai.known import KnownRequest, KnownResponse, Point
 from inference_svc.openai.remembered import MemoryUnavailableError, Remembered
@@ -123,7 +125,23 @@ async def test_a_damaged_file_is_set_aside(tmp_path):
     again = Remembered(tmp_path, 1000)
     assert await again.find_histories([b"a"]) == {}
     again.close()
-    assert (tmp_path / f"{FILE_NAME}.unusable").exists()
+    assert (tmp_path / f"{FILE_NAME}.unusable-1").exists()
+
+
+async def test_a_file_that_somebody_holds_is_not_set_aside(tmp_path, monkeypatch):
+    """Locked, it may be fine: the start is refused, and everything is there at the next."""
+    memory = Remembered(tmp_path, 1000)
+    await memory.keep_histories("acme", [(b"a", AT)])
+    memory.close()
+    monkeypatch.setattr(remembered_file, "BUSY_S", 0.01)
+    with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)) as db:
+        db.execute("PRAGMA locking_mode = EXCLUSIVE")
+        db.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(TranscriptError, match="locked"):
+            Remembered(tmp_path, 1000)
+    again = Remembered(tmp_path, 1000)
+    assert set(await again.find_histories([b"a"])) == {b"a"}
+    again.close()
 
 
 async def test_a_file_of_another_release_is_set_aside(tmp_path):
@@ -133,7 +151,7 @@ async def test_a_file_of_another_release_is_set_aside(tmp_path):
         db.execute("PRAGMA user_version = 99")
     db.close()
     Remembered(tmp_path, 1000).close()
-    assert (tmp_path / f"{FILE_NAME}.unusable").exists()
+    assert (tmp_path / f"{FILE_NAME}.unusable-1").exists()
 
 
 async def test_the_file_is_the_services_alone(tmp_path):
