@@ -53,6 +53,7 @@ class Block:
         users: sessions with a span on it, in the order in which they came (a dict, for that).
         num_answer_dram: of the users, those that answer for it in DRAM; see block_users.py.
         num_answer_ssd: the same, on SSD.
+        num_answer_clean: of those in DRAM, the ones that are asked for clean blocks.
         last_user: the session that used it last, as far as known. It may be gone if no other does.
     """
 
@@ -72,6 +73,7 @@ class Block:
     users: dict[SessionKey, None] = field(default_factory=dict)
     num_answer_dram: int = 0
     num_answer_ssd: int = 0
+    num_answer_clean: int = 0
     last_user: SessionKey | None = None
 
     @property
@@ -89,6 +91,12 @@ class Block:
         """Whether a write of it may be asked for now."""
         is_good = bool(self.checksums) and not self.is_unverified
         return self.dirty and is_good and self.io is BlockIo.IDLE
+
+    @property
+    def clean(self) -> bool:
+        """Whether it may leave DRAM at once: SSD has it, and nobody reads or moves it."""
+        is_copy = self.slot_id is not None and self.extent is not None
+        return is_copy and not self.readers and self.io is BlockIo.IDLE
 
     @property
     def wanted(self) -> bool:

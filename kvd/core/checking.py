@@ -232,6 +232,11 @@ def _check_block(state: CacheState, block: Block) -> None:
         assert block.num_answer(tier) == num_answer, "who answers for a block is counted right"
         if block.users and block.resides(tier):
             assert num_answer, f"nobody answers for a block in {tier.value}"
+    num_clean = sum(
+        state.sessions[k].pin is Pin.HARD or state.policy.offers(k) for k in block.users
+    )
+    assert block.num_answer_clean == num_clean, "who answers for clean blocks is counted right"
+    assert num_clean or not block.users or not block.clean, "nobody answers for a clean block"
     assert not block.users or block.last_user in block.users, "the last user is one of them"
 
 

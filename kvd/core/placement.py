@@ -37,6 +37,17 @@ class _Rule:
     may_cut: bool  # take the last copy of a block
     may_take_running: bool = False  # also what rule 4 keeps
 
+    @property
+    def takes_clean(self) -> bool:
+        """Whether only clean blocks in DRAM are taken."""
+        return self.tier is Tier.DRAM and not self.may_cut
+
+    def num_users(self, block: Block) -> int:
+        """How many of the block's users the pass may come to, hard-pinned ones besides."""
+        if self.tier is None:
+            return len(block.users)
+        return block.num_answer_clean if self.takes_clean else block.num_answer(self.tier)
+
 
 @dataclass(slots=True)
 class _Plan:
@@ -45,17 +56,17 @@ class _Plan:
     blocks: list[Block] = field(default_factory=list)
     folded: list[tuple[Session, int]] = field(default_factory=list)  # that many of its last ones
     emptied: list[SessionKey] = field(default_factory=list)
+    spent: list[SessionKey] = field(default_factory=list)  # those that have nothing clean to give
     passed: set[SessionKey] = field(default_factory=set)
     num_passed: dict[bytes, int] = field(default_factory=dict)  # of these, users of a shared block
     num_taken: int = 0  # folded blocks included
 
-    def pass_user(self, block: Block, tier: Tier | None) -> bool:
+    def pass_user(self, block: Block, num_users: int) -> bool:
         """Pass one of a block's users; returns whether it stays with another.
 
         That is one which is hard-pinned, or comes later in the order. O(1): the users that are
         passed are counted, and so are all that answer for the block.
         """
-        num_users = len(block.users) if tier is None else block.num_answer(tier)
         if num_users == 1:
             return False
         num_passed = self.num_passed[block.key] = self.num_passed.get(block.key, 0) + 1
@@ -80,23 +91,24 @@ class Placement:
             if not may_cut:  # else an arena full of dirty blocks is looked through in vain
                 num_short = min(num_short, self._num_clean())
             if num_short > 0:
-                self._apply(self._plan(rule, num_short, self._victims(Tier.DRAM)), rule)
+                order = self._victims(Tier.DRAM, clean=rule.takes_clean)
+                self._apply(self._plan(rule, num_short, order), rule)
         return self._state.slots.num_free
 
     def evict_coldest(self, num_blocks: int) -> None:
         """Evict so many clean blocks, as far as a bounded look finds them."""
-        self._evict_clean(num_blocks, self._victims(Tier.DRAM))
+        self._evict_clean(num_blocks, self._victims(Tier.DRAM, clean=True))
 
     def evict_for(self, key: SessionKey, num_blocks: int) -> None:
         """Evict so many clean blocks of sessions that may give way to this one; a bounded look."""
-        self._evict_clean(num_blocks, self._victims(Tier.DRAM, key))
+        self._evict_clean(num_blocks, self._victims(Tier.DRAM, key, clean=True))
 
     def evict_idle(self, num_blocks: int) -> None:
         """Evict so many clean blocks of sessions that need them no more, or not now."""
         self._evict_clean(num_blocks, self._idle())
 
     def has_idle(self) -> bool:
-        """Whether any session in DRAM is idle."""
+        """Whether any session that may have clean blocks in DRAM is idle."""
         return next(self._idle(), None) is not None
 
     def coldest_dirty(self, num_wanted: int) -> list[Block]:
@@ -126,7 +138,7 @@ class Placement:
 
         return (
             key
-            for key in takewhile(is_early, self._victims(Tier.DRAM))
+            for key in takewhile(is_early, self._victims(Tier.DRAM, clean=True))
             if sessions[key].ended or placement.is_released(key)
         )
 
@@ -169,10 +181,10 @@ class Placement:
     # ------------------------------------------------------------------------------------ planning
 
     def _victims(
-        self, tier: Tier | None, colder_than: SessionKey | None = None
+        self, tier: Tier | None, colder_than: SessionKey | None = None, *, clean: bool = False
     ) -> Iterable[SessionKey]:
         state = self._state
-        return state.placement.victims(tier, state.now_ns, colder_than=colder_than)
+        return state.placement.victims(tier, state.now_ns, colder_than=colder_than, clean=clean)
 
     def _rules(self, *, may_cut: bool) -> Iterable[_Rule]:
         """What to do in DRAM in turn, until there is room."""
@@ -191,6 +203,8 @@ class Placement:
                 plan.emptied.append(key)
             if plan.num_taken >= num_wanted:
                 break
+            if rule.takes_clean:
+                plan.spent.append(key)
         return plan
 
     def _is_victim(self, key: SessionKey, rule: _Rule) -> bool:
@@ -222,7 +236,7 @@ class Placement:
             if plan.num_taken >= num_wanted:
                 return False
             block = self._state.blocks[block_key]
-            if not _is_in(block, rule.tier) or plan.pass_user(block, rule.tier):
+            if not _is_in(block, rule.tier) or plan.pass_user(block, rule.num_users(block)):
                 continue
             if _may_take(block, rule, may_cut=may_cut):
                 plan.blocks.append(block)
@@ -245,6 +259,8 @@ class Placement:
             state.cut_folded(session, num_folded, EVICTED)
             state.outbox.count("sessions_dropped", num_sessions - len(state.sessions))
         if rule.tier is not None:
+            for key in plan.spent:
+                state.users.spent(state.sessions[key])
             for key in plan.emptied:
                 self._left(key, rule.tier)
         if rule.tier is Tier.DRAM:

@@ -117,10 +117,15 @@ class SessionPlacement:
         return int(capacity_bytes / self._mean_bytes) if self._mean_bytes else 0
 
     def victims(
-        self, tier: Tier | None, now_ns: int, *, colder_than: SessionKey | None = None
+        self,
+        tier: Tier | None,
+        now_ns: int,
+        *,
+        colder_than: SessionKey | None = None,
+        clean: bool = False,
     ) -> Iterator[SessionKey]:
         """Sessions coldest first; see EvictionPolicy.victims."""
-        return self.policy.victims(tier, now_ns, colder_than=colder_than)
+        return self.policy.victims(tier, now_ns, colder_than=colder_than, clean=clean)
 
     # -------------------------------------------------------------------------------------- inside
 

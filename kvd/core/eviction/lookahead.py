@@ -41,12 +41,17 @@ class LookaheadPolicy(LookaheadQueuePolicy):
             self._moved[key] = place
 
     def victims(
-        self, tier: Tier | None, now_ns: int, *, colder_than: SessionKey | None = None
+        self,
+        tier: Tier | None,
+        now_ns: int,
+        *,
+        colder_than: SessionKey | None = None,
+        clean: bool = False,
     ) -> Iterator[SessionKey]:
         """See EvictionPolicy."""
         self._settle()
         self._move_edge(self._window())
-        return super().victims(tier, now_ns, colder_than=colder_than)
+        return super().victims(tier, now_ns, colder_than=colder_than, clean=clean)
 
     def _place_of(self, key: SessionKey) -> QueuePlace | None:
         place = self._places.get(key)

@@ -3,6 +3,10 @@
 Pure. A policy knows nothing of blocks, bytes in a tier or leases. For each tier it keeps an order
 of the sessions that may have bytes there. Being in an order without bytes is allowed (who makes
 room takes such a session out when it meets it), having bytes and no user in the order is not.
+
+One order more is of the sessions that may have *clean* bytes in DRAM: those that are on SSD too
+and not in use, so that they may go at once. Who makes room without writing looks at these only, and
+not at every session that has nothing to give just then.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -101,13 +105,31 @@ class EvictionPolicy(Protocol):
         """Whether the session is in this tier's order."""
         ...
 
+    def offered(self, key: SessionKey) -> None:
+        """Note that the session, which is in the order of DRAM, has clean bytes there."""
+        ...
+
+    def spent(self, key: SessionKey) -> None:
+        """Note that it has none that it could give, until they are offered again."""
+        ...
+
+    def offers(self, key: SessionKey) -> bool:
+        """Whether the session is in the order of those that may have clean bytes."""
+        ...
+
     # ----------------------------------------------------------------------------------- asked
 
     def victims(
-        self, tier: Tier | None, now_ns: int, *, colder_than: SessionKey | None = None
+        self,
+        tier: Tier | None,
+        now_ns: int,
+        *,
+        colder_than: SessionKey | None = None,
+        clean: bool = False,
     ) -> Iterator[SessionKey]:
         """Yield sessions coldest first; None: over all tiers. No other call meanwhile.
 
+        With `clean`, which is for DRAM, only those that may have clean bytes there.
         With `colder_than`, only those that may give way to this session, which need not be in the
         order itself: none that is needed sooner.
         """

@@ -80,11 +80,16 @@ class PredictivePolicy(LookaheadQueuePolicy):
         self._idle.dropped(key)
 
     def victims(
-        self, tier: Tier | None, now_ns: int, *, colder_than: SessionKey | None = None
+        self,
+        tier: Tier | None,
+        now_ns: int,
+        *,
+        colder_than: SessionKey | None = None,
+        clean: bool = False,
     ) -> Iterator[SessionKey]:
         """See EvictionPolicy."""
         self._pass_time(now_ns)
-        return super().victims(tier, now_ns, colder_than=colder_than)
+        return super().victims(tier, now_ns, colder_than=colder_than, clean=clean)
 
     def returning(self, now_ns: int) -> Iterator[SessionKey]:
         """See EvictionPolicy."""

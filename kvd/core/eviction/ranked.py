@@ -60,6 +60,7 @@ class RankedPolicy(ABC):
         self._orders: dict[Tier | None, SessionOrder] = {
             tier: SessionOrder(partial(self._guarded_warmth, tier)) for tier in (None, *Tier)
         }
+        self._clean = SessionOrder(partial(self._guarded_warmth, Tier.DRAM))
 
     @abstractmethod
     def _warmth(self, key: SessionKey, facts: SessionFacts, tier: Tier | None) -> Warmth:
@@ -117,7 +118,7 @@ class RankedPolicy(ABC):
         if self._resting.wake(key) is not None:
             return  # it was nowhere else
         self._facts.pop(key, None)
-        for order in self._orders.values():
+        for order in (*self._orders.values(), self._clean):
             order.leave(key)
 
     # -------------------------------------------------------------------------------- its bytes
@@ -140,27 +141,44 @@ class RankedPolicy(ABC):
         """See EvictionPolicy."""
         self._wake(key)
         self._orders[tier].leave(key)
+        if tier is Tier.DRAM:
+            self._clean.leave(key)
 
     def ranks(self, key: SessionKey, tier: Tier) -> bool:
         """See EvictionPolicy."""
         return key in self._orders[tier] or (tier is Tier.SSD and key in self._resting)
 
+    def offered(self, key: SessionKey) -> None:
+        """See EvictionPolicy."""
+        self._clean.enter(key)
+
+    def spent(self, key: SessionKey) -> None:
+        """See EvictionPolicy."""
+        self._clean.leave(key)
+
+    def offers(self, key: SessionKey) -> bool:
+        """See EvictionPolicy."""
+        return key in self._clean
+
     # ------------------------------------------------------------------------------------ asked
 
     def victims(
-        self, tier: Tier | None, now_ns: int, *, colder_than: SessionKey | None = None
+        self,
+        tier: Tier | None,
+        now_ns: int,  # noqa: ARG002
+        *,
+        colder_than: SessionKey | None = None,
+        clean: bool = False,
     ) -> Iterator[SessionKey]:
         """See EvictionPolicy."""
+        between = self._clean.between if clean else partial(self._between, tier)
         if colder_than is None:
-            return self._between((False,), (True, END), tier, now_ns)
+            return between((False,), (True, END))
         warmth = self._warmth_of(colder_than, tier)
         if not warmth[0]:
-            return self._between((False,), warmth, tier, now_ns)
+            return between((False,), warmth)
         needed_sooner = warmth[1:] if warmth[1] == QUEUED else (QUEUED,)  # though not guarded
-        return chain(
-            self._between((False,), (False, *needed_sooner), tier, now_ns),
-            self._between((True,), warmth, tier, now_ns),
-        )
+        return chain(between((False,), (False, *needed_sooner)), between((True,), warmth))
 
     def returning(self, now_ns: int) -> Iterator[SessionKey]:  # noqa: ARG002
         """See EvictionPolicy."""
@@ -168,13 +186,7 @@ class RankedPolicy(ABC):
 
     # ----------------------------------------------------------------------------------- inside
 
-    def _between(
-        self,
-        coldest: Warmth,
-        warmest: Warmth,
-        tier: Tier | None,
-        now_ns: int,  # noqa: ARG002
-    ) -> Iterator[SessionKey]:
+    def _between(self, tier: Tier | None, coldest: Warmth, warmest: Warmth) -> Iterator[SessionKey]:
         """Sessions from one warmth to below another, coldest first."""
         order = self._orders[tier]
         if tier is Tier.DRAM or not self._resting:
@@ -224,9 +236,9 @@ class RankedPolicy(ABC):
         return self._num_uses
 
     def _settle_many(self) -> None:
-        for order in self._orders.values():
+        for order in (*self._orders.values(), self._clean):
             order.settle_many()
 
     def _changed(self, key: SessionKey) -> None:
-        for order in self._orders.values():
+        for order in (*self._orders.values(), self._clean):
             order.change(key)

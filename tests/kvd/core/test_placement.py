@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvd.core.actions import WriteBlock
 from kvd.core.engine import Limits
 from kvd.core.eviction.lru import LruPolicy
 from kvd.core.eviction.policy import PolicyContext
@@ -236,8 +237,8 @@ class CountingPolicy(LruPolicy):
 
     num_looked_at = 0
 
-    def victims(self, tier, now_ns, *, colder_than=None):
-        for key in super().victims(tier, now_ns, colder_than=colder_than):
+    def victims(self, tier, now_ns, *, colder_than=None, clean=False):
+        for key in super().victims(tier, now_ns, colder_than=colder_than, clean=clean):
             self.num_looked_at += tier is Tier.DRAM
             yield key
 
@@ -254,3 +255,77 @@ def test_an_arena_full_of_dirty_blocks_is_not_looked_through():
         answer = prepare_store(world, A, [99] * 4)
         assert answer.refused == "wait"
     assert policy.num_looked_at <= 1, "the coldest, which is written"
+
+
+def _full_of_dirty_blocks(num_sessions: int):
+    """A world whose DRAM is full: one clean block, of A, and dirty ones of as many sessions."""
+    limits = Limits(num_slots=num_sessions + 1, num_extents=64)
+    world = CacheWorld(limits, CountingPolicy)
+    store(world, A, ONES)
+    for index in range(num_sessions):
+        store(world, _key(index), [100 + index] * 4, settle=False)
+    return world, world.engine._state.policy
+
+
+def _key(index: int):
+    return A._replace(session_id=f"s{index}")
+
+
+@pytest.mark.parametrize("how", ["leased", "pinned"])
+def test_a_clean_block_that_cannot_go_is_looked_for_once(how):
+    """Stores that wait look at no session again before one of its blocks may go."""
+    world, policy = _full_of_dirty_blocks(16)
+    if how == "leased":
+        prepare_load(world, A, ONES)
+    else:
+        world.engine.pin(A, Pin.HARD, world.now_ns)
+    looks = []
+    for _ in range(4):
+        policy.num_looked_at = 0
+        assert prepare_store(world, B, [99] * 4).refused == "wait"
+        looks.append(policy.num_looked_at)
+    assert looks[0] <= 1
+    assert looks[1:] == [0, 0, 0]
+
+
+def test_what_becomes_clean_is_found_among_many():
+    """A store that was told to wait gets the block that was written, and asks nobody else."""
+    world, policy = _full_of_dirty_blocks(16)
+    prepare_load(world, A, ONES)
+    assert prepare_store(world, B, [99] * 4).refused == "wait"
+    written = max(world.io_of(WriteBlock))  # of the session that is warmest
+    world.finish_io(written)
+    policy.num_looked_at = 0
+    assert prepare_store(world, B, [99] * 4).lease_id
+    assert policy.num_looked_at == 1
+    assert tiers_of(world, _key(15)) == ["S"]
+
+
+def test_a_block_that_is_given_back_may_go_at_once():
+    """The end of its lease makes a session one that has something to give again."""
+    world, policy = _full_of_dirty_blocks(16)
+    held = prepare_load(world, A, ONES)
+    assert prepare_store(world, B, [99] * 4).refused == "wait"
+    world.engine.complete_load(held.lease_id, OWNER, world.now_ns)
+    world.pump()
+    policy.num_looked_at = 0
+    assert prepare_store(world, B, [99] * 4).lease_id
+    assert policy.num_looked_at == 1
+    assert tiers_of(world, A) == ["S"]
+
+
+def test_a_shared_block_that_was_in_use_is_kept_by_its_last_user():
+    """Its users were looked at in vain while it was leased; who used it last is warmest."""
+    world = new_world(num_slots=3)
+    store(world, A, ONES)
+    store(world, B, ONES)
+    held = prepare_load(world, A, ONES)
+    store(world, C, TWOS + THREES)
+    store(world, C._replace(session_id="d"), [9] * 8)
+    world.engine.complete_load(held.lease_id, OWNER, world.now_ns)
+    world.pump()
+    assert tiers_of(world, A) == ["DS"]
+    world.engine.end_session(A, world.now_ns)
+    load(world, B, ONES)
+    store(world, C._replace(session_id="e"), [7] * 4)
+    assert tiers_of(world, A) == tiers_of(world, B) == ["DS"]
