@@ -1,7 +1,9 @@
 """Layouts that take and give up their part of DRAM, inside one process."""
 
 import asyncio
-from contextlib import asynccontextmanager
+import sqlite3
+from contextlib import asynccontextmanager, closing
+from functools import partial
 
 import pytest
 
@@ -17,6 +19,7 @@ from kvd.tiers.manifest import Manifest
 from tests.synthetic_engine import encode, key_of, small_layout
 
 LAYOUT = small_layout()
+LONG_NS = 4_000_000_000_000
 
 
 @asynccontextmanager
@@ -109,8 +112,43 @@ async def test_an_empty_layout_makes_room_for_a_new_one(tmp_path):
             await caches.open(second)
 
 
-def _store(cache):
-    """Have one session in a cache."""
-    key, tokens = key_of("a"), encode(range(16))
+def _store(cache, name="a", first_token=0):
+    """Have one session in a cache; returns its key."""
+    key, tokens = key_of(name), encode(range(first_token, first_token + 16))
     answer = cache.act(lambda core, now_ns: core.prepare_store(key, tokens, 0, 1, now_ns))
     cache.act(lambda core, now_ns: core.complete_store(answer.lease_id, 1, True, now_ns))
+    return key
+
+
+async def test_an_index_that_takes_nothing_is_told_little_and_then_all(tmp_path, monkeypatch):
+    """Rows on their way stay within their bound; when it takes rows again, it gets the latest."""
+    bound = 4096
+    monkeypatch.setattr("kvd.tiers.manifest.MAX_QUEUED_BYTES", bound)
+    async with caches_in(tmp_path) as caches:
+        cache, _ = await caches.open(LAYOUT)
+        keys = [_store(cache, f"s{number}", 100 * number) for number in range(4)]
+        await caches.committed()
+        with closing(sqlite3.connect(tmp_path / "manifest.db", isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            for ttl_ns in range(LONG_NS, LONG_NS + 400):
+                key = keys[ttl_ns % 4]
+                cache.act(partial(_set_ttl, key, ttl_ns))
+                assert caches.index_queued_bytes <= bound + 1024
+            assert cache.has_rows_waiting
+            assert cache.rows_waiting[0] <= len(keys) + 4, "those of sessions, and of their blocks"
+            other.execute("ROLLBACK")
+        await caches.committed()
+        assert not cache.has_rows_waiting
+    async with caches_in(tmp_path) as caches:
+        caches.restore()
+        (cache,) = caches
+        infos = [cache.act(partial(_info, key)) for key in keys]
+        assert [info.ttl_ns for info in infos] == [LONG_NS + 396 + number for number in range(4)]
+
+
+def _set_ttl(key, ttl_ns, core, now_ns):
+    core.set_ttl(key, ttl_ns, now_ns)
+
+
+def _info(key, core, _now_ns):
+    return core.session_info(key)
