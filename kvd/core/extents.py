@@ -133,6 +133,8 @@ class ExtentTable:
     ) -> None:
         """Build the masks of packing extents; runs that overlap are made unsound."""
         packed = np.flatnonzero(is_sound & ~is_whole)
+        if not len(packed):
+            return  # as after a long prompt; what follows sorts all the others
         taken = first[is_sound & is_whole]
         is_in_whole = np.isin(
             first[packed] // self.sectors_per_extent, taken // self.sectors_per_extent

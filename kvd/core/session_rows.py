@@ -19,6 +19,8 @@ from kvd.core.records import Pin, SessionRecord, Span
 from kvd.core.row_join import PARTIAL, Ints, SpanJoin
 from shared.session_key import SessionKey
 
+_PLAIN_KIND = bytes((PLAIN,))
+
 
 @dataclass(slots=True)
 class SessionRows:
@@ -38,15 +40,12 @@ class SessionRows:
 
     def collect(self, records: Iterable[SessionRecord], spans: SpanJoin) -> None:
         """Take the rows apart; each is needed for a moment only, as are its spans."""
-        names: dict[str, str] = {}
         for index, record in enumerate(records):
-            tenant, model, session_id = record.key
-            key = SessionKey(
-                names.setdefault(tenant, tenant), names.setdefault(model, model), session_id
-            )
-            self.keys.append(key)
+            self.keys.append(record.key)
             self.last_access_ns.append(record.last_access_ns)
-            spans.add(self._joinable(index, record.spans))
+            packed = record.spans
+            is_plain_row = packed[:1] == _PLAIN_KIND and len(packed) % PLAIN_SPAN_BYTES == 1
+            spans.add(packed[1:] if is_plain_row else self._joinable(index, packed))
             if record.ttl_ns is not None or record.pin is not Pin.NONE or record.ended:
                 self.settings[index] = replace(record, spans=b"")
 
@@ -55,8 +54,6 @@ class SessionRows:
         return np.argsort(np.frombuffer(self.last_access_ns, dtype=np.int64), kind="stable")
 
     def _joinable(self, index: int, packed: bytes) -> bytes:
-        if packed[:1] == bytes((PLAIN,)) and len(packed) % PLAIN_SPAN_BYTES == 1:
-            return packed[1:]
         spans = unpack_spans(packed)
         if packed[:1] == bytes((FULL,)):
             self.full[index] = spans

@@ -62,11 +62,12 @@ def read_blocks(
 def read_sessions(db: sqlite3.Connection, layout_id: int, model: str) -> Iterator[SessionRecord]:
     """A layout's sessions; what their spans hold is not looked at."""
     cursor = db.execute(_SESSIONS, (layout_id,))
+    names: dict[str, str] = {}  # each row comes with a text of its own for its tenant
     while rows := cursor.fetchmany(_FETCH):
         for tenant, session_id, spans, last_access_ns, ttl_ns, pin, ended in rows:
             if _UNDECODABLE in tenant or _UNDECODABLE in session_id or pin not in _PINS:
                 continue
-            key = SessionKey(tenant, model, session_id)
+            key = SessionKey(names.setdefault(tenant, tenant), model, session_id)
             yield SessionRecord(key, spans, last_access_ns, ttl_ns, _PINS[pin], bool(ended))
 
 
