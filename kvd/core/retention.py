@@ -19,7 +19,7 @@ from shared.session_key import SessionKey
 from shared.units import NS_PER_S
 
 EXPIRE_BATCH = (
-    256  # sessions per call, so that one call stays short; the next deadline is then already due
+    128  # sessions per call, so that one call stays short; the next deadline is then already due
 )
 RECHECK_NS = NS_PER_S  # when to look again at a session whose TTL passed while it was in use
 
