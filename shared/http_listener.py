@@ -141,12 +141,20 @@ class HttpListener:
         while True:
             try:
                 sock, peer = await loop.sock_accept(self._sock)
+            except ConnectionAbortedError:
+                continue  # it was gone before it was accepted
             except OSError as error:
                 if error.errno in _NO_FILES:
                     self._spare_file()
-                    await asyncio.sleep(ACCEPT_AGAIN_S)
-                continue  # or it was gone before it was accepted
-            self._take(loop, sock, peer[0] if isinstance(peer, tuple) else "")
+                else:
+                    self._count("accept", "", error=errno.errorcode.get(error.errno or 0, ""))
+                await asyncio.sleep(ACCEPT_AGAIN_S)
+                continue
+            try:
+                self._take(loop, sock, peer[0] if isinstance(peer, tuple) else "")
+            except Exception:  # the edge: nobody else would accept the next one
+                sock.close()
+                log.exception("http_connection_failed", server=self._name)
 
     def _spare_file(self) -> None:
         """No file is left for a connection: one that only waits gives up its own."""
@@ -290,6 +298,13 @@ class Connection(web.RequestHandler):
 
     # --------------------------------------------------------------------------- what aiohttp calls
 
+    async def start(self) -> None:
+        """Answer requests; afterwards what is unsent is all that keeps the connection open."""
+        try:
+            await super().start()
+        finally:
+            self._listener.enter(self, Phase.IDLE)
+
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
@@ -319,7 +334,7 @@ class Connection(web.RequestHandler):
         error = kw.get("exc_info")
         if isinstance(error, HttpProcessingError | web.RequestPayloadError):
             self._listener.malformed(self, error)
-        else:
+        elif not isinstance(error, ConnectionError):  # whose client has left
             log.error("http_request_failed", exc_info=error)
 
 

@@ -32,8 +32,8 @@ def connection_metrics(prefix: str) -> tuple[Metric, ...]:
             f"{prefix}_http_cut_connections_total",
             "counter",
             "HTTP connections that were refused or closed, by why: no place for one more (`places`,"
-            " `address`, `files`), nothing came in time (`handshake`, `headers`), nothing was read"
-            " (`unread`), or what came was no TLS (`tls`) or no HTTP (`malformed`)",
+            " `address`, `files`, `accept`), nothing came in time (`handshake`, `headers`), nothing"
+            " was read (`unread`), or what came was no TLS (`tls`) or no HTTP (`malformed`)",
             ("server", "reason"),
         ),
     )

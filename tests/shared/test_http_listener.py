@@ -156,7 +156,19 @@ async def serving(tls=(None, None), **bounds):
     async def fail(_request):
         raise ValueError("ours")
 
-    handlers = {"/healthz": healthz, "/slow": slow, "/big": big, "/fail": fail}
+    async def left(request):
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"some")
+        raise ConnectionResetError
+
+    handlers = {
+        "/healthz": healthz,
+        "/slow": slow,
+        "/big": big,
+        "/fail": fail,
+        "/left": left,
+    }
     for path, handler in handlers.items():
         app.router.add_get(path, handler)
     app.router.add_post("/body", body)
@@ -364,6 +376,16 @@ async def test_an_error_of_ours_is_told_whole(capsys):
     assert b" 500 " in answer.partition(b"\r\n")[0]
     assert b"ours" not in answer
     assert "ValueError: ours" in capsys.readouterr().err
+
+
+@on_each_loop
+async def test_a_client_that_left_is_no_error(capsys):
+    """A handler that finds nobody to answer ends without a line; its connection is forgotten."""
+    configure_logging("info", json=True)
+    async with serving() as served:
+        assert b"some" in await served.get(b"/left")
+        await served.until_open(0)
+    assert not capsys.readouterr().err
 
 
 @on_each_loop
