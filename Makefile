@@ -7,7 +7,7 @@ PROTO_VENV := .venv-protos
 # The floor that pyproject.toml names: stubs refuse to run on anything older than they were made with.
 PROTO_TOOLS := grpcio-tools==1.76.0
 
-.PHONY: demo test test-failed flakes test-long test-systemd check protos train clean
+.PHONY: demo test coverage mutants test-failed flakes test-long test-systemd check protos train clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -26,7 +26,17 @@ demo: $(VENV)/.installed
 # Two workers; who is done first takes over from the other.
 WORKERS ?= 2
 test: $(VENV)/.installed
-	$(BIN)/pytest -m 'not long and not systemd' -n $(WORKERS) --dist worksteal
+	$(BIN)/pytest -m 'not long and not systemd' -n $(WORKERS) --dist worksteal \
+		$(if $(SKIP_CORES),$(addprefix --ignore=,$(CORE_TESTS)))
+
+# The cores' tests alone, with the branches that they take: each core is to be tested by its own tests.
+# The bound is what is reached, rounded down; raise it with what you add. SKIP_CORES=1 leaves these
+# tests out of `make test`, which then runs the rest (.ci/run does both).
+CORES := kvd/core inference_svc/core
+CORE_TESTS := $(addprefix tests/,$(CORES))
+coverage: $(VENV)/.installed
+	$(BIN)/pytest $(addprefix --cov=,$(CORES)) --cov-branch --cov-fail-under=97 \
+		--cov-report=term-missing:skip-covered $(CORE_TESTS)
 
 # What failed in the last run, without a neighbour on the machine. Nothing failed: nothing runs.
 test-failed: $(VENV)/.installed
@@ -41,6 +51,13 @@ flakes: $(VENV)/.installed
 # Full counts of what `make test` samples; among them 200 clients for 10 minutes (LOAD_CLIENTS, LOAD_MINUTES).
 test-long: $(VENV)/.installed
 	$(BIN)/pytest -m 'not systemd' --timeout 3600
+
+# Would a test notice? Mutants of the cores, the tiers and the runtime, drawn with a seed, each judged
+# by the tests that run its line; at least 95 % are to be killed, but for those of tests/mutants.toml.
+# The first run records which test runs which line (.mutants/); MUTANTS='--record' does so again, and
+# MUTANTS='--only kvd/tiers --count 40 --seed 7' looks elsewhere. See .ci/mutants.py.
+mutants: $(VENV)/.installed
+	$(BIN)/python .ci/mutants.py $(MUTANTS)
 
 # The pair under a real systemd, booted in a container: needs root, and a Debian mirror the first time.
 # SYSTEMD_SUITE=trixie for systemd 257; inference services take part where both Pythons are of one version.

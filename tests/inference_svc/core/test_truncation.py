@@ -195,6 +195,8 @@ def test_an_answer_does_not_go_on_token_by_token():
     ]:
         context = context_of((TEXT,) * 101, system_tokens)
         assert window(few, max_tokens=1000).mid_turn(context, 1) == expected
+    last = context_of((TEXT,) * 101, 20)
+    assert window(few, max_tokens=1).mid_turn(last, 1) == ((20, 21),)  # one more token is wanted
 
 
 def test_sinks_are_at_most_half_of_the_window():

@@ -50,3 +50,20 @@ def test_who_left_is_not_timed():
     assert measures.tenant_turns.counts == {("default", "cancelled"): 1}
     assert measures.tenant_tokens.counts["default", "output"] == 5
     assert not measures.ttft_s.series
+
+
+def test_what_the_model_computed_of_a_turn():
+    """What was computed again, what is new, and the answer."""
+    assert LOST.computed_tokens == 15 + 10 + 5
+    assert NEXT.computed_tokens == 10 + 5
+
+
+def test_steps_are_measured_by_what_is_in_them():
+    """Turns, tokens and time, each apart."""
+    measures = TurnMeasures()
+    for num_turns, num_tokens, seconds in ((1, 40, 0.5), (3, 3, 0.25)):
+        measures.stepped(num_turns, num_tokens, seconds)
+    sums = [
+        h.series[()].total for h in (measures.step_turns, measures.step_tokens, measures.step_s)
+    ]
+    assert sums == [4, 43, 0.75]
