@@ -27,6 +27,7 @@ from kvd.daemon import Daemon
 from kvd.tiers.faults import NoFaults, WritePoint
 from kvd.tiers.manifest import Manifest
 from shared.child_process import wait_serving
+from shared.dumps import forbid_dumps
 from shared.log import configure_logging
 from shared.reload import fixed
 from shared.runtime_dir import OPERATOR_SOCKET
@@ -162,6 +163,8 @@ def main() -> None:
     given = vars(parser.parse_args())
     faults = InjectedFaults(**given.pop("faults"))
     settings = config.load(None, given).settings
+    if not settings.process.dumps:
+        forbid_dumps()
     configure_logging(settings.log.level, json=True)
     asyncio.run(_main(settings, faults))
 

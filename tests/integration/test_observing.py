@@ -187,6 +187,8 @@ async def test_every_row_has_values(seen):
         "kvd_write_seconds",  # what was stored last may not be on SSD yet
         *("kvd_tenant_used_bytes", "kvd_tenant_quota_bytes", "kvd_tenant_sessions"),
         *("inference_recomputed_tokens_total", "kvd_load_misses_total"),
+        "kvd_refused_calls_total",  # nobody was
+        "inference_refused_calls_total",
         *("inference_load_tokens_per_second", "inference_load_latency_seconds"),  # learned later
         *("inference_prefill_tokens_per_second", "inference_step_estimate_seconds"),
     }
