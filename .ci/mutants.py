@@ -1,0 +1,282 @@
+"""Mutate what is tested and see whether a test notices: `make mutants`.
+
+    .ci/mutants.py [--count 160] [--seed 1] [--only PART] [--workers 2] [--record]
+
+1. The tests of `PARTS` run once, under coverage with a context for each test (`--record`, or when
+   there is no record yet; it lies in .mutants/). Who fails or is skipped judges no mutant.
+2. Mutants are drawn with a seed from all that functions of `PARTS` hold: see mutations.py.
+3. Each is compiled in a process forked from one that has imported the large libraries, and put in
+   the place of its module by an import hook: no file changes, whatever is killed when. Tests that
+   run its line judge it, the quickest first, until one fails. What takes ten times as long as it
+   should is killed, too.
+4. Survivors are looked up in tests/mutants.toml. Below MIN_KILLED of the others it fails.
+
+Own, because of what there is: cosmic-ray writes mutants into the checkout and starts an interpreter
+for each, with torch; mutmut has no sample, and leaves functions with most decorators out.
+"""
+
+import argparse
+import contextlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import coverage
+import pytest
+from mutations import Mutant, mutants_of, mutated
+
+ROOT = Path(__file__).resolve().parent.parent
+STATE = ROOT / ".mutants"
+ACCEPTED = ROOT / "tests/mutants.toml"
+MIN_KILLED = 0.95
+# By pytest's exit code; 2: a module cannot even be imported. Others say nothing of the mutant.
+VERDICTS = {0: "survived", 1: "killed", 2: "killed"}
+MAX_TESTS = 150  # that judge one mutant: those that run its line and little else
+SLOWEST_S = 20.0  # a test that takes longer judges nothing
+PARTS = {
+    "kvd/core": ["tests/kvd/core", "tests/property/test_discards.py"],
+    "kvd/tiers": [
+        "tests/kvd/tiers",
+        "tests/kvd/test_performer.py",
+        "tests/fault/test_power_loss.py",
+    ],
+    "inference_svc/core": ["tests/inference_svc/core"],
+    "inference_svc/runtime": ["tests/inference_svc/runtime"],
+}
+
+
+class MutantImporter(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports one module from a tree instead of its file."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self._path = ROOT / mutant.file
+        self._name = mutant.file.removesuffix(".py").replace("/", ".")
+        self._tree = mutated(mutant, self._path.read_text(encoding="utf-8"))
+
+    def find_spec(self, fullname: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
+        """Find the one module."""
+        if fullname != self._name:
+            return None
+        return importlib.util.spec_from_file_location(fullname, self._path, loader=self)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the tree."""
+        exec(compile(self._tree, self._path, "exec"), module.__dict__)  # noqa: S102  # ours
+
+
+# ------------------------------------------------------------------------------------- recording
+
+
+class Recorder:
+    """A pytest plugin: which lines each test runs, how long it takes, and whether it passes."""
+
+    def __init__(self, cov: coverage.Coverage) -> None:
+        self._cov = cov
+        self.seconds: dict[str, float] = {}
+        self.failed: set[str] = set()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note a phase of a test."""
+        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
+        if not report.passed:
+            self.failed.add(report.nodeid)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Begin a test's context."""
+        self._cov.switch_context(nodeid)
+
+    def pytest_runtest_logfinish(self) -> None:
+        """End it."""
+        self._cov.switch_context("")
+
+
+def record(part: str) -> None:
+    """Run the tests of a part; write file → line → tests, and test → seconds."""
+    cov = coverage.Coverage(data_file=None, source=[str(ROOT / part)], config_file=False)
+    recorder = Recorder(cov)
+    cov.start()
+    code = pytest.main([*PYTEST, "-m", "not long", *PARTS[part]], plugins=[recorder])
+    cov.stop()
+    if code not in (0, 1):
+        sys.exit(f"the tests of {part} cannot be run")
+    data = cov.get_data()
+    tests = [
+        test
+        for test, seconds in recorder.seconds.items()
+        if seconds <= SLOWEST_S and test not in recorder.failed
+    ]
+    numbers = {test: number for number, test in enumerate(tests)}
+    lines = {}
+    for path in data.measured_files():
+        by_line = data.contexts_by_lineno(path).items()
+        lines[str(Path(path).relative_to(ROOT))] = {
+            line: [numbers[test] for test in contexts if test in numbers]
+            for line, contexts in by_line
+        }
+    seconds = [recorder.seconds[test] for test in tests]
+    state = {"tests": tests, "seconds": seconds, "lines": lines}
+    _record_of(part).write_text(json.dumps(state), encoding="utf-8")
+
+
+def _record_of(part: str) -> Path:
+    return STATE / f"{part.replace('/', '-')}.json"
+
+
+PYTEST = ["-q", "--no-header", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--tb=no"]
+
+
+# --------------------------------------------------------------------------------------- judging
+
+
+class Judge:
+    """Which tests judge a mutant, and what they say."""
+
+    def __init__(self, part: str) -> None:
+        state = json.loads(_record_of(part).read_text(encoding="utf-8"))
+        self._tests, self._seconds, self._lines = state["tests"], state["seconds"], state["lines"]
+        self._num_lines: Counter[int] = Counter()
+        for by_line in self._lines.values():
+            for tests in by_line.values():
+                self._num_lines.update(tests)
+
+    def tests_of(self, mutant: Mutant) -> list[int]:
+        """Those that run its line: the most special ones, quickest first."""
+        by_line = self._lines.get(mutant.file, {})
+        tests = by_line.get(str(mutant.line)) or by_line.get(str(mutant.statement), [])
+        special = sorted(tests, key=lambda test: self._num_lines[test])[:MAX_TESTS]
+        return sorted(special, key=lambda test: self._seconds[test])
+
+    def begin(self, mutant: Mutant) -> tuple[int, float]:
+        """Fork; returns the process and when it is to be killed. No tests: (0, 0)."""
+        tests = self.tests_of(mutant)
+        if not tests:
+            return 0, 0.0
+        limit_s = 60.0 + 10 * sum(self._seconds[test] for test in tests)
+        pid = os.fork()
+        if not pid:
+            _run([self._tests[test] for test in tests], mutant)
+        return pid, time.monotonic() + limit_s
+
+
+def _run(tests: list[str], mutant: Mutant) -> None:
+    """In the child: run tests with the mutant in its module's place; exit 0 if all pass."""
+    os.setsid()
+    code = 3
+    try:
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in (0, 1, 2):
+            os.dup2(null, fd)
+        sys.meta_path.insert(0, MutantImporter(mutant))
+        code = int(pytest.main([*PYTEST, "-x", *tests]))
+    finally:
+        os._exit(code)
+
+
+def judge(mutants: list[tuple[str, Mutant]], num_workers: int) -> Iterator[tuple[Mutant, str]]:
+    """Judge all: "killed", "timeout", "survived", "not run" by any test, or "broken": unjudged."""
+    judges = {part: Judge(part) for part in {part for part, _ in mutants}}
+    waiting = mutants[::-1]
+    running: dict[int, tuple[Mutant, float]] = {}
+    while waiting or running:
+        while waiting and len(running) < num_workers:
+            part, mutant = waiting.pop()
+            pid, until_s = judges[part].begin(mutant)
+            if pid:
+                running[pid] = (mutant, until_s)
+            else:
+                yield mutant, "not run"
+        for pid, (mutant, until_s) in list(running.items()):
+            found, status = os.waitpid(pid, os.WNOHANG)
+            is_late = not found and time.monotonic() > until_s
+            if is_late:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            if found or is_late:
+                del running[pid]
+                yield mutant, "timeout" if is_late else _verdict(status)
+        time.sleep(0.02)
+
+
+def _verdict(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    return "killed" if code < 0 else VERDICTS.get(code, "broken")
+
+
+# ------------------------------------------------------------------------------------------ main
+
+
+def main() -> int:
+    """Draw, judge, report; 1 if too many survive."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=160)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", default="", help="of files whose paths begin so")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument(
+        "--record", nargs="?", const="all", help="run the tests of all parts, or one"
+    )
+    options = parser.parse_args()
+    STATE.mkdir(exist_ok=True)
+    only = options.only
+    parts = [part for part in PARTS if only.startswith(part) or part.startswith(only)]
+    if options.record in PARTS:
+        record(options.record)
+        return 0
+    for part in parts:
+        if options.record or not _record_of(part).exists():
+            subprocess.run([sys.executable, __file__, "--record", part], cwd=ROOT, check=True)
+    drawn = _draw(parts, only, options.count, options.seed)
+    import torch  # noqa: F401  # before the forks, which share it
+    import transformers  # noqa: F401
+
+    accepted = {
+        (entry["file"], entry["function"], entry["change"])
+        for entry in tomllib.loads(ACCEPTED.read_text(encoding="utf-8"))["accepted"]
+    }
+    counts: Counter[str] = Counter()
+    for mutant, verdict in judge(drawn, options.workers):
+        is_accepted = (mutant.file, mutant.function, mutant.change) in accepted
+        is_alive = verdict in {"survived", "not run", "broken"}
+        counts["accepted" if is_accepted and is_alive else verdict] += 1
+        if is_alive and not is_accepted:
+            print(f"{verdict}: {mutant.name}", flush=True)
+    num_killed = counts["killed"] + counts["timeout"]
+    num_judged = counts.total() - counts["accepted"]
+    share = num_killed / max(1, num_judged)
+    print(f"{num_killed} of {num_judged} killed ({share:.1%}); {dict(counts)}")
+    return int(share < MIN_KILLED)
+
+
+def _draw(parts: list[str], only: str, count: int, seed: int) -> list[tuple[str, Mutant]]:
+    """Draw mutants, by part in equal shares."""
+    rng = random.Random(seed)  # noqa: S311  # the same ones each time
+    drawn = []
+    for number, part in enumerate(parts):
+        found: list[Mutant] = []
+        for path in sorted((ROOT / part).rglob("*.py")):
+            file = str(path.relative_to(ROOT))
+            if file.startswith(only):
+                found += mutants_of(file, path.read_text(encoding="utf-8"))
+        share = count * (number + 1) // len(parts) - count * number // len(parts)
+        drawn += [(part, m) for m in rng.sample(found, min(share, len(found)))]
+    return drawn
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    sys.path.insert(0, str(ROOT))
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""Mutants of a file's functions: one change each, found and made in its syntax tree. Pure.
+
+Comparisons, arithmetic, boolean operators, `not`, conditions, integers by one, truth values,
+statements left out, and None returned instead. Not changed: assertions, which say what holds
+anyway, messages, what is logged, types, decorators and defaults.
+"""
+
+import ast
+import copy
+from collections.abc import Iterator
+from typing import NamedTuple, TypeAlias
+
+COMPARISONS = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
+ARITHMETIC = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult,
+    ast.Div: ast.Mult, ast.Mod: ast.Mult, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
+    ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
+}  # fmt: skip
+LOGS = ("log.", "report(")  # what they say is nobody's promise
+
+
+Path: TypeAlias = tuple[tuple[str, int], ...]  # fields and indices from the module to a node
+
+
+class Mutant(NamedTuple):
+    """One change of one function."""
+
+    file: str
+    function: str
+    line: int
+    statement: int  # its first line
+    change: str  # "before → after", as source
+    path: Path
+    kind: int  # of the changes of that node, which
+
+    @property
+    def name(self) -> str:
+        """As people look for it."""
+        return f"{self.file}:{self.line} {self.function}: {self.change}"
+
+
+def changed(node: ast.AST) -> Iterator[ast.AST]:
+    """Every node that may stand in the place of this one."""
+    new = copy.deepcopy(node)
+    match new:
+        case ast.Compare(ops=[op]) if type(op) in COMPARISONS:
+            new.ops = [COMPARISONS[type(op)]()]
+            yield new
+        case ast.BinOp(op=op) | ast.AugAssign(op=op) if type(op) in ARITHMETIC:
+            new.op = ARITHMETIC[type(op)]()
+            yield new
+        case ast.BoolOp(op=op):
+            new.op = ast.And() if isinstance(op, ast.Or) else ast.Or()
+            yield new
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            yield operand
+        case ast.If() | ast.While() | ast.IfExp():
+            new.test = ast.UnaryOp(ast.Not(), new.test)
+            yield new
+        case ast.Constant(value=bool(value)):
+            yield ast.Constant(not value)
+        case ast.Constant(value=int(value)):
+            yield ast.Constant(value + 1)
+        case ast.Return(value=ast.expr() as value) if ast.unparse(value) != "None":
+            new.value = ast.Constant(None)
+            yield new
+    if is_left_out(node):
+        yield ast.Pass()
+
+
+def is_left_out(node: ast.AST) -> bool:
+    """Whether a function can do without this statement, and still be one."""
+    match node:
+        case ast.AugAssign() | ast.Raise() | ast.Expr(value=ast.Call() | ast.Await()):
+            return True
+        case ast.Assign(targets=[ast.Attribute() | ast.Subscript(), *_]):
+            return True
+    return False
+
+
+def mutants_of(file: str, source: str) -> Iterator[Mutant]:
+    """All mutants of a file's functions."""
+    statement = 0
+    for node, path, function in _nodes(ast.parse(source), (), "", runs=False):
+        if isinstance(node, ast.stmt):
+            statement = node.lineno  # what follows is in it, up to the next one
+        for kind, new in enumerate(changed(node)):
+            change = f"{_line(node)} → {_line(new)}"
+            yield Mutant(file, function, node.lineno, statement, change, path, kind)
+
+
+def _nodes(
+    node: ast.AST, path: Path, function: str, *, runs: bool
+) -> Iterator[tuple[ast.AST, Path, str]]:
+    """Walk over what functions do: nodes, where they are, and the name of the function.
+
+    Args:
+        node: from where on.
+        path: to it.
+        function: that it is in, or class.
+        runs: whether it is in a function; what an import runs is of no test.
+    """
+    if isinstance(node, ast.Assert | ast.JoinedStr):
+        return
+    if isinstance(node, ast.stmt) and ast.unparse(node).startswith(LOGS):
+        return
+    fields = [name for name in node._fields if name not in {"annotation", "returns"}]
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        function, fields = f"{function}.{node.name}".lstrip("."), ["body"]
+        runs = not isinstance(node, ast.ClassDef)
+    elif runs and hasattr(node, "lineno"):
+        yield node, path, function
+    for field in fields:
+        value = getattr(node, field, None)
+        for index, child in enumerate(value if isinstance(value, list) else [value]):
+            if isinstance(child, ast.AST):
+                yield from _nodes(child, (*path, (field, index)), function, runs=runs)
+
+
+def _line(node: ast.AST) -> str:
+    return ast.unparse(ast.fix_missing_locations(node)).split("\n")[0]
+
+
+def mutated(mutant: Mutant, source: str) -> ast.Module:
+    """Return the tree of its module with the change made."""
+    tree = ast.parse(source)
+    holder: ast.AST = tree
+    for field, index in mutant.path[:-1]:
+        value = getattr(holder, field)
+        holder = value[index] if isinstance(value, list) else value
+    field, index = mutant.path[-1]
+    value = getattr(holder, field)
+    node = value[index] if isinstance(value, list) else value
+    new = ast.copy_location(list(changed(node))[mutant.kind], node)
+    if isinstance(value, list):
+        value[index] = new
+    else:
+        setattr(holder, field, new)
+    return ast.fix_missing_locations(tree)
