@@ -170,10 +170,15 @@ def test_directories_that_are_written_have_owners():
         r"--directory --owner=(\w+) .*?--mode=\d+ ([^&\n\\]+)", DOCKERFILE
     ):
         made.update(dict.fromkeys(paths.split(), owner))
-    for name in ("kvd", "inference"):
-        for target, source in mounts(name).items():
-            if source in COMPOSE["volumes"] and not (name == "inference" and "kvd" in source):
-                assert made[target] == SERVICES[name]["user"], target
+    written = [
+        (name, target)
+        for name in ("kvd", "inference")
+        for target, source in mounts(name).items()
+        if source in COMPOSE["volumes"] and not (name == "inference" and "kvd" in source)
+    ]
+    assert {name for name, _ in written} == {"kvd", "inference"}
+    for name, target in written:
+        assert made[target] == SERVICES[name]["user"], target
 
 
 def test_ports_are_those_that_are_scraped_and_shown():
@@ -236,7 +241,9 @@ def test_there_is_time_to_drain():
 def test_what_the_image_copies_is_there():
     """Each COPY names something that exists and that .dockerignore lets through."""
     ignored = (REPOSITORY / ".dockerignore").read_text().splitlines()
-    for line in re.findall(r"^COPY (?!--from)(.*)$", DOCKERFILE, re.MULTILINE):
+    lines = re.findall(r"^COPY (?!--from)(.*)$", DOCKERFILE, re.MULTILINE)
+    assert lines
+    for line in lines:
         for source in line.split()[:-1]:
             assert (REPOSITORY / source).exists(), source
             assert f"!{source}" in ignored, source

@@ -73,5 +73,7 @@ def test_settings_exist():
 
 def test_files_of_the_repository_exist():
     """What is referred to lies there."""
-    for name in re.findall(r"`((?:docs|systemd|monitoring|kvd)/[\w./-]*\w)`", TEXT):
+    names = re.findall(r"`((?:docs|systemd|monitoring|kvd)/[\w./-]*\w)`", TEXT)
+    assert names
+    for name in names:
         assert (REPOSITORY / name).exists(), name
