@@ -3,7 +3,7 @@
     .ci/mutants.py [--count 160] [--seed 1] [--only PART] [--workers 2] [--record]
 
 1. The tests of `PARTS` run once, under coverage with a context for each test (`--record`, or when
-   there is no record yet; it lies in .mutants/). Who fails or is skipped judges no mutant.
+   .mutants/ has no record of the files as they are). Who fails or is skipped judges no mutant.
 2. Mutants are drawn with a seed from all that functions of `PARTS` hold: see mutations.py.
 3. Each is compiled in a process forked from one that has imported the large libraries, and put in
    the place of its module by an import hook: no file changes, whatever is killed when. Tests that
@@ -135,6 +135,14 @@ def _record_of(part: str) -> Path:
     return STATE / f"{part.replace('/', '-')}.json"
 
 
+def _is_recorded(part: str) -> bool:
+    """Whether there is a record, of the part and its tests as they are."""
+    files = [file for path in (part, *PARTS[part]) for file in (ROOT / path).rglob("*.py")]
+    files += [ROOT / path for path in PARTS[part] if path.endswith(".py")]
+    path = _record_of(part)
+    return path.exists() and path.stat().st_mtime > max(f.stat().st_mtime for f in files)
+
+
 PYTEST = ["-q", "--no-header", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--tb=no"]
 
 
@@ -237,7 +245,7 @@ def main() -> int:
         record(options.record)
         return 0
     for part in parts:
-        if options.record or not _record_of(part).exists():
+        if options.record or not _is_recorded(part):
             subprocess.run([sys.executable, __file__, "--record", part], cwd=ROOT, check=True)
     drawn = _draw(parts, only, options.count, options.seed)
     import torch  # noqa: F401  # before the forks, which share it
