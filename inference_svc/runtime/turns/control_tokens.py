@@ -68,7 +68,7 @@ class ControlTokens:
             if content in text and _MARKUP.fullmatch(content)
         }
         if not found <= self.ids:
-            self.ids |= found
+            self.ids |= found - _unknown(self._tokenizer)
             self._prepare()
 
     def add_neighbours(self, before: str, after: str) -> None:
