@@ -83,6 +83,8 @@ def _rank(state: CacheState, session: Session) -> None:
     if is_guarded:
         for tier in Tier:
             state.users.entered(session, tier)
+        for block_key in session.block_keys():  # a clean one needs a user that offers it
+            state.settle(state.blocks[block_key])
         state.tenants.entered(session.key)
     else:
         state.touch(session)

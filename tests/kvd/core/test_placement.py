@@ -112,6 +112,18 @@ def test_a_soft_pinned_session_goes_last():
     assert tiers_of(world, A) == ["S"], "nothing else was left in DRAM"
 
 
+def test_a_hard_pin_that_becomes_a_soft_one_leaves_clean_blocks_to_be_had():
+    """The session ranked nowhere before; now it gives its blocks when there are no others."""
+    world = new_world(num_slots=1)
+    store(world, A, ONES)
+    world.engine.pin(A, Pin.HARD, world.now_ns)
+    assert store(world, B, TWOS).refused == "no_space"
+    world.engine.pin(A, Pin.SOFT, world.now_ns)
+    world.engine.check()  # somebody offers its clean block
+    store(world, B, TWOS)
+    assert (tiers_of(world, A), tiers_of(world, B)) == (["S"], ["DS"])
+
+
 def test_the_end_of_a_soft_pin_makes_a_session_a_victim_again():
     """In its place as one used just now; a soft pin keeps the order it had."""
     policy = LruPolicy(CONTEXT)
