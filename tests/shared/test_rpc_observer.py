@@ -93,6 +93,9 @@ async def test_calls_are_counted_by_their_code(world, request_, code):
             ("Stream", channel.unary_stream("/test.v1.Test/Stream")(request_)),
         ):
             assert await code_of(call) == code, method
+        async with asyncio.timeout(30):  # a client may hear of the end before it is counted
+            while sum(world.metrics.ended.counts.values()) < 2:  # noqa: ASYNC110  # counts have no event
+                await asyncio.sleep(0)
     assert world.metrics.ended.counts == {("Test/Unary", code): 1, ("Test/Stream", code): 1}
     assert set(world.metrics.seconds.series) == {
         ("Test/Unary",),
