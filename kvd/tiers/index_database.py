@@ -53,7 +53,7 @@ CREATE TABLE IF NOT EXISTS sessions (
 ) WITHOUT ROWID, STRICT;
 CREATE TABLE IF NOT EXISTS uses (           -- apart from spans, which may be long
     layout INTEGER NOT NULL, tenant TEXT NOT NULL, session_id TEXT NOT NULL,
-    last_access_ns INTEGER NOT NULL,        -- of a session; the later one counts
+    last_access_ns INTEGER NOT NULL,        -- after its row was written: counts instead
     PRIMARY KEY (layout, tenant, session_id)
 ) WITHOUT ROWID, STRICT;
 """

@@ -30,8 +30,8 @@ WHERE layout = ? AND key BETWEEN ? AND ? AND length(key) = ?
 AND typeof(key) = 'blob' AND typeof(extent) = 'integer' AND typeof(num_tokens) = 'integer'
 """
 _SESSIONS = """
-SELECT tenant, session_id, spans, max(sessions.last_access_ns,
-    iif(typeof(uses.last_access_ns) = 'integer', uses.last_access_ns, 0)), ttl_ns, pin, ended
+SELECT tenant, session_id, spans, iif(typeof(uses.last_access_ns) = 'integer',
+    uses.last_access_ns, sessions.last_access_ns), ttl_ns, pin, ended
 FROM sessions LEFT JOIN uses USING (layout, tenant, session_id)
 WHERE layout = ? AND typeof(tenant) = 'text' AND typeof(session_id) = 'text'
 AND typeof(spans) = 'blob' AND typeof(sessions.last_access_ns) = 'integer'

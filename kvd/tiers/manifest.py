@@ -37,6 +37,8 @@ RETRY_S = 1.0  # between two attempts at a commit
 SET_ASIDE = ".set-aside-"  # between a fingerprint and a number: of rows and files that wait
 _VOLUME_ID = "volume_id:"  # before a layout's number: name of a value
 
+_DROP_USE = "DELETE FROM uses WHERE layout = ? AND tenant = ? AND session_id = ?"
+
 Value: TypeAlias = str | bytes | int | None
 
 log = get_logger(__name__)
@@ -262,11 +264,12 @@ class Manifest:
         self._put(Row(sql, (self._layout_ids[layout], key), committed))
 
     def put_session(self, layout: str, session: SessionRecord) -> None:
-        """Keep a session's row, in place of an earlier one."""
+        """Keep a session's row, in place of an earlier one, and of a use that was put before."""
         identity = (self._layout_ids[layout], session.key.tenant, session.key.session_id)
         state = (session.last_access_ns, session.ttl_ns, session.pin.value, session.ended)
         sql = "INSERT OR REPLACE INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
         self._put(Row(sql, (*identity, session.spans, *state)))
+        self._put(Row(_DROP_USE, identity))
 
     def put_use(self, layout: str, key: SessionKey, last_access_ns: int) -> None:
         """Keep when a session was last used, in place of an earlier time; its row stays."""
@@ -276,11 +279,9 @@ class Manifest:
     def drop_session(self, layout: str, key: SessionKey) -> None:
         """Remove a session's rows."""
         values = (self._layout_ids[layout], key.tenant, key.session_id)
-        for sql in (
-            "DELETE FROM sessions WHERE layout = ? AND tenant = ? AND session_id = ?",
-            "DELETE FROM uses WHERE layout = ? AND tenant = ? AND session_id = ?",
-        ):
-            self._put(Row(sql, values))
+        sql = "DELETE FROM sessions WHERE layout = ? AND tenant = ? AND session_id = ?"
+        self._put(Row(sql, values))
+        self._put(Row(_DROP_USE, values))
 
     def when_committed(self, committed: Callable[[], None]) -> None:
         """Have the writer thread call `committed` once all that was put before is durable."""

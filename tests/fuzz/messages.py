@@ -103,6 +103,9 @@ _HINTS: Mapping[str, st.SearchStrategy] = {
     "deadline_s": st.sampled_from([0.0, 0.0, 0.01, math.inf]),
     "start": st.integers(0, 70),
     "end": st.integers(0, 70),
+    "ReopenLayoutRequest.layout": st.sampled_from(
+        ["", *(layout.fingerprint[:8] for layout in LAYOUTS)]
+    ),
     "layout": st.sampled_from([layout_message(layout) for layout in LAYOUTS]) | _layouts,
     "block_tokens": st.sampled_from([1, 16]),
     "dtype": st.sampled_from(["float32", "int3"]),
@@ -158,8 +161,9 @@ def _messages(draw, cls: type[Message], *, is_right: bool = False) -> Message:
 
 
 def _values(field: FieldDescriptor, *, is_right: bool) -> st.SearchStrategy:
-    if is_right and field.name in _HINTS:
-        return _HINTS[field.name]
+    hint = _HINTS.get(f"{field.containing_type.name}.{field.name}", _HINTS.get(field.name))
+    if is_right and hint is not None:
+        return hint
     if field.message_type is not None:
         return _messages(GetMessageClass(field.message_type), is_right=is_right)
     return {

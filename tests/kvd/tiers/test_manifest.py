@@ -298,15 +298,16 @@ def test_an_older_schema_is_read(make, tmp_path, version, lacks):
     assert [path.name for path in tmp_path.glob("manifest.db.*")] == []
 
 
-def test_the_later_use_counts(make):
-    """Whether it was told with the session's row or apart."""
+def test_the_use_that_was_put_last_counts(make):
+    """With the session's row or apart, and also if the boot time has gone back meanwhile."""
     manifest = _new(make(), LAYOUT)
-    for put_ns, used_ns in ((7, 9), (20, 9)):
+    for put_ns, used_ns in ((7, 9), (8, None), (30, 5), (4, None)):
         manifest.put_session(LAYOUT.fingerprint, replace(SESSION, last_access_ns=put_ns))
-        manifest.put_use(LAYOUT.fingerprint, KEY, used_ns)
+        if used_ns is not None:
+            manifest.put_use(LAYOUT.fingerprint, KEY, used_ns)
         manifest.close()
         manifest = make()
-        assert _rows(manifest)[1][0].last_access_ns == max(put_ns, used_ns)
+        assert _rows(manifest)[1][0].last_access_ns == (used_ns or put_ns)
 
 
 def test_a_use_goes_with_its_session(make):
