@@ -1,4 +1,4 @@
-"""How many log lines each caller, or library, may cause with what can be repeated at will. Pure."""
+"""How many log lines each caller, or library, may cause with what can be repeated at will."""
 
 import time
 from collections.abc import Callable
