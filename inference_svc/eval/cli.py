@@ -51,6 +51,12 @@ def perplexity(
     methods: Methods = "ca,ca-shift,tt,of,nkvt",
     window: Window = 0,
     ratio: Ratio = 0.5,
+    reference_ratio: Annotated[
+        float | None,
+        typer.Option(
+            help="What tt, the reference, drops; --ratio if not said.", show_default=False
+        ),
+    ] = None,
     sinks: Sinks = "auto",
     words: Annotated[int, typer.Option(min=0, help="Of the text, the first; 0: all.")] = 0,
     dtype: DtypeName = "auto",
@@ -59,7 +65,9 @@ def perplexity(
     json_to: Json = "",
 ) -> None:
     """Perplexity of a text streamed through a window that overflows (the paper's Table 1)."""
-    options = PerplexityOptions(text, methods_of(methods), _truncation(ratio, sinks), words)
+    options = PerplexityOptions(
+        text, methods_of(methods), _truncation(ratio, sinks), words, reference_ratio
+    )
     _measure(options, _choice(model, window, dtype, device, threads), json_to)
 
 

@@ -30,7 +30,7 @@ class MethodPerplexity:
             in the whole text.
         to_reference: its perplexity per word, divided by that of token truncation, of the whole
             text; None without token truncation. The interval comes from the spread over pieces of
-            the text as long as what one truncation drops.
+            the text as long as what one truncation drops, by whichever drops more.
         after_to_reference: the same of the tokens after the first truncation; None also if they are
             fewer than one truncation drops.
         num_computed: tokens that went through the model.
@@ -107,13 +107,18 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class PerplexityReport:
-    """Part `perplexity`."""
+    """Part `perplexity`.
+
+    Attributes:
+        reference_ratio: of the window, what the reference, token truncation, drops.
+    """
 
     text: str
     num_tokens: int
     num_words: int
     window_tokens: int
     truncation: Truncation
+    reference_ratio: float
     methods: tuple[MethodPerplexity, ...]
 
 

@@ -53,12 +53,15 @@ class PerplexityOptions:
     Attributes:
         text: a file, gzip-compressed if its name ends in .gz.
         num_words: of the text, the first ones; 0: all.
+        reference_ratio: of the window, what the reference, token truncation, drops; None: as much
+            as the others.
     """
 
     text: Path
     methods: tuple[Method, ...]
     truncation: Truncation = Truncation()
     num_words: int = 0
+    reference_ratio: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

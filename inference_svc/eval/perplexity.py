@@ -9,7 +9,7 @@ the first is predicted once. All methods compute the first window alike.
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -50,7 +50,10 @@ def measure_perplexity(
         InvalidInputError: of the truncation, see `check_truncation`.
     """
     truncation = with_sinks(options.truncation, model.sink_tokens)
-    check_truncation(truncation, model.window_tokens)
+    ratio = truncation.ratio if options.reference_ratio is None else options.reference_ratio
+    of_reference = replace(truncation, ratio=ratio)
+    for checked in (truncation, of_reference):
+        check_truncation(checked, model.window_tokens)
     text = load_text(options.text, model, options.num_words)
     if len(text.token_ids) <= model.window_tokens + 1:
         raise UnusableTextError(
@@ -62,15 +65,18 @@ def measure_perplexity(
     for method in options.methods:
         on_progress(f"{method}: {len(text.token_ids)} tokens")
         with Context(model, method) as context:
-            streamed[method] = stream(context, text.token_ids, truncation)
+            used = of_reference if method == REFERENCE else truncation
+            streamed[method] = stream(context, text.token_ids, used)
+    piece_tokens = int(max(truncation.ratio, of_reference.ratio) * model.window_tokens)
     return PerplexityReport(
         text=options.text.name,
         num_tokens=len(text.token_ids) - 1,
         num_words=text.num_words,
         window_tokens=model.window_tokens,
         truncation=truncation,
+        reference_ratio=of_reference.ratio,
         methods=tuple(
-            _figures(method, streamed, text, model.window_tokens, truncation)
+            _figures(method, streamed, text, model.window_tokens, piece_tokens)
             for method in options.methods
         ),
     )
@@ -105,11 +111,10 @@ def _figures(
     streamed: dict[Method, Streamed],
     text: EvalText,
     window_tokens: int,
-    truncation: Truncation,
+    piece_tokens: int,
 ) -> MethodPerplexity:
     found = streamed[method]
     tokens_per_word = len(found.losses) / text.num_words
-    piece_tokens = int(truncation.ratio * window_tokens)
     reference = streamed.get(REFERENCE)
 
     def to_reference(first_token: int) -> Interval | None:

@@ -66,13 +66,16 @@ def _subject_facts(subject: Subject) -> dict[str, str]:
 
 def _window(window_tokens: int, truncation: Truncation) -> str:
     sinks = f", the first {truncation.sink_tokens} stay" if truncation.sink_tokens else ""
-    return f"{window_tokens} tokens, {truncation.ratio:.0%} dropped when it is full{sinks}"
+    return f"{window_tokens} tokens, {truncation.ratio:.3g} of it dropped when it is full{sinks}"
 
 
 def _perplexity_facts(found: PerplexityReport) -> dict[str, str]:
+    window = _window(found.window_tokens, found.truncation)
+    if found.reference_ratio != found.truncation.ratio:
+        window += f"; by TT {found.reference_ratio:.3g} of it"
     return {
         "text": f"{found.text}: {found.num_tokens} tokens, {found.num_words} words",
-        "window": _window(found.window_tokens, found.truncation),
+        "window": window,
     }
 
 

@@ -14,6 +14,7 @@ from inference_svc.eval.sequence import Sequence
 from inference_svc.eval.text import load_text
 from inference_svc.eval.truncating import with_sinks
 from inference_svc.runtime.model.model_loader import load_model
+from shared.errors import InvalidInputError
 from tests.inference_svc.eval.conftest import WINDOW
 from tests.inference_svc.eval.plain_stream import kept, recomputed
 
@@ -101,6 +102,25 @@ def test_a_report_compares_every_method_with_token_truncation(eval_model):
     assert ca.to_reference.low < ca.to_reference.value < ca.to_reference.high
     assert ca.num_overflows == nkvt.num_overflows == (report.num_tokens - WINDOW - 1) // DROP + 1
     assert tt.after_overflow != tt.all_tokens
+
+
+def test_the_reference_may_drop_another_part(eval_model):
+    """What keeps its rows can drop little at a time; token truncation pays for each time."""
+
+    def measured(truncation, reference_ratio=None):
+        options = PerplexityOptions(SAMPLE, ("ca", "tt"), truncation, 120, reference_ratio)
+        return measure_perplexity(eval_model, options, lambda _what: None)
+
+    report, alike = measured(Truncation(0.125), 0.5), measured(Truncation(0.5))
+    ca, tt = report.methods
+    assert (report.truncation.ratio, report.reference_ratio) == (0.125, 0.5)
+    assert alike.reference_ratio == 0.5
+    assert ca.num_overflows > tt.num_overflows
+    assert ca.num_computed == report.num_tokens < tt.num_computed
+    assert tt.all_tokens == alike.methods[1].all_tokens
+    assert ca.all_tokens != alike.methods[0].all_tokens
+    with pytest.raises(InvalidInputError, match="a truncation of 1 of the window"):
+        measured(Truncation(0.125), 1.0)
 
 
 def test_a_model_that_leans_on_its_first_token_is_shown_to_need_it(sink_model):
