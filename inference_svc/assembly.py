@@ -14,6 +14,7 @@ from inference_svc.core.rates.load_or_recompute import LoadPolicy
 from inference_svc.core.rates.rates import Rates
 from inference_svc.core.scheduling.scheduler import Scheduler, SchedulerLimits
 from inference_svc.core.session_turns import SessionTurns
+from inference_svc.core.submission import ModelTraits
 from inference_svc.core.tenant_limits import TenantLimits
 from inference_svc.core.truncation import USUAL_SINKS
 from inference_svc.core.turn_measures import TurnMeasures
@@ -205,7 +206,9 @@ def assemble(
     settings: InferenceSettings, model: Model, transcripts: TranscriptStore
 ) -> ServiceParts:
     """Build every part and hand each what it needs."""
-    defaults = turn_defaults(settings, model.calibration.mode, model.sink_tokens)
+    calibration = model.calibration
+    traits = ModelTraits(calibration.mode, model.sink_tokens, calibration.positions == "decoupled")
+    defaults = turn_defaults(settings, traits)
     loaded, parts = model.loaded, assemble_engine(settings, model)
     text = TurnText(loaded.tokenizer, loaded.eos_ids)
     text.try_out()

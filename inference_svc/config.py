@@ -25,6 +25,7 @@ from shared.setting_types import (
     CountOrAuto,
     CountOrNone,
     Duration,
+    NumberOrAuto,
     RateOrNone,
     Section,
     TenantName,
@@ -160,9 +161,10 @@ class OverflowSettings(Section):
     """What a session gives up when its window is full; a turn may say otherwise.
 
     Attributes:
-        policy: "half": the oldest part goes; "sinks": the same, an older name; "reject": nothing
-            goes.
-        ratio: of what may go, that goes at once.
+        policy: "oldest": the oldest part goes; "half", "sinks": the same, older names; "reject":
+            nothing goes.
+        ratio: of what may go, that goes at once. None: an eighth where what is kept stays valid,
+            half where it is computed again.
         sink_tokens: first tokens that stay, also when a session is compressed, at most half of the
             window; a system message counts. None: as many as the model needs, found at the start.
         reserve_tokens: of an answer, that are to have room when it begins; at most a quarter of the
@@ -171,8 +173,8 @@ class OverflowSettings(Section):
         drop_system: the system message may go, too.
     """
 
-    policy: Literal["half", "sinks", "reject"] = "half"
-    ratio: float = Field(default=0.5, gt=0, le=1)
+    policy: Literal["oldest", "half", "sinks", "reject"] = "oldest"
+    ratio: NumberOrAuto = Field(default=None, gt=0, le=1)
     sink_tokens: CountOrAuto = Field(default=None, ge=0, le=MAX_SINK_TOKENS)
     reserve_tokens: int = Field(default=256, ge=1)
     split_frames: bool = False

@@ -106,6 +106,7 @@ class Front:
         described = self._describe()
         described.overflow = self.defaults.overflow.name
         described.sink_tokens = self.defaults.overflow.sink_tokens
+        described.overflow_ratio = self.defaults.overflow.ratio
         return described
 
     async def submit(

@@ -24,7 +24,7 @@ def _check(settings: InferenceSettings, now: TurnDefaults) -> None:
     Raises:
         UnsupportedModelError: the compression policy does not go with it.
     """
-    turn_defaults(settings, now.attention_mode, now.model_sinks)
+    turn_defaults(settings, now.model)
 
 
 def _apply(parts: ServiceParts, settings: InferenceSettings) -> None:
@@ -32,7 +32,7 @@ def _apply(parts: ServiceParts, settings: InferenceSettings) -> None:
     configure_logging(settings.log.level, json=settings.log.json_lines)
     front = parts.front
     now = front.defaults
-    front.defaults = turn_defaults(settings, now.attention_mode, now.model_sinks)
+    front.defaults = turn_defaults(settings, now.model)
     front.streams.most = settings.limits.max_streams_per_client
     parts.limits.set_bounds(*settings.tenant_bounds(), time.monotonic_ns())
     parts.engine_parts.measures.name_tenants(settings.tenants)

@@ -121,7 +121,7 @@ def decode_compression(
     keep_ratio = compression.keep_ratio if has_ratio else defaults.keep_ratio
     policy = make_compression(compression.policy or defaults.compression, keep_ratio)
     if policy is not None:
-        check_compression(policy, defaults.attention_mode)
+        check_compression(policy, defaults.model.attention_mode)
     return policy
 
 

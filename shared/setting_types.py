@@ -105,7 +105,7 @@ def _show_number(value: float | None) -> str:
     return "none" if value is None else f"{value:g}"
 
 
-def _show_count(value: int | None) -> str:
+def _show_auto(value: float | None) -> str:
     return "auto" if value is None else str(value)
 
 
@@ -133,7 +133,12 @@ CountOrNone = Annotated[  # None: "none", no bound
 CountOrAuto = Annotated[  # None: "auto"
     int | None,
     BeforeValidator(_to_number_or_auto),
-    PlainSerializer(_show_count, when_used="json"),
+    PlainSerializer(_show_auto, when_used="json"),
+]
+NumberOrAuto = Annotated[  # None: "auto"
+    float | None,
+    BeforeValidator(_to_number_or_auto),
+    PlainSerializer(_show_auto, when_used="json"),
 ]
 RateOrNone = Annotated[  # None: "none", no bound
     float | None,

@@ -47,23 +47,35 @@ TurnInput: TypeAlias = TextInput | ChatInput | TokenInput
 
 
 @dataclass(frozen=True)
+class ModelTraits:
+    """What the model says about its turns where the settings leave it to the model.
+
+    Attributes:
+        attention_mode: of its calibration; not every compression policy goes with every mode.
+        sink_tokens: first tokens that it leans on.
+        keeps_truncated: what is left of a truncated context stays valid (positions are decoupled);
+            else it is computed again.
+    """
+
+    attention_mode: str = ""
+    sink_tokens: int = USUAL_SINKS
+    keeps_truncated: bool = False
+
+
+@dataclass(frozen=True)
 class TurnDefaults:
     """What a turn gets that does not say, and what the model allows.
 
     Attributes:
         max_tokens: of an answer.
         compression: a policy's name.
-        attention_mode: the model's; not every compression policy goes with every mode.
-        model_sinks: first tokens that the model leans on: what `overflow.sink_tokens` is where the
-            settings leave it to the model.
     """
 
     max_tokens: int
     overflow: OverflowPolicy = field(default_factory=OverflowPolicy)
     compression: str = "none"
     keep_ratio: float = 0.5
-    attention_mode: str = ""
-    model_sinks: int = USUAL_SINKS
+    model: ModelTraits = ModelTraits()
 
 
 @dataclass(frozen=True)

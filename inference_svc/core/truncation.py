@@ -1,8 +1,8 @@
 """What a context gives up when its window is full: the overflow policies. Pure.
 
-    half     the oldest part goes
-    sinks    the same, by the name it had when "half" kept no sinks
-    reject   nothing goes: the turn is refused, or its answer ends where the window does
+    oldest        the oldest part goes
+    half, sinks   the same, by older names
+    reject        nothing goes: the turn is refused, or its answer ends where the window does
 
 One range goes at a time, as long as `ratio` of what may go; longer if that is not enough. The
 system message stays, and where there are chat frames the range ends where one begins, unless the
@@ -19,8 +19,10 @@ from math import ceil
 from inference_svc.core.discards import Range
 from inference_svc.core.errors import InvalidTurnError
 
-HALF, SINKS, REJECT = "half", "sinks", "reject"
-OVERFLOW_POLICIES = (HALF, SINKS, REJECT)
+OLDEST, HALF, SINKS, REJECT = "oldest", "half", "sinks", "reject"
+OVERFLOW_POLICIES = (OLDEST, HALF, SINKS, REJECT)
+RECOMPUTED_RATIO = 0.5  # the paper's: what is kept is computed again, so that cuts are to be rare
+KEPT_RATIO = 0.125  # what is kept costs nothing: little at a time, so that much is there to be read
 USUAL_SINKS = 4  # that most models with attention sinks need
 MAX_SINK_TOKENS = 65536
 
@@ -37,8 +39,8 @@ class OverflowPolicy:
         drop_system: the system message may go, too.
     """
 
-    name: str = HALF
-    ratio: float = 0.5
+    name: str = OLDEST
+    ratio: float = RECOMPUTED_RATIO
     sink_tokens: int = USUAL_SINKS
     split_frames: bool = False
     drop_system: bool = False

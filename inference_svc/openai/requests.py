@@ -8,7 +8,7 @@ from typing import Any
 import structlog
 from aiohttp import HttpVersion11, hdrs, web
 
-from inference_svc.core.truncation import OverflowPolicy
+from inference_svc.core.truncation import OLDEST, REJECT, OverflowPolicy
 from inference_svc.openai.asked_turn import AskedTurn
 from inference_svc.openai.errors import (
     RequestError,
@@ -168,5 +168,5 @@ def wanted_turn(
 def _overflow(truncation: str, default: str) -> str:
     """OpenAI's word as a policy's name; "" for the service's."""
     if truncation == "disabled":
-        return "reject"
-    return "half" if truncation == "auto" and default == "reject" else ""
+        return REJECT
+    return OLDEST if truncation == "auto" and default == REJECT else ""

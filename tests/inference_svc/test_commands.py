@@ -14,6 +14,7 @@ from inference_svc.chat import describe
 from inference_svc.config import load_inference_settings
 from inference_svc.core.counters import COUNTERS
 from inference_svc.core.errors import ListenError
+from inference_svc.core.submission import ModelTraits
 from inference_svc.listening import prepare_socket
 from inference_svc.status_view import format_gauge, status_tables
 from inference_svc.turn_defaults import turn_defaults
@@ -217,6 +218,19 @@ def test_sinks_are_those_of_the_model_unless_the_settings_say_how_many(given, sh
     flags = {"overflow.sink_tokens": given} if given != {} else {}
     settings = load_inference_settings(None, flags).settings
     assert str(settings.model_dump(mode="json")["overflow"]["sink_tokens"]) == shown
-    defaults = turn_defaults(settings, "paged", model_sinks=16)
+    defaults = turn_defaults(settings, ModelTraits("paged", sink_tokens=16))
     assert defaults.overflow.sink_tokens == kept
-    assert defaults.model_sinks == 16
+    assert defaults.model.sink_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("given", "keeps", "shown", "ratio"),
+    [({}, True, "auto", 0.125), ({}, False, "auto", 0.5), ("0.3", True, "0.3", 0.3)],
+)
+def test_little_goes_at_once_where_what_is_kept_costs_nothing(given, keeps, shown, ratio):
+    """Unless the settings say how much."""
+    flags = {"overflow.ratio": given} if given != {} else {}
+    settings = load_inference_settings(None, flags).settings
+    assert str(settings.model_dump(mode="json")["overflow"]["ratio"]) == shown
+    defaults = turn_defaults(settings, ModelTraits("paged", keeps_truncated=keeps))
+    assert defaults.overflow.ratio == ratio

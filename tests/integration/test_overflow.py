@@ -8,6 +8,7 @@ import asyncio
 import time
 from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
+from math import ceil
 
 import grpc
 import pytest
@@ -99,21 +100,27 @@ async def begun(pair, request, until="tokens"):
 # --------------------------------------------------------------------------- before a turn begins
 
 
-async def test_the_oldest_half_goes_and_nothing_is_recomputed(narrow, judge):
-    """Each turn that does not fit drops half of what is there; the rest comes from DRAM."""
+@pytest.mark.parametrize(("asked", "ratio"), [({}, 0.125), ({"ratio": 0.5}, 0.5)])
+async def test_the_oldest_part_goes_and_nothing_is_recomputed(narrow, judge, asked, ratio):
+    """A turn that does not fit drops a part of what is there, or as much as it needs room for.
+
+    The rest comes from DRAM.
+    """
+    name, overflow = f"oldest-{ratio}", pb.Overflow(**asked)
     async with narrow.with_kvd(*DRAM):
         before = await narrow.counters()
-        turns = [await narrow.say("half") for _ in range(6)]
+        turns = [await narrow.say(name, overflow=overflow) for _ in range(6)]
         after = await narrow.counters()
-        session = await narrow.session("half")
-        await identical(narrow, judge, "half")
+        session = await narrow.session(name)
+        await identical(narrow, judge, name)
     overflowed = [turn for turn in turns if turn.usage.dropped_tokens]
     assert len(overflowed) >= 2
     for turn in turns[1:]:
         reused_all(turn, "dram")
     for turn in overflowed:
         history = turn.usage.history_tokens + turn.usage.dropped_tokens
-        assert abs(turn.usage.dropped_tokens - history / 2) <= 1
+        wanted = history + turn.usage.new_tokens + turn.usage.output_tokens - WINDOW_TOKENS
+        assert turn.usage.dropped_tokens == max(ceil(ratio * history), wanted)
     dropped_tokens = sum(turn.usage.dropped_tokens for turn in turns)
     assert session.dropped_tokens == dropped_tokens
     assert session.num_tokens == session.context_tokens + dropped_tokens
@@ -371,7 +378,7 @@ async def test_a_turn_cancelled_while_it_waited_is_tried_again(
             await until(partial(is_cut, pair, "of", before))
         retry = await pair.submit(wanted)
         await identical(pair, judge, "of")
-    assert retry.usage.dropped_tokens > 100
+    assert retry.usage.dropped_tokens > 0
     reused_all(retry, "hbm" if flags else "dram")
 
 
@@ -524,7 +531,7 @@ async def test_coupled_positions_recompute_what_is_left(model_dir, judge, tmp_pa
         await identical(pair, judge, "of", coupled=True)
         async with pair.service.client() as client:
             model = await client.get_model()
-    assert (model.positions, model.overflow) == ("coupled", "half")
+    assert (model.positions, model.overflow) == ("coupled", "oldest")
     assert cut.usage.dropped_tokens > 180  # before it, and during it
     assert 0 < cut.usage.reused_tokens <= 100
     assert cut.usage.recomputed_tokens == cut.usage.history_tokens - cut.usage.reused_tokens
