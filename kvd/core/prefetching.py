@@ -212,11 +212,8 @@ class Prefetcher:
 
     def _use_plan(self, plan: ReadPlan | None) -> None:
         """Go on with another session; the one before may be folded again."""
-        state = self._state
-        if state.kept_unfolded is not None:
-            state.fold_later(state.kept_unfolded)
         self._plan = plan
-        state.kept_unfolded = plan.session.key if plan else None
+        self._state.kept_unfolded = plan.session.key if plan else None
 
     def _drop_stale_plan(self) -> None:
         """Give up what was begun for a session that is gone, or whose turn waits no more."""

@@ -237,3 +237,25 @@ def test_a_block_that_waits_to_be_written_is_verified_first():
     world.quiesce()
     assert world.engine.settle_load(answer.lease_id).end_token == 8
     assert tiers_of(world, A) == ["DS", "DS"]
+
+
+def test_all_that_was_adopted_is_verified_in_the_background():
+    """One after the other: the next begins when one is done, whether or not it is loaded."""
+    world = restarted(num_blocks=MAX_BACKGROUND + 2)
+    assert len(world.io_of(VerifySlot)) == MAX_BACKGROUND
+    world.finish_io(min(world.io))
+    assert len(world.io_of(VerifySlot)) == MAX_BACKGROUND
+    world.quiesce()
+    assert world.engine.stats().num_unverified == 0
+
+
+def test_what_is_warm_is_verified_first():
+    """Its turn is the likelier to come soon."""
+    world = new_world(num_slots=2 * MAX_BACKGROUND)
+    for key, token in ((A, 1), (B, 2)):
+        world.now_ns += 1
+        store(world, key, [token] * 4 * MAX_BACKGROUND)
+    world.commit(len(world.index.uncommitted))
+    world.start(keep_dram=True)
+    verified = {action.slot_id for action in world.io.values()}
+    assert verified == {block.slot_id for block in world.engine.describe(B).blocks}

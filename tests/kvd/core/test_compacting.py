@@ -254,3 +254,14 @@ def test_a_failed_copy_leaves_all_as_it_was():
     assert not world.io_of(HashSlot)
     assert load(world, A, KEPT).end_token == len(KEPT)
     assert num_blocks(world) == 6
+
+
+def test_an_arena_that_is_given_up_is_not_compacted():
+    """A copy that is under way then is not made use of, and its slots come free."""
+    world = sparse_world()
+    rest(world)
+    assert not world.engine.release_dram(world.now_ns)
+    world.pump()
+    world.quiesce()
+    assert (counter(world, "compactions"), counter(world, "compactions_given_up")) == (0, 1)
+    assert world.engine.release_dram(world.now_ns)

@@ -281,3 +281,18 @@ def test_a_session_unfolded_during_its_scrub_is_checked_whole():
             prepare_load(world, A, ONES)
         world.quiesce()
     assert step.report.ssd_corrupt == 1
+
+
+def test_a_session_that_is_unfolded_meanwhile_is_checked():
+    """Its blocks were not known when the walk began, and are folded no more when it gets there."""
+    world = new_world(num_slots=2)
+    store(world, A, ONES + TWOS)
+    store(world, B, THREES * 2)
+    scrub_id = world.engine.scrubs.begin(repair=False)
+    world.engine.scrubs.step(scrub_id, 1, world.now_ns)
+    world.pump()
+    assert load(world, A, ONES + TWOS).end_token == 8
+    while not (step := world.engine.scrubs.step(scrub_id, ALL, world.now_ns)).done:
+        world.pump()
+        world.quiesce()
+    assert step.report.ssd_blocks == 4

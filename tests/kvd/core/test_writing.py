@@ -5,6 +5,7 @@ import pytest
 from kvd.core.actions import DropBlock, Emit, HashSlot, IoOutcome, PutBlock, WriteBlock
 from kvd.core.records import Admission, Pin
 from kvd.core.writing import FIRST_RETRY_NS
+from shared.units import SECTOR_BYTES
 from tests.kvd.core.turns import (
     ONES,
     THREES,
@@ -21,6 +22,7 @@ from tests.kvd.core.turns import (
     store,
     tiers_of,
 )
+from tests.property.cache_world import SHAPE
 
 DELAY_NS = 100
 
@@ -408,3 +410,31 @@ def test_what_was_refused_does_not_take_what_others_wait_for():
     world.quiesce()
     assert tiers_of(world, C) == ["DS"]
     assert not world.engine._state.refused
+
+
+def test_what_is_written_is_counted_as_it_lies_on_ssd():
+    """Whole sectors, header and padding included; of what was written well."""
+    world = new_world()
+    store(world, A, [*ONES, 2], settle=False)
+    world.finish_io(min(world.io), IoOutcome.TRANSIENT)
+    world.finish_all(WriteBlock)
+    assert counter(world, "ssd_written_bytes") == SECTOR_BYTES * SHAPE.num_sectors(1)
+    world.now_ns += FIRST_RETRY_NS
+    world.engine.expire(world.now_ns)
+    world.quiesce()
+    num_sectors = SHAPE.num_sectors(1) + SHAPE.num_sectors(4)
+    assert counter(world, "ssd_written_bytes") == SECTOR_BYTES * num_sectors
+
+
+def test_a_block_that_comes_to_ssd_late_is_evicted_in_its_turn():
+    """Its session had nothing there any more; it answers for the block without a use of it."""
+    world = new_world(num_extents=1)
+    store(world, A, ONES)
+    store(world, B, TWOS)
+    assert (tiers_of(world, A), tiers_of(world, B)) == (["D"], ["DS"])
+    world.engine.set_ssd_capacity(2, world.now_ns)
+    world.quiesce()
+    assert tiers_of(world, A) == ["DS"]
+    world.engine.set_ssd_capacity(1, world.now_ns)
+    world.quiesce()
+    assert (tiers_of(world, A), tiers_of(world, B)) == (["D"], ["DS"])
