@@ -9,7 +9,9 @@
    the place of its module by an import hook: no file changes, whatever is killed when. Tests that
    run its line judge it, the quickest first, until one fails. What takes ten times as long as it
    should is killed, too.
-4. Survivors are looked up in tests/mutants.toml. Below MIN_KILLED of the others it fails.
+4. Survivors that tests/mutants.toml does not accept are judged once more, by PROPERTIES: what only
+   those notice is killed, and named, since nobody will see from their failing what is wrong.
+5. Below MIN_KILLED of what is not accepted it fails.
 
 Own, because of what there is: cosmic-ray writes mutants into the checkout and starts an interpreter
 for each, with torch; mutmut has no sample, and leaves functions with most decorators out.
@@ -29,13 +31,14 @@ import sys
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import coverage
 import pytest
+from hypothesis import Phase, settings
 from mutations import Mutant, mutants_of, mutated
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,6 +47,8 @@ ACCEPTED = ROOT / "tests/mutants.toml"
 MIN_KILLED = 0.95
 # By pytest's exit code; 2: a module cannot even be imported. Others say nothing of the mutant.
 VERDICTS = {0: "survived", 1: "killed", 2: "killed"}
+ALIVE = {"survived", "not run", "broken"}
+ONLY_PROPERTIES = "killed by properties only"
 MAX_TESTS = 150  # that judge one mutant: those that run its line and little else
 SLOWEST_S = 20.0  # a test that takes longer judges nothing
 PARTS = {
@@ -56,6 +61,13 @@ PARTS = {
     "inference_svc/core": ["tests/inference_svc/core"],
     "inference_svc/runtime": ["tests/inference_svc/runtime"],
 }
+# Random tests of everything at once: they run every line, so that each is of use for any mutant.
+PROPERTIES = {
+    "kvd/core": ["test_cache_engine", "test_session_placement", "test_prefetching"],
+    "inference_svc/core": ["test_scheduler"],
+}
+PROPERTY_EXAMPLES = 100  # of a state machine
+PROPERTY_LIMIT_S = 600.0
 
 
 class MutantImporter(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -108,7 +120,7 @@ def record(part: str) -> None:
     cov = coverage.Coverage(data_file=None, source=[str(ROOT / part)], config_file=False)
     recorder = Recorder(cov)
     cov.start()
-    code = pytest.main([*PYTEST, "-m", "not long", *PARTS[part]], plugins=[recorder])
+    code = pytest.main([*PYTEST, *PARTS[part]], plugins=[recorder])
     cov.stop()
     if code not in (0, 1):
         sys.exit(f"the tests of {part} cannot be run")
@@ -143,7 +155,8 @@ def _is_recorded(part: str) -> bool:
     return path.exists() and path.stat().st_mtime > max(f.stat().st_mtime for f in files)
 
 
-PYTEST = ["-q", "--no-header", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--tb=no"]
+# What Hypothesis draws is the same each time ("not long"), and failures are not kept for the next.
+PYTEST = ["-q", "--no-header", "-p", "no:cacheprovider", "--tb=no", "-m", "not long"]
 
 
 # --------------------------------------------------------------------------------------- judging
@@ -179,6 +192,41 @@ class Judge:
         return pid, time.monotonic() + limit_s
 
 
+class PropertyJudge:
+    """Judges what no other test has noticed."""
+
+    def __init__(self, part: str) -> None:
+        self._tests = [f"tests/property/{name}.py" for name in PROPERTIES.get(part, [])]
+
+    def begin(self, mutant: Mutant) -> tuple[int, float]:
+        """As a judge's."""
+        if not self._tests:
+            return 0, 0.0
+        pid = os.fork()
+        if not pid:
+            _run(self._tests, mutant)
+        return pid, time.monotonic() + PROPERTY_LIMIT_S
+
+
+class FewExamples:
+    """A pytest plugin: state machines run less often, and what fails is not made any smaller."""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_configure(self) -> None:
+        """Change what test modules begin with; the profile is that of `make test`."""
+        phases = [Phase.explicit, Phase.generate]
+        settings.register_profile("judging", settings.get_profile("seeded"), phases=phases)
+        settings.load_profile("judging")
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Change the machines."""
+        for item in items:
+            machine = getattr(item, "cls", None)
+            if machine is not None and isinstance(getattr(machine, "settings", None), settings):
+                few = min(machine.settings.max_examples, PROPERTY_EXAMPLES)
+                machine.settings = settings(machine.settings, max_examples=few)
+
+
 def _run(tests: list[str], mutant: Mutant) -> None:
     """In the child: run tests with the mutant in its module's place; exit 0 if all pass."""
     os.setsid()
@@ -188,25 +236,29 @@ def _run(tests: list[str], mutant: Mutant) -> None:
         for fd in (0, 1, 2):
             os.dup2(null, fd)
         sys.meta_path.insert(0, MutantImporter(mutant))
-        code = int(pytest.main([*PYTEST, "-x", *tests]))
+        code = int(pytest.main([*PYTEST, "-x", *tests], plugins=[FewExamples()]))
     finally:
         os._exit(code)
 
 
-def judge(mutants: list[tuple[str, Mutant]], num_workers: int) -> Iterator[tuple[Mutant, str]]:
+def judge(
+    make_judge: Callable[[str], Judge | PropertyJudge],
+    mutants: list[tuple[str, Mutant]],
+    num_workers: int,
+) -> Iterator[tuple[str, Mutant, str]]:
     """Judge all: "killed", "timeout", "survived", "not run" by any test, or "broken": unjudged."""
-    judges = {part: Judge(part) for part in {part for part, _ in mutants}}
+    judges = {part: make_judge(part) for part in {part for part, _ in mutants}}
     waiting = mutants[::-1]
-    running: dict[int, tuple[Mutant, float]] = {}
+    running: dict[int, tuple[str, Mutant, float]] = {}
     while waiting or running:
         while waiting and len(running) < num_workers:
             part, mutant = waiting.pop()
             pid, until_s = judges[part].begin(mutant)
             if pid:
-                running[pid] = (mutant, until_s)
+                running[pid] = (part, mutant, until_s)
             else:
-                yield mutant, "not run"
-        for pid, (mutant, until_s) in list(running.items()):
+                yield part, mutant, "not run"
+        for pid, (part, mutant, until_s) in list(running.items()):
             found, status = os.waitpid(pid, os.WNOHANG)
             is_late = not found and time.monotonic() > until_s
             if is_late:
@@ -215,7 +267,7 @@ def judge(mutants: list[tuple[str, Mutant]], num_workers: int) -> Iterator[tuple
                 os.waitpid(pid, 0)
             if found or is_late:
                 del running[pid]
-                yield mutant, "timeout" if is_late else _verdict(status)
+                yield part, mutant, "timeout" if is_late else _verdict(status)
         time.sleep(0.02)
 
 
@@ -251,22 +303,47 @@ def main() -> int:
     import torch  # noqa: F401  # before the forks, which share it
     import transformers  # noqa: F401
 
-    accepted = {
-        (entry["file"], entry["function"], entry["change"])
-        for entry in tomllib.loads(ACCEPTED.read_text(encoding="utf-8"))["accepted"]
-    }
+    accepted = _accepted()
     counts: Counter[str] = Counter()
-    for mutant, verdict in judge(drawn, options.workers):
-        is_accepted = (mutant.file, mutant.function, mutant.change) in accepted
-        is_alive = verdict in {"survived", "not run", "broken"}
-        counts["accepted" if is_accepted and is_alive else verdict] += 1
-        if is_alive and not is_accepted:
+    alive = []
+    for part, mutant, verdict in judge(Judge, drawn, options.workers):
+        if verdict not in ALIVE:
+            counts[verdict] += 1
+        elif mutant in accepted:
+            counts["accepted"] += 1
+        else:
+            alive.append((part, mutant))
             print(f"{verdict}: {mutant.name}", flush=True)
-    num_killed = counts["killed"] + counts["timeout"]
+    for _, mutant, verdict in judge(PropertyJudge, alive, options.workers):
+        is_alive = verdict in ALIVE
+        counts["alive" if is_alive else ONLY_PROPERTIES] += 1
+        print(f"{'alive' if is_alive else ONLY_PROPERTIES}: {mutant.name}", flush=True)
     num_judged = counts.total() - counts["accepted"]
+    num_killed = num_judged - counts["alive"]
     share = num_killed / max(1, num_judged)
     print(f"{num_killed} of {num_judged} killed ({share:.1%}); {dict(counts)}")
     return int(share < MIN_KILLED)
+
+
+def _accepted() -> set[Mutant]:
+    """Find those that may survive; an entry that names none, or several, is to be mended first."""
+    accepted, sources = set(), {}
+    for entry in tomllib.loads(ACCEPTED.read_text(encoding="utf-8"))["accepted"]:
+        file = entry["file"]
+        if file not in sources:
+            source = (ROOT / file).read_text(encoding="utf-8")
+            sources[file] = list(mutants_of(file, source))
+        found = [
+            mutant
+            for mutant in sources[file]
+            if (mutant.function, mutant.change) == (entry["function"], entry["change"])
+            and mutant.place.endswith(entry.get("place", ""))
+        ]
+        if len(found) != 1:
+            places = "".join(f"\n    {mutant.place!r}" for mutant in found)
+            sys.exit(f"{ACCEPTED}: {len(found)} mutants are meant by {entry}{places}")
+        accepted.add(found[0])
+    return accepted
 
 
 def _draw(parts: list[str], only: str, count: int, seed: int) -> list[tuple[str, Mutant]]:

@@ -1,8 +1,9 @@
 """Mutants of a file's functions: one change each, found and made in its syntax tree. Pure.
 
 Comparisons, arithmetic, boolean operators, `not`, conditions, integers by one, truth values,
-statements left out, and None returned instead. Not changed: assertions, which say what holds
-anyway, messages, what is logged, types, decorators and defaults.
+statements left out, and None returned instead: the opposite, where a function says whether
+something holds, since nobody tells None from False. Not changed: assertions, which say what holds
+anyway (as `strict` does), messages, what is logged, types, decorators and defaults.
 """
 
 import ast
@@ -19,6 +20,8 @@ ARITHMETIC = {
     ast.Div: ast.Mult, ast.Mod: ast.Mult, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
     ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
 }  # fmt: skip
+MARK = "‸"
+SAYS_WHETHER = "says_whether"  # of a return in a function that returns a bool
 LOGS = ("log.", "report(")  # what they say is nobody's promise
 
 
@@ -33,6 +36,7 @@ class Mutant(NamedTuple):
     line: int
     statement: int  # its first line
     change: str  # "before → after", as source
+    place: str  # the line before and its own, marked where what is changed begins
     path: Path
     kind: int  # of the changes of that node, which
 
@@ -64,11 +68,21 @@ def changed(node: ast.AST) -> Iterator[ast.AST]:
             yield ast.Constant(not value)
         case ast.Constant(value=int(value)):
             yield ast.Constant(value + 1)
-        case ast.Return(value=ast.expr() as value) if ast.unparse(value) != "None":
-            new.value = ast.Constant(None)
+        case ast.Return(value=ast.expr() as value) if _other(value, hasattr(node, SAYS_WHETHER)):
+            new.value = _other(value, hasattr(node, SAYS_WHETHER))
             yield new
     if is_left_out(node):
         yield ast.Pass()
+
+
+def _other(value: ast.expr, says_whether: bool) -> ast.expr | None:
+    """Return what may be returned instead of a value, if it is not made by another change."""
+    if not says_whether:
+        return ast.Constant(None) if ast.unparse(value) != "None" else None
+    match value:
+        case ast.Constant() | ast.UnaryOp(op=ast.Not()) | ast.Compare(ops=[_]):
+            return None
+    return ast.UnaryOp(ast.Not(), value)
 
 
 def is_left_out(node: ast.AST) -> bool:
@@ -83,13 +97,37 @@ def is_left_out(node: ast.AST) -> bool:
 
 def mutants_of(file: str, source: str) -> Iterator[Mutant]:
     """All mutants of a file's functions."""
-    statement = 0
-    for node, path, function in _nodes(ast.parse(source), (), "", runs=False):
+    statement, lines = 0, ["", *source.splitlines()]
+    for node, path, function in _nodes(_parsed(source), (), "", runs=False):
         if isinstance(node, ast.stmt):
             statement = node.lineno  # what follows is in it, up to the next one
         for kind, new in enumerate(changed(node)):
             change = f"{_line(node)} → {_line(new)}"
-            yield Mutant(file, function, node.lineno, statement, change, path, kind)
+            own = _marked(lines[node.lineno], node.col_offset)
+            place = f"{lines[node.lineno - 1].strip()}\n{own}"
+            yield Mutant(file, function, node.lineno, statement, change, place, path, kind)
+
+
+def _parsed(source: str) -> ast.Module:
+    """Return the tree, whose returns of a truth are marked."""
+    tree = ast.parse(source)
+    for function in ast.walk(tree):  # those around others come first
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            says_whether = isinstance(function.returns, ast.Name) and function.returns.id == "bool"
+            for node in ast.walk(function):
+                if not isinstance(node, ast.Return):
+                    continue
+                if says_whether:
+                    setattr(node, SAYS_WHETHER, True)
+                elif hasattr(node, SAYS_WHETHER):
+                    delattr(node, SAYS_WHETHER)
+    return tree
+
+
+def _marked(line: str, num_bytes: int) -> str:
+    """Mark where a node begins in its line: two changes of a function may read the same."""
+    encoded = line.encode()
+    return f"{encoded[:num_bytes].decode()}{MARK}{encoded[num_bytes:].decode()}".strip()
 
 
 def _nodes(
@@ -107,6 +145,8 @@ def _nodes(
         return
     if isinstance(node, ast.stmt) and ast.unparse(node).startswith(LOGS):
         return
+    if isinstance(node, ast.keyword) and node.arg == "strict":
+        return  # as an assertion
     fields = [name for name in node._fields if name not in {"annotation", "returns"}]
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         function, fields = f"{function}.{node.name}".lstrip("."), ["body"]
@@ -126,7 +166,7 @@ def _line(node: ast.AST) -> str:
 
 def mutated(mutant: Mutant, source: str) -> ast.Module:
     """Return the tree of its module with the change made."""
-    tree = ast.parse(source)
+    tree = _parsed(source)
     holder: ast.AST = tree
     for field, index in mutant.path[:-1]:
         value = getattr(holder, field)
