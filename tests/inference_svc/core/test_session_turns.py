@@ -6,7 +6,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from inference_svc.core.errors import QueueFullError, SessionBusyError
-from inference_svc.core.session_turns import MAX_RETRY_S, MIN_PACE_S, SessionTurns
+from inference_svc.core.session_turns import (
+    MAX_RETRY_S,
+    MAX_RETURNS,
+    MIN_PACE_S,
+    SessionTurns,
+)
 from shared.session_key import SessionKey
 from shared.units import NS_PER_S
 
@@ -67,6 +72,16 @@ def test_refused_clients_are_spread_over_a_bounded_time():
     assert hints == [float(1 + number % MAX_RETRY_S) for number in range(25)]
     assert refusal(full(retry_after_s=1e6), KEYS[1]).retry_after_s == MAX_RETRY_S
     assert refusal(full(retry_after_s=0.0), KEYS[1]).retry_after_s == MIN_PACE_S
+
+
+def test_no_more_tenants_are_remembered_than_were_refused_just_now():
+    """One more than the bound makes it forget those whose clients may be back by now."""
+    turns = full(retry_after_s=0.5)
+    for number in range(MAX_RETURNS + 1):
+        refusal(turns, SessionKey(f"tenant {number}", "m", "a"), now_ns=number * NS_PER_S)
+        assert len(turns._returns) <= MAX_RETURNS
+    again = refusal(turns, SessionKey(f"tenant {MAX_RETURNS}", "m", "a"), MAX_RETURNS * NS_PER_S)
+    assert again.retry_after_s == 1.0, "it is remembered"
 
 
 def test_a_full_session_names_its_own_bound():

@@ -1,6 +1,7 @@
 """One arena: its size, its seals, its pages."""
 
 import os
+import resource
 from pathlib import Path
 
 import psutil
@@ -56,6 +57,22 @@ def test_prefault_works_on_an_older_kernel(arena, monkeypatch):
     monkeypatch.setattr(page_advice, "MADV_POPULATE_WRITE", 99)
     assert arena.prefault() == arena.num_bytes
     assert os.fstat(arena.fd).st_blocks * 512 >= 3 * LAYOUT.block_bytes
+
+
+@pytest.mark.parametrize("is_older", [False, True], ids=["this kernel", "an older one"])
+def test_prefault_ends_where_there_is_no_memory(tmp_path, monkeypatch, is_older):
+    """It says how far it came: nowhere in a file that ends too early, and may not grow."""
+    if is_older:
+        monkeypatch.setattr(page_advice, "MADV_POPULATE_WRITE", 99)
+    arena = store_of(tmp_path, keep="file", directory=tmp_path).create(LAYOUT, 3)
+    os.ftruncate(arena.fd, 0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        assert arena.prefault() == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        arena.close()
 
 
 def test_prefault_stops_when_told(arena):
