@@ -7,10 +7,10 @@
 2. Mutants are drawn with a seed from all that functions of `PARTS` hold: see mutations.py.
 3. Each is compiled in a process forked from one that has imported the large libraries, and put in
    the place of its module by an import hook: no file changes, whatever is killed when. Tests that
-   run its line judge it, the quickest first, until one fails. What takes ten times as long as it
-   should is killed, too.
+   run its line judge it, first those that run little else, the quickest first, until one fails.
+   What takes ten times as long as it should is killed, too.
 4. Survivors that tests/mutants.toml does not accept are judged once more, by PROPERTIES: what only
-   those notice is killed, and named, since nobody will see from their failing what is wrong.
+   those notice is killed, and named, since nobody sees from their failing what is wrong.
 5. Below MIN_KILLED of what is not accepted it fails.
 
 Own, because of what there is: cosmic-ray writes mutants into the checkout and starts an interpreter
@@ -32,6 +32,7 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,11 +46,11 @@ ROOT = Path(__file__).resolve().parent.parent
 STATE = ROOT / ".mutants"
 ACCEPTED = ROOT / "tests/mutants.toml"
 MIN_KILLED = 0.95
-# By pytest's exit code; 2: a module cannot even be imported. Others say nothing of the mutant.
-VERDICTS = {0: "survived", 1: "killed", 2: "killed"}
+# By pytest's exit code; 2 and 4: a module cannot be imported. Others say nothing of the mutant.
+VERDICTS = {0: "survived", 1: "killed", 2: "killed", 4: "killed"}
 ALIVE = {"survived", "not run", "broken"}
 ONLY_PROPERTIES = "killed by properties only"
-MAX_TESTS = 150  # that judge one mutant: those that run its line and little else
+MAX_TESTS = 150  # that judge one mutant first: those that run its line and little else
 SLOWEST_S = 20.0  # a test that takes longer judges nothing
 PARTS = {
     "kvd/core": ["tests/kvd/core", "tests/property/test_discards.py"],
@@ -157,15 +158,22 @@ def _is_recorded(part: str) -> bool:
 
 # What Hypothesis draws is the same each time ("not long"), and failures are not kept for the next.
 PYTEST = ["-q", "--no-header", "-p", "no:cacheprovider", "--tb=no", "-m", "not long"]
+PYTEST += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what is imported already
 
 
 # --------------------------------------------------------------------------------------- judging
 
 
 class Judge:
-    """Which tests judge a mutant, and what they say."""
+    """Which tests judge a mutant, and what they say.
 
-    def __init__(self, part: str) -> None:
+    Args:
+        part: whose tests.
+        is_second: those that the first judge has left out.
+    """
+
+    def __init__(self, part: str, *, is_second: bool = False) -> None:
+        self._is_second = is_second
         state = json.loads(_record_of(part).read_text(encoding="utf-8"))
         self._tests, self._seconds, self._lines = state["tests"], state["seconds"], state["lines"]
         self._num_lines: Counter[int] = Counter()
@@ -174,11 +182,12 @@ class Judge:
                 self._num_lines.update(tests)
 
     def tests_of(self, mutant: Mutant) -> list[int]:
-        """Those that run its line: the most special ones, quickest first."""
+        """Those that run its line: the most special ones, or all others; quickest first."""
         by_line = self._lines.get(mutant.file, {})
         tests = by_line.get(str(mutant.line)) or by_line.get(str(mutant.statement), [])
-        special = sorted(tests, key=lambda test: self._num_lines[test])[:MAX_TESTS]
-        return sorted(special, key=lambda test: self._seconds[test])
+        special = sorted(tests, key=lambda test: self._num_lines[test])
+        chosen = special[MAX_TESTS:] if self._is_second else special[:MAX_TESTS]
+        return sorted(chosen, key=lambda test: self._seconds[test])
 
     def begin(self, mutant: Mutant) -> tuple[int, float]:
         """Fork; returns the process and when it is to be killed. No tests: (0, 0)."""
@@ -303,26 +312,37 @@ def main() -> int:
     import torch  # noqa: F401  # before the forks, which share it
     import transformers  # noqa: F401
 
-    accepted = _accepted()
     counts: Counter[str] = Counter()
-    alive = []
-    for part, mutant, verdict in judge(Judge, drawn, options.workers):
-        if verdict not in ALIVE:
-            counts[verdict] += 1
-        elif mutant in accepted:
-            counts["accepted"] += 1
-        else:
-            alive.append((part, mutant))
-            print(f"{verdict}: {mutant.name}", flush=True)
-    for _, mutant, verdict in judge(PropertyJudge, alive, options.workers):
-        is_alive = verdict in ALIVE
-        counts["alive" if is_alive else ONLY_PROPERTIES] += 1
-        print(f"{'alive' if is_alive else ONLY_PROPERTIES}: {mutant.name}", flush=True)
+    alive = _survivors(Judge, drawn, options.workers, counts)
+    alive = _survivors(partial(Judge, is_second=True), alive, options.workers, counts)
+    accepted = _accepted()
+    counts["accepted"] = sum(mutant in accepted for _, mutant in alive)
+    alive = [(part, mutant) for part, mutant in alive if mutant not in accepted]
+    for part, mutant, verdict in judge(PropertyJudge, alive, options.workers):
+        counts["alive" if verdict in ALIVE else ONLY_PROPERTIES] += 1
+        why = "no test runs it" if not Judge(part).tests_of(mutant) else "alive"
+        print(f"{why if verdict in ALIVE else ONLY_PROPERTIES}: {mutant.name}", flush=True)
     num_judged = counts.total() - counts["accepted"]
     num_killed = num_judged - counts["alive"]
     share = num_killed / max(1, num_judged)
     print(f"{num_killed} of {num_judged} killed ({share:.1%}); {dict(counts)}")
     return int(share < MIN_KILLED)
+
+
+def _survivors(
+    make_judge: Callable[[str], Judge],
+    mutants: list[tuple[str, Mutant]],
+    num_workers: int,
+    counts: Counter[str],
+) -> list[tuple[str, Mutant]]:
+    """Judge mutants, count those that are killed, and return the others."""
+    alive = []
+    for part, mutant, verdict in judge(make_judge, mutants, num_workers):
+        if verdict in ALIVE:
+            alive.append((part, mutant))
+        else:
+            counts[verdict] += 1
+    return alive
 
 
 def _accepted() -> set[Mutant]:

@@ -68,9 +68,9 @@ class LookaheadPolicy(LookaheadQueuePolicy):
                 self._side_of(old).remove(old)
         moved = {key: place for key, place in self._moved.items() if place is not None}
         self._places.update(moved)
-        edge = self._inside[-1] if self._inside else None
-        self._outside.update(p for p in moved.values() if edge is None or p > edge)
-        self._inside.update(p for p in moved.values() if edge is not None and p < edge)
+        inside = {p for p in moved.values() if self._side_of(p) is self._inside}
+        self._inside.update(inside)
+        self._outside.update(p for p in moved.values() if p not in inside)
         self._moved.clear()
 
     def _move_edge(self, num_jobs: int) -> None:

@@ -166,3 +166,17 @@ def test_a_session_that_loses_several_blocks_at_once_is_cut_once():
     assert cut == [A]
     assert counter(world, "evictions_dram") == 3
     assert tiers_of(world, A) == ["D", "D"]
+
+
+def test_a_block_that_comes_to_ssd_late_is_evicted_in_its_turn():
+    """Its session had nothing there any more; it answers for the block without a use of it."""
+    world = new_world(num_extents=1)
+    store(world, A, ONES)
+    store(world, B, TWOS)
+    assert (tiers_of(world, A), tiers_of(world, B)) == (["D"], ["DS"])
+    world.engine.set_ssd_capacity(2, world.now_ns)
+    world.quiesce()
+    assert tiers_of(world, A) == ["DS"]
+    world.engine.set_ssd_capacity(1, world.now_ns)
+    world.quiesce()
+    assert (tiers_of(world, A), tiers_of(world, B)) == (["D"], ["DS"])

@@ -111,6 +111,12 @@ def test_what_is_handed_out_is_bounded_into_bytes():
     assert line.take({}, 2 * ROW_BYTES + 1) == [_block(2), _block(3), _block(4)]
     assert (len(line), line.num_blocks) == (0, 0)
 
+    for key in KEYS:
+        line.session_used(key)
+    sessions = {key: Session(key, 7) for key in KEYS}
+    assert line.take(sessions, 2 * ROW_BYTES) == [PutUse(A, 7), PutUse(B, 7)]
+    assert line.num_uses == 1
+
 
 # -------------------------------------------------------------------------------------- the engine
 

@@ -308,9 +308,10 @@ def test_the_watermark_has_resting_blocks_written():
     assert counter(world, "sessions_dropped") == 0
 
 
-def test_slots_are_left_for_the_stores_of_turns_that_run():
-    """About as many as they ask for; else what was read ahead is evicted for them at once."""
-    world = reading_world(num_slots=32)
+@pytest.mark.parametrize(("num_slots", "num_read", "num_wasted"), [(32, 29, 0), (8, 7, 2)])
+def test_slots_are_left_for_the_stores_of_turns_that_run(num_slots, num_read, num_wasted):
+    """About as many as they ask for, lest what was read ahead is evicted for them; not all."""
+    world = reading_world(num_slots=num_slots)
     store_on_ssd(world, {B: 40})
     for _ in range(40):  # a running mean
         store(world, A, tokens_of(A, 3))
@@ -322,9 +323,9 @@ def test_slots_are_left_for_the_stores_of_turns_that_run():
     world.engine.replace_queue(OWNER, change, world.now_ns)
     world.pump()
     finish_reads(world)
-    assert tiers_of(world, B).count("DS") == 29
+    assert tiers_of(world, B).count("DS") == num_read
     assert prepare_store(world, A, tokens_of(A, 3)).blocks
-    assert counter(world, "prefetch_wasted") == 0
+    assert counter(world, "prefetch_wasted") == num_wasted
 
 
 # ---------------------------------------------------------------------------------- loads and reads

@@ -424,17 +424,3 @@ def test_what_is_written_is_counted_as_it_lies_on_ssd():
     world.quiesce()
     num_sectors = SHAPE.num_sectors(1) + SHAPE.num_sectors(4)
     assert counter(world, "ssd_written_bytes") == SECTOR_BYTES * num_sectors
-
-
-def test_a_block_that_comes_to_ssd_late_is_evicted_in_its_turn():
-    """Its session had nothing there any more; it answers for the block without a use of it."""
-    world = new_world(num_extents=1)
-    store(world, A, ONES)
-    store(world, B, TWOS)
-    assert (tiers_of(world, A), tiers_of(world, B)) == (["D"], ["DS"])
-    world.engine.set_ssd_capacity(2, world.now_ns)
-    world.quiesce()
-    assert tiers_of(world, A) == ["DS"]
-    world.engine.set_ssd_capacity(1, world.now_ns)
-    world.quiesce()
-    assert (tiers_of(world, A), tiers_of(world, B)) == (["D"], ["DS"])

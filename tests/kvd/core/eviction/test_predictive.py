@@ -125,6 +125,20 @@ def test_thinking_sessions_on_ssd_are_read_ahead_likeliest_first():
     assert set(returning) <= {"a", "d", "f"}
 
 
+def test_thinking_sessions_that_are_guarded_are_read_ahead_first():
+    """However likely the others; each session once."""
+    sessions = Chats()
+    sessions.teach()
+    for name in "abc":
+        sessions.turn(name, 10)
+        sessions.policy.left(key_of(name), Tier.DRAM)
+        sessions.wait(5)
+    sessions.policy.guarded(key_of("b"), is_guarded=True)
+    returning = [key.session_id for key in sessions.policy.returning(sessions.now_ns)]
+    assert returning[0] == "b"
+    assert sorted(returning) == ["a", "b", "c"]
+
+
 def test_only_so_many_sessions_that_are_not_stored_are_remembered(monkeypatch):
     """The longest forgotten one goes; those that are stored stay whatever comes."""
     monkeypatch.setattr(idle_sessions, "MOST_GHOSTS", 10)
