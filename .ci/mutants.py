@@ -318,6 +318,7 @@ def main() -> int:
     accepted = _accepted()
     counts["accepted"] = sum(mutant in accepted for _, mutant in alive)
     alive = [(part, mutant) for part, mutant in alive if mutant not in accepted]
+    print(*(f"not killed by tests: {mutant.name}" for _, mutant in alive), sep="\n", flush=True)
     for part, mutant, verdict in judge(PropertyJudge, alive, options.workers):
         counts["alive" if verdict in ALIVE else ONLY_PROPERTIES] += 1
         why = "no test runs it" if not Judge(part).tests_of(mutant) else "alive"

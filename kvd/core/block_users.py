@@ -80,7 +80,7 @@ class BlockUsers:
         if block.extent is not None and not block.num_answer_ssd:
             self.entered(self._sessions[block.last_user], Tier.SSD)
         if not block.num_answer_clean and block.clean:
-            self._offered(self._sessions[block.last_user])
+            self.offered(self._sessions[block.last_user])
 
     # --------------------------------------------------------------------------------- the orders
 
@@ -111,12 +111,13 @@ class BlockUsers:
         self._policy.spent(session.key)
         self.recount(session, before)
 
-    def _offered(self, session: Session) -> None:
-        """Have a session that may be evicted answer for clean blocks."""
-        before = self.answers(session)
-        self._policy.entered(session.key, Tier.DRAM)
-        self._policy.offered(session.key)
-        self.recount(session, before)
+    def offered(self, session: Session) -> None:
+        """Have a session answer for clean blocks, without a use; a hard-pinned one does already."""
+        if session.pin is not Pin.HARD:
+            before = self.answers(session)
+            self._policy.entered(session.key, Tier.DRAM)
+            self._policy.offered(session.key)
+            self.recount(session, before)
 
     def recount(self, session: Session, before: Answers) -> None:
         """Count anew where a session answers, after that has changed: O(its blocks)."""

@@ -18,7 +18,7 @@ Words = NDArray[np.uint64]
 Flags = NDArray[np.bool_]
 
 PARTIAL = 1 << 31  # flag in a span's row count: it may use less than the whole block
-JOINED_AT_ONCE = 1 << 18  # spans; so many bytes and their like need not all be there at once
+JOINED_BYTES = PLAIN_SPAN_BYTES << 18  # at once: these and their like need not all be there
 
 _KEY = np.dtype([("first", ">u8"), ("last", ">u8")])
 _SPAN = np.dtype([("key", _KEY), ("num_tokens", "<u4")])
@@ -98,7 +98,7 @@ class SpanJoin:
         """
         self._packed += packed
         self._num_spans.append(len(packed) // PLAIN_SPAN_BYTES)
-        if len(self._packed) >= JOINED_AT_ONCE * PLAIN_SPAN_BYTES:
+        if len(self._packed) >= JOINED_BYTES:
             self._join()
 
     def finish(self) -> SpanColumns:

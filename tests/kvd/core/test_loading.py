@@ -3,7 +3,7 @@
 import pytest
 
 from kvd.core.actions import IoOutcome, LeaseReady, ReadBlock
-from kvd.core.errors import LeaseLostError
+from kvd.core.errors import InvalidRequestError, LeaseLostError
 from kvd.core.records import LeaseState, Lookup, Tier
 from tests.kvd.core.turns import (
     ONES,
@@ -296,3 +296,13 @@ def test_what_was_read_may_be_written_again():
     world.pump()
     world.quiesce()
     assert tiers_of(world, A) == ["DS", "DS"]
+
+
+@pytest.mark.parametrize("from_token", [-1, 9])
+def test_a_load_from_a_position_that_is_not_there_is_refused(from_token):
+    """It names the position, and holds nothing."""
+    world = new_world()
+    store(world, A, ONES + TWOS)
+    with pytest.raises(InvalidRequestError, match=str(from_token)):
+        prepare_load(world, A, ONES + TWOS, from_token)
+    assert not world.engine.leases()

@@ -154,3 +154,16 @@ def test_nothing_is_left_of_an_engine_that_is_gone():
     waiting = Waiting(A, B)
     waiting.queue.forget(ENGINE)
     assert waiting.picks() == []
+
+
+def test_one_of_many_is_looked_up_by_itself():
+    """It leaves its old place for the new one; one that was settled has a place again."""
+    waiting = Waiting(*KEYS)
+    assert waiting.pick() == KEYS[0]
+    waiting.change(waiting=[QueuedJob((-1, 0.0, 20), KEYS[20])])
+    assert waiting.pick() == KEYS[20]
+    waiting.order.settle(KEYS[0])
+    assert waiting.pick(late={KEYS[20]}) == KEYS[1]
+    waiting.order.reopen(KEYS[0])
+    others = [key for key in KEYS if key is not KEYS[20]]
+    assert waiting.picks() == [KEYS[20], *others]

@@ -271,6 +271,41 @@ def test_a_store_that_waits_goes_first():
     assert tiers_of(world, B) == ["S"]
 
 
+def test_who_waits_wakes_nobody_where_nothing_is_read_ahead():
+    """There is nothing that would go on after it."""
+    world = reading_world(num_slots=1, prefetch_bytes=0, admission=Admission.ON_EVICT)
+    store(world, A, ONES)
+    assert prepare_store(world, B, TWOS).refused == "wait"
+    assert world.engine.next_deadline_ns() is None
+
+
+def test_nothing_is_read_ahead_at_the_end():
+    """Not even for a queue that is told then."""
+    world = reading_world()
+    store_on_ssd(world, {A: 2})
+    world.engine.write_dirty(world.now_ns)
+    queue(world, A)
+    assert not world.io
+
+
+def test_what_a_waiting_session_shares_stays_for_it():
+    """Though the only session that had it in DRAM is the first to give way."""
+    world = reading_world(num_slots=3)
+    store(world, A, ONES + TWOS)
+    store(world, B, ONES)
+    assert world.engine.release_dram(world.now_ns)
+    world.pump()
+    store(world, C, tokens_of(C, 2))
+    world.engine.release_dram(world.now_ns)
+    world.pump()
+    for key, tokens in ((B, ONES), (C, tokens_of(C, 2))):
+        world.now_ns += 1
+        load(world, key, tokens)
+    queue(world, A)
+    finish_reads(world)
+    assert tiers_of(world, A) == ["DS", "DS"]
+
+
 def test_the_watermark_is_kept_by_evicting_clean_blocks():
     """A store finds its slots free, and they are freed again after it."""
     world = reading_world(num_slots=10, watermark=0.2)

@@ -97,6 +97,8 @@ def test_fewer_sessions_are_kept_the_coldest_go():
     for key in keys:
         store(world, key, ONES)
     world.engine.pin(keys[0], Pin.HARD, world.now_ns)
+    world.engine.set_limits(replace(world.limits, max_sessions=2), world.now_ns)
+    assert world.engine.stats().num_sessions == 5, "a batch is gone at once"
     relimit(world, max_sessions=2)
     assert [key for key in keys if is_stored(world, key)] == [keys[0], keys[-1]]
 

@@ -9,7 +9,7 @@ import pytest
 from kvd.core import restoring, row_join
 from kvd.core.actions import ClearSlot, DropBlock, DropSession, IoOutcome, PutSession
 from kvd.core.engine import CacheEngine, Limits
-from kvd.core.packing import pack_full, pack_spans, plain_span
+from kvd.core.packing import PLAIN_SPAN_BYTES, pack_full, pack_spans, plain_span
 from kvd.core.records import AdoptedSlot, CommittedSlot, IndexRows, Pin, SessionRecord, Span
 from kvd.core.tenants import TenantLimits
 from tests.kvd.core.turns import (
@@ -263,7 +263,7 @@ def test_thousands_of_sessions_are_restored():
 def test_a_start_lets_the_columns_go_and_joins_spans_a_part_at_a_time(monkeypatch):
     """Whatever the parts: sessions are the same, coldest first, and rank no session by itself."""
     monkeypatch.setattr(restoring, "MADE_AT_ONCE", 3)
-    monkeypatch.setattr(row_join, "JOINED_AT_ONCE", 5)
+    monkeypatch.setattr(row_join, "JOINED_BYTES", 5 * PLAIN_SPAN_BYTES)
     keys = [bytes([number]) * 16 for number in range(1, 31)]
     sessions = []
     for number in range(10):

@@ -424,3 +424,14 @@ def test_what_is_written_is_counted_as_it_lies_on_ssd():
     world.quiesce()
     num_sectors = SHAPE.num_sectors(1) + SHAPE.num_sectors(4)
     assert counter(world, "ssd_written_bytes") == SECTOR_BYTES * num_sectors
+
+
+def test_extents_that_come_back_soon_are_not_made_free_again():
+    """A capacity that sinks again before the first rows are gone takes as many as it says."""
+    world = new_world(num_extents=4)
+    for key, tokens in ((A, ONES), (B, TWOS), (C, THREES)):
+        store(world, key, tokens)
+    for num_extents in (2, 1):
+        world.engine.set_ssd_capacity(num_extents, world.now_ns)
+        world.pump()
+    assert [tiers_of(world, key) for key in (A, B, C)] == [["D"], ["D"], ["DS"]]
