@@ -53,7 +53,8 @@ test-long: $(VENV)/.installed
 	$(BIN)/pytest -m 'not systemd' --timeout 3600
 
 # Would a test notice? Mutants of the cores, the tiers and the runtime, drawn with a seed, each judged
-# by the tests that run its line; at least 95 % are to be killed, but for those of tests/mutants.toml.
+# by the tests that run its line, then by the random tests of everything; at least 95 % are to be killed,
+# but for those of tests/mutants.toml.
 # The first run, and each after a change, records which test runs which line (.mutants/).
 # MUTANTS='--only kvd/tiers --count 40 --seed 7' looks elsewhere. See .ci/mutants.py.
 mutants: $(VENV)/.installed
