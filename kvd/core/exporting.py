@@ -31,7 +31,7 @@ class Export:
 
     Attributes:
         spans: the session's, when it began.
-        is_named: whether its lineage was known; else `lineage` is what the tokens have to prove.
+        lineage: as it is known; where it is not, what the tokens have to prove: that it is whole.
         next_span: the first one that is not exported.
         num_tokens: exported so far.
         chain: of the span before the next one.
@@ -40,7 +40,6 @@ class Export:
     key: SessionKey
     spans: tuple[Span, ...]
     lineage: Lineage
-    is_named: bool
     next_span: int = 0
     num_tokens: int = 0
     chain: bytes = b""
@@ -55,9 +54,9 @@ def begin(state: CacheState, session: Session) -> Export:
     """Begin to export a session as it is now."""
     spans = (*session.spans, *session.tail_spans())
     is_coupled = state.layout.position_mode == "coupled"
-    lineage = WHOLE if is_coupled else session.lineage
+    lineage = WHOLE if is_coupled or session.lineage is None else session.lineage
     chaining = Chaining(state, session.key.tenant, WHOLE)
-    return Export(session.key, spans, lineage or WHOLE, lineage is not None, chain=chaining.root)
+    return Export(session.key, spans, lineage, chain=chaining.root)
 
 
 def next_pieces(state: CacheState, export: Export, max_spans: int) -> list[Piece]:

@@ -41,6 +41,7 @@ def test_the_oldest_tokens_go_and_the_rest_moves_up():
     world = new_world()
     store(world, A, ONES + TWOS + THREES)
     assert discard(world, ONES + TWOS + THREES, (0, 6)) == 6
+    assert (counter(world, "discards"), counter(world, "discarded_tokens")) == (1, 6)
     answer = load(world, A, [2, 2, *THREES])
     assert [(s.start, s.num_tokens, s.token_offset) for s in answer.spans] == [(2, 2, 0), (0, 4, 2)]
     assert world.engine.session_info(A).num_blocks == 2

@@ -138,13 +138,16 @@ def test_a_block_dropped_while_it_is_hashed_leaves_nothing():
     assert [tier.used_bytes for tier in world.engine.stats().tiers] == [0, 0]
 
 
-def test_writes_under_way_are_bounded():
-    """The next one is issued when one is done."""
-    world = new_world(max_write_bytes=1)
+@pytest.mark.parametrize(
+    ("max_write_bytes", "num_writes"), [(1, 1), (SHAPE.full_bytes, 1), (SHAPE.full_bytes + 1, 2)]
+)
+def test_writes_under_way_are_bounded(max_write_bytes, num_writes):
+    """The next one is issued when one is done; the last one may go beyond."""
+    world = new_world(max_write_bytes=max_write_bytes)
     store(world, A, ONES + TWOS + THREES, settle=False)
-    assert len(world.io_of(WriteBlock)) == 1
-    world.finish_all(WriteBlock)
-    assert len(world.io_of(WriteBlock)) == 1
+    assert len(world.io_of(WriteBlock)) == num_writes
+    world.finish_io(world.io_of(WriteBlock)[0])
+    assert len(world.io_of(WriteBlock)) == num_writes
     world.quiesce()
     assert tiers_of(world, A) == ["DS"] * 3
 

@@ -131,3 +131,16 @@ def test_what_is_learned_is_bounded(seen):
     hazards.learn()
     for session_class in classes:
         assert all(0 <= hazard < 1 for hazard in hazards.hazards(session_class))
+
+
+def test_rates_are_computed_once_until_something_is_learned():
+    """However often they are asked for; what is counted meanwhile does not show in them."""
+    hazards = ReturnHazards()
+    session_class = hazards.class_of((1,))
+    hazards.learn()
+    rates = hazards.rates(session_class)
+    see(session_class, 100, share=0.5, bucket=2)
+    assert hazards.rates(session_class) is rates
+    before = list(rates)
+    hazards.learn()
+    assert hazards.rates(session_class) != before
