@@ -118,3 +118,13 @@ async def wait_kvd_state(client: InferenceClient, state: str) -> None:
     async with asyncio.timeout(STATE_S):
         while (await client.get_model()).kvd_state != state:
             pass  # each round waits for an answer; there is nothing to subscribe to
+
+
+async def wait_saved(client: InferenceClient) -> None:
+    """Return when kvd has what the turns so far have computed.
+
+    Only a session's own next turn waits for its saves by itself, and kvd begins none once it stops.
+    """
+    async with asyncio.timeout(STATE_S):
+        while (await client.get_model()).gauges["saves_under_way"]:
+            pass  # as above

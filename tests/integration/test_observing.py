@@ -25,7 +25,7 @@ from kvd.metrics import METRICS as KVD
 from shared.errors import ReportedError
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.pb.inference.v1 import inference_pb2_grpc
-from tests.inference_processes import InferenceProcess, wait_kvd_state
+from tests.inference_processes import InferenceProcess, wait_kvd_state, wait_saved
 from tests.otlp_collector import CollectedSpan, Collector, running_collector
 from tests.processes import KvdProcess
 
@@ -112,6 +112,7 @@ async def _converse(service: InferenceProcess, kvd: KvdProcess, sockets: dict) -
         await _fail(client, turn_request([1], "s-1", expected_turn=9, sampling=SAMPLING))
         await _fail(client, turn_request([1], f"../{SECRET}", sampling=SAMPLING))
         await _fail(client, turn_request([1], "s-1", tenant="another"))
+        await wait_saved(client)
         await kvd.stop()  # it keeps no DRAM: what comes next comes from SSD
         await wait_kvd_state(client, "detached")
         await kvd.start()
@@ -119,9 +120,7 @@ async def _converse(service: InferenceProcess, kvd: KvdProcess, sockets: dict) -
         request = turn_request([7, 8], "s-1", request_id="r-traced", sampling=SAMPLING)
         await _submit_traced(service.address, request)
         await client.submit(request)  # again: the recorded result
-        async with asyncio.timeout(60):
-            while (await client.get_model()).gauges["saves_under_way"]:
-                pass  # each round waits for an answer; there is nothing to subscribe to
+        await wait_saved(client)
     await _get(sockets["inference"].with_name("openai.sock"), "/v1/models")
     return {
         (process, path): await _get(socket, path)

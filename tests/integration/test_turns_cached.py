@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from inference_svc.client import turn_request
 from shared.pb.inference.v1 import inference_pb2 as pb
-from tests.inference_processes import InferenceProcess, wait_kvd_state
+from tests.inference_processes import InferenceProcess, wait_kvd_state, wait_saved
 from tests.oracle import Oracle
 from tests.processes import KvdProcess, running_kvd
 
@@ -88,17 +88,10 @@ async def test_interleaved_sessions_each_reuse_their_own(client, oracle):
         assert await judge(client, oracle, name)
 
 
-async def until_saved(client):
-    """Return when nothing is being saved any more."""
-    async with asyncio.timeout(60):
-        while (await client.get_model()).gauges["saves_under_way"]:
-            pass  # each round waits for an answer of the service
-
-
 async def test_a_new_session_reuses_an_equal_prefix(client, oracle):
     """Full blocks that another session has computed are history for this one too."""
     await talk(client, "prefix-a", 1, first=[3, *DOCUMENT])
-    await until_saved(client)  # only the session's own next turn waits for that by itself
+    await wait_saved(client)  # only the session's own next turn waits for that by itself
     (result,) = await talk(client, "prefix-b", 1, first=[3, *DOCUMENT])
     assert result.usage.reused_tokens == result.usage.history_tokens == 256
     assert await judge(client, oracle, "prefix-b")
