@@ -1,8 +1,8 @@
 """`inference-svc serve`: load the model, open the socket, serve, drain, stop.
 
-The order of a start: socket and transcripts are claimed first (cheap to refuse), then model and
-calibration (both may refuse), then the service is ready. kvd may come and go at any time. torch is
-imported only when the start is not refused already: that takes seconds.
+The order of a start: the model's directory is looked at, socket and transcripts are claimed (cheap
+to refuse), then model and calibration (both may refuse), then the service is ready. kvd may come
+and go at any time. torch is imported only when the start is not refused already: it takes seconds.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 from inference_svc.config import LIVE_KEYS, InferenceSettings, ModelSettings
 from inference_svc.core.errors import UnknownModelError
 from inference_svc.listening import bind, prepare_socket
+from inference_svc.runtime.model.model_directory import check_directory
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from shared import systemd
 from shared.access.addresses import is_unix
@@ -66,6 +67,9 @@ def run(
         ConfigError: the start was refused.
     """
     settings = loaded.settings
+    if settings.model.path is None:
+        raise UnknownModelError("no model is named", "give --model a model directory")
+    check_directory(settings.model.path)
     if not settings.process.dumps:
         forbid_dumps()
     prepare_socket(settings.server.listen)
@@ -73,8 +77,6 @@ def run(
     transcripts.open()
     tracing = start_tracing(settings.tracing, "inference-svc", __version__)
     try:
-        if settings.model.path is None:
-            raise UnknownModelError("no model is named", "give --model a model directory")
         digests = settings.server.state_dir / DIGESTS_FILE
         model = _load(settings.model, settings.model.path, digests)
         live = LiveSettings(loaded, read_again, LIVE_KEYS)

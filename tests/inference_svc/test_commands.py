@@ -128,6 +128,30 @@ def test_serve_without_a_model_is_one_line(tmp_path):
     assert "Traceback" not in served.stderr
 
 
+@pytest.mark.parametrize(
+    "command",
+    [("serve",), ("bench", "decode"), ("eval", "perplexity", "--text", "a.txt")],
+    ids=lambda command: command[0],
+)
+def test_a_mistyped_model_directory_is_told_at_once(tmp_path, command):
+    """In one line, before torch is imported, which takes seconds; nothing is left behind."""
+    given = ("--listen", f"unix:{tmp_path}/s", "--state-dir", str(tmp_path / "state"))
+    ran = run(
+        *(*command, "--model", str(tmp_path / "typo"), *(given if command == ("serve",) else ())),
+        PYTHONPROFILEIMPORTTIME="1",
+    )
+    said = [line for line in ran.stderr.splitlines() if not line.startswith("import time:")]
+    imported = {line.split()[-1] for line in ran.stderr.splitlines() if line not in said}
+    assert ran.returncode == 78
+    assert len(said) == 1
+    assert said[0].startswith(
+        f"inference-svc: model directory {tmp_path}/typo does not exist: give"
+    )
+    assert "shared.errors" in imported
+    assert "torch" not in imported
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_chat_without_a_service_names_the_address(tmp_path):
     """Exit code 69, one line."""
     chat = run("chat", "--address", f"unix:{tmp_path}/none")

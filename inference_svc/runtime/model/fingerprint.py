@@ -13,14 +13,14 @@ dtype that the model is served in, which is part of the KV layout.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from inference_svc.runtime.model.file_digests import DigestCache, FileDigests
+from inference_svc.runtime.model.model_directory import shards, weight_files
 
-INDEX_FILE = "model.safetensors.index.json"
 # What tokenizers and templates are read from. Names of vocabularies differ between families.
 TOKENIZER_PATTERNS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -38,15 +38,6 @@ IGNORED_TOKENIZER_KEYS = frozenset(
         *("processor_class", "tokenizer_file", "transformers_version"),
     }
 )
-
-
-def weight_files(path: Path) -> list[Path]:
-    """Return the weight files of a model directory, sorted by name.
-
-    All that could be loaded: those beside config.json, and those that the index names elsewhere.
-    """
-    found = {*path.glob("*.safetensors"), *(path / name for name in _shards(path))}
-    return sorted(file for file in found if file.is_file())
 
 
 class Fingerprint:
@@ -86,7 +77,7 @@ class Fingerprint:
         """
         config = json.loads((self._path / "config.json").read_text())
         parts: list[tuple[str, Any]] = [("config", _without(config, IGNORED_CONFIG_KEYS))]
-        parts += [("shards", sorted(_shards(self._path).items()))]
+        parts += [("shards", sorted(shards(self._path).items()))]
         parts += [("tokenizer", list(_tokenizer_parts(self._path)))]
         for file, digest in zip(self._files, self.weights.digests(), strict=True):
             parts.append((str(file.relative_to(self._path)), digest.hex()))
@@ -122,16 +113,3 @@ def _without(found: Any, ignored: frozenset[str]) -> Any:
     if not isinstance(found, dict):
         return found
     return {name: found[name] for name in sorted(found) if name not in ignored}
-
-
-def _shards(path: Path) -> Mapping[str, list[str]]:
-    """Which tensors are in which file, as the index says; {} if there is none that can be read."""
-    try:
-        weight_map = json.loads((path / INDEX_FILE).read_text())["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError):  # whoever loads it says so
-        return {}
-    shards: dict[str, list[str]] = {}
-    if isinstance(weight_map, dict):
-        for tensor, shard in sorted(weight_map.items()):
-            shards.setdefault(str(shard), []).append(tensor)
-    return shards

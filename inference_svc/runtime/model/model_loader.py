@@ -14,9 +14,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from inference_svc.core.errors import UnknownModelError, UnsupportedModelError
+from inference_svc.core.errors import UnsupportedModelError
 from inference_svc.runtime.model.file_digests import DigestCache
-from inference_svc.runtime.model.fingerprint import Fingerprint, weight_files
+from inference_svc.runtime.model.fingerprint import Fingerprint
+from inference_svc.runtime.model.model_directory import check_directory
 from shared.kv_layout import ITEM_BYTES
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -72,7 +73,7 @@ def load_model(
         UnknownModelError: if there is no model in `path`.
         UnsupportedModelError: if there is one that cannot be loaded or is no decoder-only model.
     """
-    _check_directory(path)
+    check_directory(path)
     cache = None if digests is None else DigestCache(digests)
     with Fingerprint(path, cache) as fingerprint:
         model = _from_pretrained(path, dtype)
@@ -116,16 +117,6 @@ def describe_model(
         device=model.device,
         dtype=model.dtype,
     )
-
-
-def _check_directory(path: Path) -> None:
-    remedy = "give a directory with config.json and *.safetensors, as save_pretrained writes it"
-    if not path.is_dir():
-        raise UnknownModelError(f"model directory {path} does not exist", remedy)
-    if not (path / "config.json").is_file():
-        raise UnknownModelError(f"{path} has no config.json", remedy)
-    if not weight_files(path):
-        raise UnknownModelError(f"{path} has no weights", remedy)
 
 
 def _from_pretrained(path: Path, dtype: str) -> Any:
