@@ -50,7 +50,7 @@ flakes: $(VENV)/.installed
 
 # Full counts of what `make test` samples; among them 200 clients for 10 minutes (LOAD_CLIENTS, LOAD_MINUTES).
 test-long: $(VENV)/.installed
-	$(BIN)/pytest -m 'not systemd' --timeout 3600
+	$(BIN)/pytest -m 'not systemd'
 
 # Would a test notice? Mutants of the cores, the tiers and the runtime, drawn with a seed, each judged
 # by the tests that run its line, then by the random tests of everything; at least 95 % are to be killed,

@@ -11,6 +11,8 @@ import pytest_asyncio
 import structlog
 from hypothesis import HealthCheck, settings
 
+LONG_S = 3600
+
 # Machines are slow now and then: nothing is timed. What `make test` draws is the same every time,
 # `make test-long` draws anew.
 _UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
@@ -33,6 +35,16 @@ def pytest_configure(config):
     if config.option.basetemp is None and not hasattr(config, "workerinput"):
         config.option.basetemp = tempfile.mkdtemp(prefix="ca-")
         config.add_cleanup(lambda: shutil.rmtree(config.option.basetemp, ignore_errors=True))
+
+
+def pytest_collection_modifyitems(items):
+    """A long test has an hour, if it does not say otherwise.
+
+    Who stops Hypothesis in the middle of an example is told that the test is flaky.
+    """
+    for item in items:
+        if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LONG_S))
 
 
 @pytest.fixture(scope="session")
