@@ -24,13 +24,17 @@ async def demo(*flags):
 async def test_the_demo_shows_what_it_promises():
     """Identical answers, nearly all history reused, also after kvd was killed; then kvd's CLI."""
     process = await demo("--json", "--keep-running")
-    async with asyncio.timeout(DEADLINE_S):
-        document = await _first_document(process.stdout)
-        said = (await process.stderr.readuntil(b"chat")).decode()
-        runtime_dir = re.search(r"--runtime-dir (\S+)", said).group(1)
-        await _look_around(runtime_dir)
-        process.send_signal(signal.SIGINT)
-        assert await process.wait() == 0
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            document = await _first_document(process.stdout)
+            said = (await process.stderr.readuntil(b"chat")).decode()
+            runtime_dir = re.search(r"--runtime-dir (\S+)", said).group(1)
+            await _look_around(runtime_dir)
+    finally:  # whatever has failed: it would keep three processes running
+        if process.returncode is None:
+            process.send_signal(signal.SIGINT)
+        exit_code = await process.wait()
+    assert exit_code == 0
     assert not Path(runtime_dir).parent.exists()
     assert document["identical"]
     assert (document["passed"], document["shortfalls"]) == (True, [])
