@@ -70,6 +70,8 @@ class Row(NamedTuple):
         committed: called after the commit, from the writer thread.
         point: reached after the commit.
         purges: what it removed is to be in no file of the database any more.
+        drops_use: its first values name a session, whose use that was put apart goes in the same
+            commit: after a kill an older use must not stand for a newer one.
     """
 
     sql: str
@@ -77,6 +79,7 @@ class Row(NamedTuple):
     committed: Callable[[], None] | None = None
     point: WritePoint | None = None
     purges: bool = False
+    drops_use: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -268,8 +271,7 @@ class Manifest:
         identity = (self._layout_ids[layout], session.key.tenant, session.key.session_id)
         state = (session.last_access_ns, session.ttl_ns, session.pin.value, session.ended)
         sql = "INSERT OR REPLACE INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
-        self._put(Row(sql, (*identity, session.spans, *state)))
-        self._put(Row(_DROP_USE, identity))
+        self._put(Row(sql, (*identity, session.spans, *state), drops_use=True))
 
     def put_use(self, layout: str, key: SessionKey, last_access_ns: int) -> None:
         """Keep when a session was last used, in place of an earlier time; its row stays."""
@@ -280,8 +282,7 @@ class Manifest:
         """Remove a session's rows."""
         values = (self._layout_ids[layout], key.tenant, key.session_id)
         sql = "DELETE FROM sessions WHERE layout = ? AND tenant = ? AND session_id = ?"
-        self._put(Row(sql, values))
-        self._put(Row(_DROP_USE, values))
+        self._put(Row(sql, values, drops_use=True))
 
     def when_committed(self, committed: Callable[[], None]) -> None:
         """Have the writer thread call `committed` once all that was put before is durable."""
@@ -335,6 +336,8 @@ class Manifest:
         self._faults.reach(WritePoint.INDEX_BEGUN)
         for row in batch:
             db.execute(row.sql, row.values)
+            if row.drops_use:
+                db.execute(_DROP_USE, row.values[:3])
         self._faults.reach(WritePoint.INDEX_ROWS)
         db.execute("COMMIT")
         self._faults.reach(WritePoint.INDEX_COMMITTED)

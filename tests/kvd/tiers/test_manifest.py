@@ -20,7 +20,7 @@ from kvd.tiers.index_database import (
     UnusableManifestError,
     open_database,
 )
-from kvd.tiers.manifest import MAX_QUEUED_BYTES, LayoutRow, Manifest
+from kvd.tiers.manifest import MAX_BATCH, MAX_QUEUED_BYTES, LayoutRow, Manifest
 from shared.kv_layout import Component, KVLayout, Layer
 from shared.session_key import SessionKey
 
@@ -30,6 +30,10 @@ DEADLINE_S = 30.0
 KEY = SessionKey("tenant", LAYOUT.model, "a")
 SPANS = b"\0" + b"k" * 16 + struct.pack("<I", 16)
 SESSION = SessionRecord(KEY, SPANS, last_access_ns=7, ttl_ns=-1, pin=Pin.HARD, ended=True)
+_USES_OF_SESSIONS = (
+    "SELECT sessions.last_access_ns, uses.last_access_ns "
+    "FROM sessions LEFT JOIN uses USING (layout, tenant, session_id)"
+)
 BLOCK = BlockRecord(b"k" * 16, extent=1 << 40, num_tokens=16)
 
 
@@ -308,6 +312,29 @@ def test_the_use_that_was_put_last_counts(make):
         manifest.close()
         manifest = make()
         assert _rows(manifest)[1][0].last_access_ns == (used_ns or put_ns)
+
+
+def test_no_commit_has_an_older_use_beside_a_row(make, tmp_path):
+    """A kill between any two commits leaves the last use of a session that was told by then."""
+    found, released = [], threading.Event()
+
+    class Watched(NoFaults):
+        def reach(self, point):
+            if point is WritePoint.INDEX_ROWS:
+                released.wait(DEADLINE_S)
+            elif point is WritePoint.INDEX_COMMITTED:
+                with closing(sqlite3.connect(tmp_path / "manifest.db")) as db:
+                    found.extend(db.execute(_USES_OF_SESSIONS))
+
+    manifest = _new(make(Watched()), LAYOUT)
+    for time_ns in range(1, 4 * MAX_BATCH, 2):  # commits end at each place among these rows
+        manifest.put_use(LAYOUT.fingerprint, KEY, time_ns)
+        session = replace(SESSION, last_access_ns=time_ns + 1)
+        manifest.put_session(LAYOUT.fingerprint, session)
+    released.set()
+    manifest.close()
+    assert len(found) > 3
+    assert [row for row in found if row[0] > (row[1] or row[0])] == []
 
 
 def test_a_use_goes_with_its_session(make):
