@@ -12,6 +12,7 @@ from kvd.bench.sessions import bench_key, token_ids_of
 from kvd.core.extent_shape import ExtentShape
 from kvd.core.packing import pack_spans, plain_span
 from kvd.core.records import IndexRows, SessionRecord
+from kvd.core.session_rows import columns_of
 from shared.block_key import SALT_BYTES, TOKEN_BYTES, block_key, root_key
 from shared.session_key import SessionKey
 
@@ -60,7 +61,7 @@ def population(num_sessions: int) -> IndexRows:
         sessions.append(session_record(number, own))
     extents = array("Q", extents_of(len(keys)))
     tokens = array("I", [SMALL_LAYOUT.block_tokens]) * len(keys)
-    return IndexRows(sessions, b"".join(keys), extents, tokens)
+    return IndexRows([columns_of(sessions)], b"".join(keys), extents, tokens)
 
 
 def extents_of(num_blocks: int) -> Iterator[int]:

@@ -17,6 +17,7 @@ Pure. Invariants:
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from kvd.core.block import Block, BlockIndex
 from kvd.core.packing import FULL_SPAN_BYTES, PLACE_BYTES, is_plain, pack_full, pack_places
@@ -92,10 +93,10 @@ class FoldedTails:
         self._register(session)
         return taken
 
-    def restored(self, session: Session) -> None:
-        """Take a session in that was read as a folded one, all plain."""
-        self.num_blocks += session.num_folded
-        self.heads[session.folded[:KEY_BYTES]] = session.key
+    def restored(self, sessions: Sequence[Session]) -> None:
+        """Take sessions in that were read as folded ones, all plain."""
+        self.num_blocks += sum(len(session.folded) for session in sessions) // PLACE_BYTES
+        self.heads.update((session.folded[:KEY_BYTES], session.key) for session in sessions)
 
     def head_keys(self, session: Session) -> list[bytes]:
         """Under which keys a session's folded blocks are registered."""

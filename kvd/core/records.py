@@ -7,8 +7,12 @@ are `now_ns` of kvd's own clock (D17).
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from shared.session_key import SessionKey
+
+if TYPE_CHECKING:
+    from kvd.core.session_rows import SessionColumns
 
 TTL_NEVER_NS = -1  # a session's own TTL: never expire; None is the default TTL
 
@@ -102,12 +106,12 @@ class BlockRecord:
 
 @dataclass(slots=True)
 class IndexRows:
-    """All rows of one layout; blocks by columns, because there may be millions.
+    """All rows of one layout by columns, because there may be millions.
 
     Who restores them takes them: the sessions are read as they come, the columns are forgotten.
     """
 
-    sessions: Iterable[SessionRecord]
+    sessions: "Iterable[SessionColumns]"
     block_keys: bytes  # KEY_BYTES each, joined
     extents: Sequence[int]
     block_tokens: Sequence[int]

@@ -9,6 +9,8 @@ million of them at once is columns; `kvd bench --only control` shows what they t
 """
 
 from collections import Counter
+from collections.abc import Iterable
+from typing import TypeAlias
 
 import numpy as np
 
@@ -16,7 +18,7 @@ from kvd.core.actions import RESTORED
 from kvd.core.block_rows import BlockRows
 from kvd.core.block_users import NOWHERE
 from kvd.core.packing import PLACE_BYTES, plain_span
-from kvd.core.records import IndexRows, Pin, SessionRecord
+from kvd.core.records import TTL_NEVER_NS, IndexRows, Pin, SessionRecord
 from kvd.core.row_join import (
     Ints,
     SpanColumns,
@@ -30,6 +32,8 @@ from kvd.core.session_rows import SessionRows
 from kvd.core.state import CacheState
 from shared.session_key import SessionKey
 
+Settings: TypeAlias = dict[SessionKey, SessionRecord]  # of sessions that have some of their own
+
 MADE_AT_ONCE = 1 << 14  # sessions whose places are packed together
 
 
@@ -39,9 +43,11 @@ def restore(state: CacheState, rows: IndexRows) -> None:
     sessions = SessionRows()
     with_blocks, num_spans, num_dropped = _make_all(state, sessions, rows)
     rows.forget_blocks()  # what follows takes as much memory again
-    _rank_all(state, sessions, with_blocks)
-    _schedule(state)
-    _count(state, num_spans)
+    settings = {row.key: row for row in sessions.settings.values() if row.key in state.sessions}
+    tenants = Counter(key.tenant for key in state.sessions)
+    _rank_all(state, settings, tenants, with_blocks)
+    _schedule(state, settings, tenants)
+    _count(state, tenants, num_spans)
     if state.limits.folds_sessions:
         for key in (sessions.keys[index] for index in sessions.full):
             if key in state.sessions:
@@ -81,6 +87,8 @@ class _Restoration:
         self._sessions = sessions
         self._blocks = blocks
         self._spans = spans
+        self._last_access_ns = np.frombuffer(sessions.last_access_ns, dtype=np.int64)
+        self._are_plain = sessions.are_plain()
         self.with_blocks: list[Session] = []
 
     def run(self) -> int:
@@ -100,39 +108,42 @@ class _Restoration:
         return int(spans.lengths.sum())
 
     def _make(self, some: Ints, heads: Ints) -> None:
-        """Make the sessions of some rows, in their order."""
+        """Make the sessions of some rows, in their order: all at once, as far as they are alike."""
         spans, rows, blocks = self._spans, self._sessions, self._blocks
         lengths, num_stored = spans.lengths[some], np.diff(spans.starts)[some]
         num_folded = lengths - heads[some]
         folded = gathered(spans.starts[some] + heads[some], num_folded)
         places = pack_places_of(blocks.keys, blocks.num_tokens, blocks.extents, spans.rows[folded])
-        ends = (np.cumsum(num_folded) * PLACE_BYTES).tolist()
-        start = 0
-        columns = (some.tolist(), ends, lengths.tolist(), num_stored.tolist(), heads[some].tolist())
-        for index, end, length, stored, head in zip(*columns, strict=True):
-            key = rows.keys[index]
+        ends = np.cumsum(num_folded) * PLACE_BYTES
+        starts = ends - num_folded * PLACE_BYTES
+        last_access_ns = np.minimum(self._last_access_ns[some], self._state.now_ns)
+        columns = (some.tolist(), last_access_ns.tolist(), starts.tolist(), ends.tolist())
+        made = [
+            Session(rows.keys[index], last_ns, (), places[start:end], is_indexed=True)
+            for index, last_ns, start, end in zip(*columns, strict=True)
+        ]
+        is_alike = self._are_plain[some] & (num_folded > 0) & (num_folded == num_stored)
+        self._state.tails.restored([made[place] for place in np.flatnonzero(num_folded).tolist()])
+        is_left = zip(made, lengths.tolist(), strict=True)
+        self._state.sessions.update((session.key, session) for session, left in is_left if left)
+        for place in np.flatnonzero(~is_alike).tolist():
+            index, length = int(some[place]), int(lengths[place])
             if length:
-                self._add(index, key, places[start:end], head)
-                if length < stored:
-                    self._state.sessions[key].lost = "evicted"
-                if length < stored or index in rows.damaged:
-                    self._state.outbox.index.session_changed(key)
+                is_cut = length < num_stored[place]
+                self._settle(made[place], index, int(heads[index]), is_cut=is_cut)
             else:
-                self._state.outbox.index.session_gone(key, is_indexed=True)
-            start = end
+                self._state.outbox.index.session_gone(rows.keys[index], is_indexed=True)
 
-    def _add(self, index: int, key: SessionKey, folded: bytes, head: int) -> None:
-        """Make a session of a row: its first `head` blocks are no folded ones."""
-        state, rows = self._state, self._sessions
-        session = Session(key, min(rows.last_access_ns[index], state.now_ns), folded=folded)
-        session.is_indexed = True
-        state.sessions[key] = session
-        if folded:
-            state.tails.restored(session)
+    def _settle(self, session: Session, index: int, head: int, *, is_cut: bool) -> None:
+        """Do for a session what few need: its first `head` blocks are no folded ones."""
         if head:
             self._use_blocks(session, index, head)
-        if index in rows.settings:
-            self._set(session, rows.settings[index])
+        if index in self._sessions.settings:
+            self._set(session, self._sessions.settings[index])
+        if is_cut:
+            session.lost = "evicted"
+        if is_cut or index in self._sessions.damaged:
+            self._state.outbox.index.session_changed(session.key)
 
     def _use_blocks(self, session: Session, index: int, head: int) -> None:
         """Give a session the spans whose blocks are not folded."""
@@ -158,19 +169,20 @@ class _Restoration:
         self._state.count_pin(session, 1)
 
 
-def _rank_all(state: CacheState, sessions: SessionRows, with_blocks: list[Session]) -> None:
+def _rank_all(
+    state: CacheState, settings: Settings, tenants: Iterable[str], with_blocks: list[Session]
+) -> None:
     """Give sessions their places in the orders."""
-    ranked = [key for key, session in state.sessions.items() if session.pin is not Pin.HARD]
+    pinned = {key for key, row in settings.items() if row.pin is Pin.HARD}
+    ranked = [key for key in state.sessions if key not in pinned] if pinned else [*state.sessions]
     state.policy.restored(ranked)
     for session in with_blocks:
         state.users.recount(session, NOWHERE)
-    tenants = {key.tenant for key in state.sessions}
-    with_quota = {name for name in tenants if state.tenants.order_of(name) is not None}
-    for key in ranked if with_quota else ():
+    has_quota = any(state.tenants.order_of(name) is not None for name in tenants)
+    for key in ranked if has_quota else ():
         state.tenants.entered(key)
-    for index, settings in sessions.settings.items():
-        if sessions.keys[index] in state.sessions:
-            _rank(state, settings)
+    for row in settings.values():
+        _rank(state, row)
 
 
 def _rank(state: CacheState, settings: SessionRecord) -> None:
@@ -186,27 +198,29 @@ def _rank(state: CacheState, settings: SessionRecord) -> None:
         state.tenants.ended(key)
 
 
-def _schedule(state: CacheState) -> None:
+def _schedule(state: CacheState, settings: Settings, tenants: Iterable[str]) -> None:
     """Have sessions expire in time."""
-    inherited: dict[str, int | None] = {}
-    deadlines = []
-    for key, session in state.sessions.items():
-        if key.tenant not in inherited:
-            inherited[key.tenant] = state.inherited_ttl_ns(session)
-        deadline_ns = session.expires_at_ns(inherited[key.tenant])
+    inherited = {name: state.inherited_ttl_ns(name) for name in tenants}
+    ttl_ns = {name: ttl for name, ttl in inherited.items() if ttl not in (None, TTL_NEVER_NS)}
+    deadlines = [
+        (session.last_access_ns + ttl_ns[key.tenant], key)
+        for key, session in state.sessions.items()
+        if key.tenant in ttl_ns and key not in settings
+    ]
+    for key in settings:
+        deadline_ns = state.expires_at_ns(state.sessions[key])
         if deadline_ns is not None:
             deadlines.append((deadline_ns, key))
     state.ttl.restore(deadlines)
 
 
-def _count(state: CacheState, num_spans: int) -> None:
+def _count(state: CacheState, tenants: Counter[str], num_spans: int) -> None:
     """Count sessions, and what is folded of them, by tenant."""
     num_folded_bytes: Counter[str] = Counter()
     for key, session in state.sessions.items():
         num_folded_bytes[key.tenant] += len(session.folded)
-    for tenant, num_bytes in num_folded_bytes.items():
-        state.tenants.charge(tenant, num_bytes // PLACE_BYTES)
-    for tenant, num_sessions in Counter(key.tenant for key in state.sessions).items():
+    for tenant, num_sessions in tenants.items():
+        state.tenants.charge(tenant, num_folded_bytes[tenant] // PLACE_BYTES)
         state.tenants.count_session(tenant, num_sessions)
     if num_spans:  # about one block each
         state.placement.sized(num_spans * state.layout.block_bytes // len(state.sessions))

@@ -5,6 +5,7 @@ equal first bytes (never, in practice: keys are keyed hashes) one is not found, 
 """
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,14 +91,14 @@ class SpanJoin:
         self._rows: list[Rows] = []
         self._is_found: list[Flags] = []
 
-    def add(self, packed: bytes) -> None:
-        """Take a session's spans as kind 0 packs them.
+    def add(self, packed: Sequence[bytes]) -> None:
+        """Take sessions' spans as kind 0 packs them.
 
         Where one may use a part of its block, PARTIAL says so and num_tokens is the end of its
         rows.
         """
-        self._packed += packed
-        self._num_spans.append(len(packed) // PLAIN_SPAN_BYTES)
+        self._packed += b"".join(packed)
+        self._num_spans.extend(len(spans) // PLAIN_SPAN_BYTES for spans in packed)
         if len(self._packed) >= JOINED_BYTES:
             self._join()
 

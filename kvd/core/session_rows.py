@@ -1,7 +1,7 @@
 """The rows of sessions by columns, as recovery reads them. Pure."""
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -16,10 +16,40 @@ from kvd.core.packing import (
     unpack_spans,
 )
 from kvd.core.records import Pin, SessionRecord, Span
-from kvd.core.row_join import PARTIAL, Ints, SpanJoin
+from kvd.core.row_join import PARTIAL, Flags, Ints, SpanJoin
 from shared.session_key import SessionKey
 
 _PLAIN_KIND = bytes((PLAIN,))
+
+
+@dataclass(frozen=True, slots=True)
+class SessionColumns:
+    """The rows of some sessions by columns: a record for each would cost more than all the rest.
+
+    Attributes:
+        spans: as kvd/core/packing.py packs them.
+        settings: by index: a session's row, if its settings are not the default ones; spans apart.
+    """
+
+    keys: Sequence[SessionKey]
+    spans: Sequence[bytes]
+    last_access_ns: Sequence[int]
+    settings: Mapping[int, SessionRecord]
+
+
+def columns_of(records: Iterable[SessionRecord]) -> SessionColumns:
+    """Put the rows of sessions into columns."""
+    rows = list(records)
+    return SessionColumns(
+        [row.key for row in rows],
+        [row.spans for row in rows],
+        [row.last_access_ns for row in rows],
+        {
+            index: replace(row, spans=b"")
+            for index, row in enumerate(rows)
+            if row.ttl_ns is not None or row.pin is not Pin.NONE or row.ended
+        },
+    )
 
 
 @dataclass(slots=True)
@@ -38,20 +68,33 @@ class SessionRows:
     settings: dict[int, SessionRecord] = field(default_factory=dict)
     damaged: set[int] = field(default_factory=set)
 
-    def collect(self, records: Iterable[SessionRecord], spans: SpanJoin) -> None:
-        """Take the rows apart; each is needed for a moment only, as are its spans."""
-        for index, record in enumerate(records):
-            self.keys.append(record.key)
-            self.last_access_ns.append(record.last_access_ns)
-            packed = record.spans
-            is_plain_row = packed[:1] == _PLAIN_KIND and len(packed) % PLAIN_SPAN_BYTES == 1
-            spans.add(packed[1:] if is_plain_row else self._joinable(index, packed))
-            if record.ttl_ns is not None or record.pin is not Pin.NONE or record.ended:
-                self.settings[index] = replace(record, spans=b"")
+    def collect(self, sessions: Iterable[SessionColumns], spans: SpanJoin) -> None:
+        """Take the rows in; their spans are needed for a moment only."""
+        for some in sessions:
+            first = len(self.keys)
+            self.keys.extend(some.keys)
+            self.last_access_ns.extend(some.last_access_ns)
+            for index, settings in some.settings.items():
+                self.settings[first + index] = settings
+            spans.add(
+                [
+                    packed[1:]
+                    if packed[:1] == _PLAIN_KIND and len(packed) % PLAIN_SPAN_BYTES == 1
+                    else self._joinable(index, packed)
+                    for index, packed in enumerate(some.spans, first)
+                ]
+            )
 
     def in_order(self) -> Ints:
         """Indexes of the sessions, coldest first."""
         return np.argsort(np.frombuffer(self.last_access_ns, dtype=np.int64), kind="stable")
+
+    def are_plain(self) -> Flags:
+        """Which sessions have plain spans, a sound row and the default settings."""
+        are_plain = np.ones(len(self.keys), dtype=np.bool_)
+        for others in (self.full, self.settings, self.damaged):
+            are_plain[list(others)] = False
+        return are_plain
 
     def _joinable(self, index: int, packed: bytes) -> bytes:
         spans = unpack_spans(packed)

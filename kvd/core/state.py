@@ -226,14 +226,14 @@ class CacheState:
             self.blocks[span.block_key].last_user = session.key
         self.schedule_expiry(session)
 
-    def inherited_ttl_ns(self, session: Session) -> int | None:
-        """TTL of a session that has none of its own: its tenant's, or the default."""
-        ttl_ns = self.tenants.limits(session.key.tenant).ttl_ns
+    def inherited_ttl_ns(self, tenant: str) -> int | None:
+        """TTL of a tenant's sessions that have none of their own: the tenant's, or the default."""
+        ttl_ns = self.tenants.limits(tenant).ttl_ns
         return self.limits.default_ttl_ns if ttl_ns is None else ttl_ns
 
     def expires_at_ns(self, session: Session) -> int | None:
         """When the session's TTL passes; None for never."""
-        return session.expires_at_ns(self.inherited_ttl_ns(session))
+        return session.expires_at_ns(self.inherited_ttl_ns(session.key.tenant))
 
     def schedule_expiry(self, session: Session) -> None:
         """Have the TTL clock look at the session in time."""

@@ -2,43 +2,53 @@
 
 Blocks come by columns. A row that becomes Python objects costs a microsecond or more; so SQLite
 joins each column to one text (keys to one blob: to SQLite bytes are text as they are), which is
-turned back into numbers in one call.
+turned back into numbers in one call. Sessions come by columns, too, each of some rows.
+
+That values have the types of their columns is checked although the tables are strict, because the
+file may have been damaged. All blocks at once are compared by open_database (its quick_check looks
+at every value of a strict table); here it is enough that all of them came, as numbers, and only
+where that is not so each is looked at.
 """
 
 import sqlite3
 from collections.abc import Iterator
+from itertools import repeat
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvd.core.records import Pin, SessionRecord
+from kvd.core.session_rows import SessionColumns
 from shared.block_key import KEY_BYTES
 from shared.session_key import SessionKey
 
-_UNDECODABLE = "\ufffd"  # stands for bytes that were no text
-_FETCH = 4096  # rows at a time
+_FETCH = 1024  # rows at a time; some may be long
 
 # Keys are digests: their first byte splits them evenly.
 _RANGES = tuple(
     (bytes([first]), bytes([first + 15]) + b"\xff" * 256) for first in range(0, 256, 16)
 )
-# Types and lengths are checked although the tables are strict: the file may have been damaged.
 _BLOCKS = """
 SELECT CAST(group_concat(key, '') AS BLOB), group_concat(extent), group_concat(num_tokens)
-FROM blocks
-WHERE layout = ? AND key BETWEEN ? AND ? AND length(key) = ?
+FROM blocks WHERE layout = ? AND key BETWEEN ? AND ? AND length(key) = ?
+"""
+_CHECKED_BLOCKS = f"""{_BLOCKS}
 AND typeof(key) = 'blob' AND typeof(extent) = 'integer' AND typeof(num_tokens) = 'integer'
 """
 _SESSIONS = """
-SELECT tenant, session_id, spans, iif(typeof(uses.last_access_ns) = 'integer',
+SELECT CAST(tenant AS BLOB), CAST(session_id AS BLOB), spans,
+    iif(typeof(uses.last_access_ns) = 'integer',
     uses.last_access_ns, sessions.last_access_ns), ttl_ns, pin, ended
 FROM sessions LEFT JOIN uses USING (layout, tenant, session_id)
 WHERE layout = ? AND typeof(tenant) = 'text' AND typeof(session_id) = 'text'
 AND typeof(spans) = 'blob' AND typeof(sessions.last_access_ns) = 'integer'
-AND typeof(ttl_ns) IN ('integer', 'null')
+AND typeof(ttl_ns) IN ('integer', 'null') AND pin IN (0, 1, 2)
 """
 _MOST_TOKENS = np.iinfo(np.int32).max  # what a damaged row has more than, or less than none of
 _PINS = {pin.value: pin for pin in Pin}
+
+_Row: TypeAlias = tuple[bytes, bytes, bytes, int, int | None, int, int]
 
 
 def read_blocks(
@@ -50,7 +60,10 @@ def read_blocks(
     block_tokens: list[NDArray[np.int32]] = [_numbers("").astype(np.int32)]
     for first, last in _RANGES:
         values = (layout_id, first, last, KEY_BYTES)
-        joined_keys, extent_text, tokens_text = db.execute(_BLOCKS, values).fetchone()
+        found = db.execute(_BLOCKS, values).fetchone()
+        if not _are_columns(*found):
+            found = db.execute(_CHECKED_BLOCKS, values).fetchone()
+        joined_keys, extent_text, tokens_text = found
         if joined_keys:
             keys.append(joined_keys)
             extents.append(_numbers(extent_text))
@@ -59,16 +72,64 @@ def read_blocks(
     return b"".join(keys), np.concatenate(extents), np.concatenate(block_tokens)
 
 
-def read_sessions(db: sqlite3.Connection, layout_id: int, model: str) -> Iterator[SessionRecord]:
+def read_sessions(db: sqlite3.Connection, layout_id: int, model: str) -> Iterator[SessionColumns]:
     """A layout's sessions; what their spans hold is not looked at."""
     cursor = db.execute(_SESSIONS, (layout_id,))
-    names: dict[str, str] = {}  # each row comes with a text of its own for its tenant
+    names: dict[bytes, str] = {}  # each row comes with bytes of its own for its tenant
     while rows := cursor.fetchmany(_FETCH):
-        for tenant, session_id, spans, last_access_ns, ttl_ns, pin, ended in rows:
-            if _UNDECODABLE in tenant or _UNDECODABLE in session_id or pin not in _PINS:
-                continue
-            key = SessionKey(names.setdefault(tenant, tenant), model, session_id)
-            yield SessionRecord(key, spans, last_access_ns, ttl_ns, _PINS[pin], bool(ended))
+        try:
+            yield _columns(rows, model, names)
+        except UnicodeDecodeError:
+            yield _columns(list(filter(_has_names, rows)), model, names)
+
+
+def _columns(rows: list[_Row], model: str, names: dict[bytes, str]) -> SessionColumns:
+    """Put rows into columns.
+
+    Args:
+        rows: of sessions.
+        model: of all of them.
+        names: tenants' names that were met before.
+
+    Raises:
+        UnicodeDecodeError: the name of a tenant or of a session is no text.
+    """
+    if not rows:
+        return SessionColumns((), (), (), {})
+    tenants, ids, spans, last_access_ns, ttls_ns, pins, ended = zip(*rows, strict=True)
+    for tenant in set(tenants) - names.keys():
+        names[tenant] = tenant.decode()
+    fields = zip(map(names.__getitem__, tenants), repeat(model), map(bytes.decode, ids))
+    keys = list(map(SessionKey._make, fields))
+    settings = {
+        index: SessionRecord(keys[index], b"", last_access_ns[index], ttl_ns, _PINS[pin], bool(end))
+        for index, (ttl_ns, pin, end) in enumerate(zip(ttls_ns, pins, ended, strict=True))
+        if ttl_ns is not None or pin or end
+    }
+    return SessionColumns(keys, spans, last_access_ns, settings)
+
+
+def _has_names(row: _Row) -> bool:
+    """Whether the names in a row are text."""
+    try:
+        row[0].decode()
+        row[1].decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _are_columns(keys: bytes | None, *texts: str | None) -> bool:
+    """Whether there are as many numbers, and nothing else, as keys in each of the texts."""
+    num_commas = len(keys or b"") // KEY_BYTES - 1
+    return all(
+        not keys if text is None else _is_numbers(text) and text.count(",") == num_commas
+        for text in texts
+    )
+
+
+def _is_numbers(text: str) -> bool:
+    return text.isascii() and text.replace(",", "").isdigit()
 
 
 def _numbers(text: str) -> NDArray[np.int64]:

@@ -45,6 +45,7 @@ from kvd.core.records import (
     SlotRecord,
     StoredBlock,
 )
+from kvd.core.session_rows import columns_of
 from shared.kv_layout import Component, KVLayout, Layer
 from shared.session_key import SessionKey
 
@@ -116,7 +117,7 @@ class Index:
         """What a new kvd reads."""
         blocks = list(self.blocks.values())
         return IndexRows(
-            list(self.sessions.values()),
+            [columns_of(self.sessions.values())],
             b"".join(block.key for block in blocks),
             [block.extent for block in blocks],
             [block.num_tokens for block in blocks],

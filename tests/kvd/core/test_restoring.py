@@ -11,6 +11,7 @@ from kvd.core.actions import ClearSlot, DropBlock, DropSession, IoOutcome, PutSe
 from kvd.core.engine import CacheEngine, Limits
 from kvd.core.packing import PLAIN_SPAN_BYTES, pack_full, pack_spans, plain_span
 from kvd.core.records import AdoptedSlot, CommittedSlot, IndexRows, Pin, SessionRecord, Span
+from kvd.core.session_rows import columns_of
 from kvd.core.tenants import TenantLimits
 from tests.kvd.core.turns import (
     ONES,
@@ -89,7 +90,7 @@ def test_rows_that_cannot_be_are_removed():
         dataclasses.replace(record, key=OTHER_TENANT, spans=pack_spans([plain_span(b"?" * 16, 0)])),
     ]
     rows = IndexRows(
-        sessions,
+        [columns_of(sessions)],
         first.key + second.key + third.key + b"?" * 16,
         [first.extent, first.extent, 10**6, third.extent],
         [4, 4, 4, 0],
@@ -167,7 +168,9 @@ def test_two_blocks_of_one_key_or_half_a_key():
     """A row that another one repeats is ignored; of two keys with equal halves one is dropped."""
     keys = [b"a" * 16, b"a" * 16, b"a" * 8 + b"b" * 8]
     spans = pack_spans([plain_span(keys[0], 4), plain_span(keys[2], 4)])
-    rows = IndexRows([SessionRecord(A, spans, 1)], b"".join(keys), [0, 5, 10], [4, 4, 4])
+    rows = IndexRows(
+        [columns_of([SessionRecord(A, spans, 1)])], b"".join(keys), [0, 5, 10], [4, 4, 4]
+    )
     engine = CacheEngine(LAYOUT, Limits(4, 8), salt_of)
     engine.restore(rows, (), (), 1, 10)
     engine.check()
@@ -195,7 +198,7 @@ def test_of_half_equal_keys_the_one_on_ssd_is_found():
     checksums = bytes(8 * len(LAYOUT.layers))
     adopted = AdoptedSlot(1, CommittedSlot(1, b"a" * 8 + b"b" * 8, 1, bytes(4), checksums))
     spans = pack_spans([plain_span(b"a" * 16, 4)])
-    rows = IndexRows([SessionRecord(A, spans, 1)], b"a" * 16, [0], [4])
+    rows = IndexRows([columns_of([SessionRecord(A, spans, 1)])], b"a" * 16, [0], [4])
     engine = CacheEngine(LAYOUT, Limits(4, 8), salt_of)
     engine.restore(rows, [adopted], (), 1, 10)
     engine.check()
@@ -243,7 +246,9 @@ def test_thousands_of_sessions_are_restored():
         keys += own
     kept = [key for key in keys if random.random() < 0.99]
     random.shuffle(kept)
-    rows = IndexRows(sessions, b"".join(kept), [5 * i for i in range(len(kept))], [4] * len(kept))
+    rows = IndexRows(
+        [columns_of(sessions)], b"".join(kept), [5 * i for i in range(len(kept))], [4] * len(kept)
+    )
     engines = []
     for folds_sessions in (True, False):
         limits = Limits(4, len(kept), max_sessions=1_900, folds_sessions=folds_sessions)
@@ -272,7 +277,7 @@ def test_a_start_lets_the_columns_go_and_joins_spans_a_part_at_a_time(monkeypatc
         sessions.append(SessionRecord(key, spans, last_access_ns=50 - number))
     missing = 3 * 4 + 1  # a block in the middle of session 4
     kept = [key for index, key in enumerate(keys) if index != missing]
-    rows = IndexRows(sessions, b"".join(kept), [5 * i for i in range(29)], [4] * 29)
+    rows = IndexRows([columns_of(sessions)], b"".join(kept), [5 * i for i in range(29)], [4] * 29)
     engine = CacheEngine(LAYOUT, Limits(4, 40), salt_of)
     engine.restore(rows, (), (), 1, 100)
     assert (rows.block_keys, rows.extents, rows.block_tokens) == (b"", (), ())

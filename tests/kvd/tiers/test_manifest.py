@@ -99,7 +99,15 @@ def _rows(manifest, layout=LAYOUT):
     rows = manifest.rows(layout)
     keys = [rows.block_keys[start : start + 16] for start in range(0, len(rows.block_keys), 16)]
     fields = zip(keys, rows.extents, rows.block_tokens, strict=True)
-    return [BlockRecord(*block) for block in fields], list(rows.sessions)
+    return [BlockRecord(*block) for block in fields], list(_records(rows.sessions))
+
+
+def _records(columns):
+    for some in columns:
+        fields = zip(some.keys, some.spans, some.last_access_ns, strict=True)
+        for index, (key, spans, last_access_ns) in enumerate(fields):
+            settings = some.settings.get(index, SessionRecord(key, b"", last_access_ns))
+            yield replace(settings, spans=spans)
 
 
 def test_everything_is_found_again(make):
