@@ -131,7 +131,9 @@ class SpanJoin:
 
 def count_users(spans: SpanColumns, num_blocks: int) -> Ints:
     """How many spans use each block."""
-    return np.bincount(spans.rows[_is_kept(spans)], minlength=num_blocks)
+    is_kept = _is_kept(spans)
+    rows = spans.rows if is_kept.all() else spans.rows[is_kept]
+    return np.bincount(rows, minlength=num_blocks)
 
 
 def head_lengths(spans: SpanColumns, is_private: Flags) -> Ints:
@@ -163,6 +165,8 @@ def pack_places_of(keys: bytes, num_tokens: Rows, extents: Ints, rows: Rows) -> 
 def _is_kept(spans: SpanColumns) -> Flags:
     """Which spans are sound, as are all before them in their session."""
     num_spans = np.diff(spans.starts)
+    if np.array_equal(num_spans, spans.lengths):
+        return np.ones(len(spans.rows), dtype=np.bool_)  # as after nearly every start
     index = np.arange(len(spans.rows)) - np.repeat(spans.starts[:-1], num_spans)
     return np.asarray(index < np.repeat(spans.lengths, num_spans))
 

@@ -101,9 +101,11 @@ def _columns(rows: list[_Row], model: str, names: dict[bytes, str]) -> SessionCo
         names[tenant] = tenant.decode()
     fields = zip(map(names.__getitem__, tenants), repeat(model), map(bytes.decode, ids))
     keys = list(map(SessionKey._make, fields))
+    has_settings = any(pins) or any(ended) or ttls_ns.count(None) < len(rows)
+    of_each = zip(keys, last_access_ns, ttls_ns, pins, ended, strict=True) if has_settings else ()
     settings = {
-        index: SessionRecord(keys[index], b"", last_access_ns[index], ttl_ns, _PINS[pin], bool(end))
-        for index, (ttl_ns, pin, end) in enumerate(zip(ttls_ns, pins, ended, strict=True))
+        index: SessionRecord(key, b"", last_ns, ttl_ns, _PINS[pin], bool(end))
+        for index, (key, last_ns, ttl_ns, pin, end) in enumerate(of_each)
         if ttl_ns is not None or pin or end
     }
     return SessionColumns(keys, spans, last_access_ns, settings)
@@ -129,7 +131,7 @@ def _are_columns(keys: bytes | None, *texts: str | None) -> bool:
 
 
 def _is_numbers(text: str) -> bool:
-    return text.isascii() and text.replace(",", "").isdigit()
+    return not text.encode().translate(None, delete=b"0123456789,-")
 
 
 def _numbers(text: str) -> NDArray[np.int64]:
