@@ -22,11 +22,17 @@ def _option(panel: str, explanation: str, *names: str, **more: Any) -> Any:
 
 def plan(
     trace: Annotated[
-        Path | None, _option(_ARRIVES, "Trace to replay; raw Mooncake ones too.")
+        Path | None, _option(_ARRIVES, "Trace to replay; published ones too: see --format.")
     ] = None,
+    trace_format: Annotated[
+        Literal["auto", "turns", "mooncake", "azure", "burstgpt", "sharegpt"],
+        _option(_ARRIVES, "Of the trace; auto: by its first line.", "--format"),
+    ] = "auto",
     generate: Annotated[str, _option(_ARRIVES, "Or draw sessions: sharegpt-like.")] = "",
     sessions: Annotated[int, _option(_ARRIVES, "So many are drawn.", min=1)] = 9000,
-    rate: Annotated[float, _option(_ARRIVES, "Drawn sessions that begin a second.")] = 1.0,
+    rate: Annotated[
+        float, _option(_ARRIVES, "Drawn sessions, or such without times, that begin a second.")
+    ] = 1.0,
     seed: Annotated[int, _option(_ARRIVES, "Of what is drawn.", min=0)] = 0,
     arrival_rate: Annotated[
         float | None, _option(_ARRIVES, "Have so many sessions begin a second.")
@@ -131,7 +137,15 @@ def plan(
     check_json(json_to)
     request = given.request_of(
         given.ArrivalArguments(
-            trace, generate, sessions, rate, seed, arrival_rate, think_scale, warmup_turns
+            trace,
+            generate,
+            sessions,
+            rate,
+            seed,
+            arrival_rate,
+            think_scale,
+            warmup_turns,
+            trace_format,
         ),
         given.EngineArguments(
             model,

@@ -13,6 +13,8 @@ from kvd.core.eviction.registry import POLICIES
 from kvd.plan.belady import BeladyPolicy
 from kvd.plan.calibration import calibrated
 from kvd.plan.figures import Capacity
+from kvd.plan.formats.filling import Filling
+from kvd.plan.formats.recognition import FORMATS, RECOGNISED
 from kvd.plan.generate import sharegpt_like
 from kvd.plan.hardware import EngineConstants, Hardware, PlannedModel
 from kvd.plan.load import engine_at_load
@@ -52,6 +54,7 @@ class ArrivalArguments:
     arrival_rate: float | None = None
     think_scale: float = 1.0
     warmup_turns: str = "20%"
+    format: str = RECOGNISED
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +165,13 @@ def _workload(asked: ArrivalArguments, model: PlannedModel) -> Workload:
             "which sessions to replay is not clear",
             "give --trace FILE, or --generate sharegpt-like",
         )
+    if asked.format not in FORMATS:
+        raise BadOptionError(f"no such format: {asked.format}", f"name {', '.join(FORMATS)}")
+    rate = positive(asked.rate, "--rate")
     if asked.trace is not None:
-        workload = read_workload(asked.trace)
+        filling = Filling(asked.seed, rate, model.window_tokens)
+        workload = read_workload(asked.trace, asked.format, filling)
     elif asked.generate in GENERATORS:
-        rate = positive(asked.rate, "--rate")
         drawn = sharegpt_like(asked.sessions, rate, model.window_tokens, asked.seed)
         workload = Workload(f"{asked.generate}, seed {asked.seed}", drawn)
     else:

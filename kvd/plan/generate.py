@@ -14,6 +14,7 @@ window of history is dropped; the same after the answer.
 YitaoYuan/sharegpt-statistics.
 """
 
+from collections.abc import Sequence
 from math import log
 
 import numpy as np
@@ -51,17 +52,17 @@ def sharegpt_like(num_sessions: int, rate: float, window_tokens: int, seed: int)
     """So many sessions that begin at `rate` a second (Poisson); the same for the same seed."""
     random = np.random.default_rng(seed)
     starts_s = np.cumsum(random.exponential(1 / rate, num_sessions))
-    num_turns = _turn_counts(random, num_sessions)
+    num_turns = turn_counts(random, num_sessions)
     total = int(num_turns.sum())
     factors = random.lognormal(-(SESSION_SIGMA**2) / 2, SESSION_SIGMA, num_sessions)  # mean 1
     outputs = _whole(_replies(random, total) * np.repeat(factors, num_turns), REPLY_BOUNDS)
     prompts = _whole(random.lognormal(*PROMPT, total), PROMPT_BOUNDS)
-    thinks_s = np.clip(random.lognormal(*THINK, total), *THINK_BOUNDS_S)
+    thinks_s = think_times(random, total)
     ends = np.cumsum(num_turns)
     return [
         Session(
             float(starts_s[index]),
-            _turns(
+            turns_in_window(
                 prompts[end - count : end].tolist(),
                 outputs[end - count : end].tolist(),
                 thinks_s[end - count : end].tolist(),
@@ -72,8 +73,13 @@ def sharegpt_like(num_sessions: int, rate: float, window_tokens: int, seed: int)
     ]
 
 
-def _turn_counts(random: np.random.Generator, num_sessions: int) -> Counts:
-    """Turns of each session, MEAN_TURNS in the mean as nearly as this sample can."""
+def think_times(random: np.random.Generator, number: int) -> Floats:
+    """Draw how long users think, in seconds."""
+    return np.clip(random.lognormal(*THINK, number), *THINK_BOUNDS_S)
+
+
+def turn_counts(random: np.random.Generator, num_sessions: int) -> Counts:
+    """Draw the turns of each session, MEAN_TURNS in the mean as nearly as this sample can."""
     is_single = random.random(num_sessions) < SINGLE_TURN_SHARE
     normal = random.standard_normal(num_sessions)
 
@@ -103,9 +109,10 @@ def _whole(values: Floats, bounds: tuple[int, int]) -> Counts:
     return np.clip(np.rint(values), *bounds).astype(np.int64)
 
 
-def _turns(
-    prompts: list[int], outputs: list[int], thinks_s: list[float], window_tokens: int
+def turns_in_window(
+    prompts: Sequence[int], outputs: Sequence[int], thinks_s: Sequence[float], window_tokens: int
 ) -> tuple[Turn, ...]:
+    """The turns of one session, whose context is truncated to the window."""
     turns: list[Turn] = []
     context = 0
     for prompt, output, think_s in zip(prompts, outputs, thinks_s, strict=True):

@@ -25,6 +25,7 @@ from kvd.plan.trace import (
     BadTraceError,
     Session,
     Turn,
+    check_sorted,
     numbered_lines,
     parse_object,
     whole_number,
@@ -75,17 +76,6 @@ class _Link(NamedTuple):
     found: _Found
 
 
-def is_mooncake(path: Path) -> bool:
-    """Whether the first line of the file has the fields of a raw Mooncake trace.
-
-    Raises:
-        BadTraceError: it cannot be read.
-    """
-    for where, line in numbered_lines(path):
-        return {"input_length", "hash_ids"} <= parse_object(where, line).keys()
-    return False
-
-
 def read_mooncake(path: Path) -> tuple[list[Session], str]:
     """Read the sessions of a file, in the order in which they begin, and say how they were found.
 
@@ -94,9 +84,10 @@ def read_mooncake(path: Path) -> tuple[list[Session], str]:
     """
     requests: list[Request] = []
     for where, line in numbered_lines(path):
-        request = _request(where, parse_object(where, line))
-        if requests and request.at_s < requests[-1].at_s:
-            raise BadTraceError(f"{where}: earlier than the line before it", "sort by timestamp")
+        fields = parse_object(where, line)
+        request = _request(where, fields)
+        before_s = requests[-1].at_s if requests else 0.0
+        check_sorted(where, "timestamp", fields["timestamp"], request.at_s, before_s)
         requests.append(request)
     if not requests:
         raise BadTraceError(f"{path}: no request in it", "give a trace that is not empty")

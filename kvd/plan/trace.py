@@ -1,15 +1,17 @@
 """Sessions of a trace, as they are replayed. Pure but for reading the file.
 
-A trace is newline JSON, plain or gzip, one object a turn: `t` (arrival, seconds), `session`,
-`turn` (1, 2, …), `new_tokens`, `output_tokens`, `history_tokens`, `think_s` (from the previous
-answer's end to this turn). Other keys are ignored. Of the times of arrival only the first turn's
-counts: the replay is closed-loop.
+A trace is newline JSON, plain or gzip, one object a turn, sorted by `t` (arrival, seconds):
+`session`, `turn` (1, 2, …), `new_tokens`, `output_tokens`, `history_tokens` (never more than the
+session has kept after an earlier turn), `think_s` (from the previous answer's end to this turn).
+Other keys are ignored. Of the times of arrival only the first turn's counts: the replay is
+closed-loop.
 """
 
 import gzip
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -18,6 +20,7 @@ from shared.errors import InvalidInputError
 
 MAX_TOKENS = 1 << 30  # of one field: far beyond any model's context
 MAX_SECONDS = 1e11  # Unix times too
+MAX_HEAD = 1 << 20  # bytes of a first line: a list of conversations may be one line of gigabytes
 _GZIP = b"\x1f\x8b"
 _REMEDY = (
     "give newline JSON, plain or gzip, each line a turn with t, session, turn, new_tokens, "
@@ -82,6 +85,8 @@ def read_trace(path: Path) -> list[Session]:
     """
     starts: dict[int | str, float] = {}
     turns: dict[int | str, list[Turn]] = {}
+    kept_tokens: dict[int | str, int] = {}  # of each session, the most after one of its turns
+    before_s = 0.0
     for where, line in numbered_lines(path):
         fields = parse_object(where, line)
         name = _session_name(where, fields)
@@ -92,14 +97,16 @@ def read_trace(path: Path) -> list[Session]:
                 f"{where}: turn {number} of session {name} comes where turn {expected} is due",
                 "sort the trace by t and number each session's turns 1, 2, 3, …",
             )
-        starts.setdefault(name, seconds(where, fields, "t"))
-        turns.setdefault(name, []).append(_turn(where, fields))
+        at_s, turn = seconds(where, fields, "t"), _turn(where, fields)
+        check_sorted(where, "t", fields["t"], at_s, before_s)
+        before_s = at_s
+        _check_history(where, turn, name, kept_tokens.get(name, 0))
+        kept_tokens[name] = max(kept_tokens.get(name, 0), turn.kept_tokens)
+        starts.setdefault(name, at_s)
+        turns.setdefault(name, []).append(turn)
     if not turns:
         raise BadTraceError(f"{path}: no turn in it", "give a trace that is not empty")
-    return sorted(
-        (Session(starts[name], tuple(turns[name])) for name in turns),
-        key=lambda session: session.start_s,
-    )
+    return [Session(starts[name], tuple(turns[name])) for name in turns]
 
 
 # --------------------------------------------------------- pieces that other formats are read with
@@ -112,24 +119,34 @@ def numbered_lines(path: Path) -> Iterator[tuple[str, str]]:
         BadTraceError: it cannot be opened, decompressed or decoded.
     """
     number = 0
-    try:
-        with _opened(path) as lines:
-            for number, raw in enumerate(lines, start=1):
-                line = raw.decode()
-                if not line.isspace():
-                    yield f"{path}:{number}", line
-    except UnicodeDecodeError as error:
-        raise BadTraceError(f"{path}:{number}: not text", _REMEDY) from error
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+    with _readable(path, lambda: number), _opened(path) as lines:
+        for number, raw in enumerate(lines, start=1):
+            line = raw.decode()
+            if not line.isspace():
+                yield f"{path}:{number}", line
+
+
+def first_line(path: Path) -> str:
+    """The first line that is not blank, or its first MAX_HEAD bytes; "" if there is none.
+
+    Raises:
+        BadTraceError: it cannot be opened, decompressed or decoded.
+    """
+    with _readable(path, lambda: 1), _opened(path) as lines:
+        for raw in iter(lambda: lines.readline(MAX_HEAD), b""):
+            line = raw.decode(errors="ignore" if len(raw) == MAX_HEAD else "strict")
+            if not line.isspace():
+                return line
+    return ""
+
+
+def check_sorted(where: str, name: str, value: object, at_s: float, before_s: float) -> None:
+    """Raise BadTraceError if a line comes before the one before it."""
+    if at_s < before_s:
         raise BadTraceError(
-            f"{path}:{number + 1}: the gzip data is broken or cut off here",
-            "get the file again, or check it with gzip -t",
-        ) from error
-    except OSError as error:
-        raise BadTraceError(
-            f"{path}: cannot be read ({error.strerror or error})",
-            "give the path of a file that can be read",
-        ) from error
+            f"{where}: {name} is {value}, earlier than the line before it",
+            f"sort the trace by {name}",
+        )
 
 
 def parse_object(where: str, line: str) -> dict[str, Any]:
@@ -176,6 +193,25 @@ def seconds(where: str, fields: dict[str, Any], name: str) -> float:
 # --------------------------------------------------------------------------------------- inside
 
 
+@contextmanager
+def _readable(path: Path, line_number: Callable[[], int]) -> Iterator[None]:
+    """Say what is wrong with a file that cannot be read, and in which line."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise BadTraceError(f"{path}:{line_number()}: not text", _REMEDY) from error
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise BadTraceError(
+            f"{path}:{line_number() + 1}: the gzip data is broken or cut off here",
+            "get the file again, or check it with gzip -t",
+        ) from error
+    except OSError as error:
+        raise BadTraceError(
+            f"{path}: cannot be read ({error.strerror or error})",
+            "give the path of a file that can be read",
+        ) from error
+
+
 def _opened(path: Path) -> IO[bytes]:
     """Open a plain or gzip file; a pipe or a device is none (its end may never come)."""
     if path.exists() and not path.is_file():
@@ -195,6 +231,16 @@ def _turn(where: str, fields: dict[str, Any]) -> Turn:
         history_tokens=whole_number(where, fields, "history_tokens"),
         think_s=seconds(where, fields, "think_s"),
     )
+
+
+def _check_history(where: str, turn: Turn, name: int | str, kept_tokens: int) -> None:
+    """Raise BadTraceError if a turn's history is more than its session can have kept."""
+    if turn.history_tokens > kept_tokens:
+        raise BadTraceError(
+            f"{where}: history_tokens is {turn.history_tokens}, but session {name} has kept"
+            f" {kept_tokens} at most before this turn",
+            "give what earlier turns have left of the prompt, 0 for a first turn",
+        )
 
 
 def _session_name(where: str, fields: dict[str, Any]) -> int | str:

@@ -4,10 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvd.plan.mooncake import is_mooncake, read_mooncake
+from kvd.plan.formats.filling import Filling
+from kvd.plan.formats.recognition import RECOGNISED, read_sessions
 from kvd.plan.positions import coupled
-from kvd.plan.trace import Session, footprint_tokens, read_trace
+from kvd.plan.trace import Session, footprint_tokens
 from shared.errors import InvalidInputError
+
+DEFAULT_FILLING = Filling()
 
 
 class NoRateError(InvalidInputError):
@@ -71,13 +74,18 @@ class Workload:
             )
 
 
-def read_workload(path: Path) -> Workload:
-    """Read a trace of either kind.
+def read_workload(
+    path: Path, format_name: str = RECOGNISED, filling: Filling = DEFAULT_FILLING
+) -> Workload:
+    """Read a trace of any kind.
+
+    Args:
+        path: of the file.
+        format_name: of FORMATS.
+        filling: how what the trace lacks is drawn.
 
     Raises:
         BadTraceError: it is none.
     """
-    if is_mooncake(path):
-        sessions, how = read_mooncake(path)
-        return Workload(f"{path.name}, {how}", sessions)
-    return Workload(path.name, read_trace(path))
+    sessions, how = read_sessions(path, format_name, filling)
+    return Workload(f"{path.name}, {how}" if how else path.name, sessions)

@@ -136,6 +136,13 @@ async def test_options_reach_the_replay():
     ("line", "complaint"),
     [
         ("no json", ":89: not JSON"),
+        (
+            (
+                '{"t": 1, "session": 99, "turn": 1, "new_tokens": 5, "output_tokens": 5,'
+                ' "history_tokens": 0, "think_s": 0}'
+            ),
+            ":89: t is 1, earlier than the line before it",
+        ),
         ('{"t": 1, "session": 99, "turn": 2}', ":89: turn 2 of session 99"),
         ('{"t": 1, "session": 99, "turn": 1, "new_tokens": -5}', ":89: new_tokens is -5"),
     ],

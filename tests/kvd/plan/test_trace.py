@@ -29,14 +29,26 @@ def test_sessions_are_read_in_the_order_in_which_they_begin(tmp_path):
     """Turns belong to their sessions; of the times of arrival the first one counts."""
     path = tmp_path / "trace.jsonl"
     path.write_text(
-        line(t=4, session="late")
-        + line(t=2, hash_ids=[1, 2])
+        line(t=2, hash_ids=[1, 2])
+        + line(t=4, session="late")
         + "\n"
         + line(t=9, turn=2, new_tokens=3, history_tokens=15, think_s=6.5)
     )
     early = Session(2.0, (Turn(10, 5, 0, 0.0), Turn(3, 5, 15, 6.5)))
     assert read_trace(path) == [early, Session(4.0, (Turn(10, 5, 0, 0.0),))]
     assert footprint_tokens(read_trace(path)) == 23 + 15
+
+
+def test_a_turn_may_go_back_to_an_earlier_one(tmp_path):
+    """Its history is what was kept after that, more than after the turn just before it."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        line(new_tokens=100)
+        + line(t=9, turn=2, new_tokens=3)
+        + line(t=20, turn=3, new_tokens=3, history_tokens=105)
+    )
+    (session,) = read_trace(path)
+    assert [turn.history_tokens for turn in session.turns] == [0, 0, 105]
 
 
 def test_gzip_and_plain_files_read_the_same(tmp_path):
@@ -57,6 +69,13 @@ def test_gzip_and_plain_files_read_the_same(tmp_path):
         (line(turn=2), 1, "turn 2 of session 7 comes where turn 1 is due"),
         (line() + line(turn=3), 2, "turn 3 of session 7 comes where turn 2 is due"),
         (line() + "\n" + line(), 3, "turn 1 of session 7 comes where turn 2 is due"),
+        (line() + "\n" + line(t=1.25, session=8), 3, "t is 1.25, earlier than the line before it"),
+        (line(history_tokens=1), 1, "history_tokens is 1, but session 7 has kept 0 at most"),
+        (
+            line() + line(turn=2, history_tokens=16),
+            2,
+            "history_tokens is 16, but session 7 has kept 15 at most",
+        ),
         (line(new_tokens=-1), 1, "new_tokens is -1"),
         (line(output_tokens=1 << 40), 1, "output_tokens is 1099511627776"),
         (line(output_tokens=int("9" * 400)), 1, "output_tokens is 999"),

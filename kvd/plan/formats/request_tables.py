@@ -1,0 +1,154 @@
+"""Traces that are tables of requests: Azure's and BurstGPT's. Pure but for reading the file.
+
+azure      TIMESTAMP (a date and time), ContextTokens, GeneratedTokens: no sessions, so they are
+           drawn (`filling.py`)
+burstgpt   Timestamp (seconds), Model, Request tokens, Response tokens, Log Type; the later files
+           have Session ID and Elapsed time (seconds that the answer took), too. Requests of a
+           conversation are a session; calls of an API have none and are a session each, as nothing
+           says what they share. In the earlier files the conversations are drawn. A request
+           without an answer failed, and is left out.
+
+Other columns are ignored; which column is where says the first line.
+
+*Source:* github.com/Azure/AzurePublicDataset (Splitwise, ISCA'24; DynamoLLM),
+github.com/HPMLL/BurstGPT.
+"""
+
+import csv
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from kvd.plan.formats.filling import Filling, Request, drawn_sessions, session_of
+from kvd.plan.trace import (
+    MAX_SECONDS,
+    MAX_TOKENS,
+    BadTraceError,
+    Session,
+    check_sorted,
+    numbered_lines,
+)
+
+AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
+SESSION, ELAPSED, LOG_TYPE = "Session ID", "Elapsed time", "Log Type"
+API_LOG = "API log"
+DRAWN = "sessions drawn, seed {seed}: the trace has none"
+
+Row = dict[str, str]
+
+
+def header_of(line: str) -> list[str]:
+    """The names of the columns, if that is the first line of a table."""
+    return next(csv.reader([line.lstrip("\ufeff")]), [])
+
+
+def read_azure(path: Path, filling: Filling) -> tuple[list[Session], str]:
+    """Read a table of Azure's, and say how its sessions were found.
+
+    Raises:
+        BadTraceError: it cannot be read, or a line is no request.
+    """
+    requests: list[Request] = []
+    for where, row in _rows(path, AZURE):
+        at_s = _date_s(where, row[AZURE[0]])
+        check_sorted(where, AZURE[0], row[AZURE[0]], at_s, requests[-1].at_s if requests else at_s)
+        input_tokens, output_tokens = (_tokens(where, row, name) for name in AZURE[1:])
+        if not input_tokens:
+            raise BadTraceError(f"{where}: {AZURE[1]} is 0", "leave requests without a prompt out")
+        requests.append(Request(at_s, input_tokens, output_tokens))
+    if not requests:
+        raise _empty(path)
+    return drawn_sessions(requests, filling.seed), DRAWN.format(seed=filling.seed)
+
+
+def read_burstgpt(path: Path, filling: Filling) -> tuple[list[Session], str]:
+    """Read a table of BurstGPT's, and say how its sessions were found.
+
+    Raises:
+        BadTraceError: it cannot be read, or a line is no request.
+    """
+    named: dict[str, list[Request]] = {}
+    nameless: list[Request] = []
+    alone: list[Session] = []
+    before_s, has_names = 0.0, False
+    for where, row in _rows(path, BURSTGPT):
+        at_s = _seconds(where, row, BURSTGPT[0])
+        check_sorted(where, BURSTGPT[0], row[BURSTGPT[0]], at_s, before_s)
+        before_s, has_names = at_s, SESSION in row
+        input_tokens, output_tokens = (_tokens(where, row, name) for name in BURSTGPT[1:])
+        if not input_tokens or not output_tokens:
+            continue
+        service_s = _seconds(where, row, ELAPSED) if row.get(ELAPSED) else None
+        request = Request(at_s, input_tokens, output_tokens, service_s)
+        if row.get(SESSION):
+            named.setdefault(row[SESSION], []).append(request)
+        elif has_names or row.get(LOG_TYPE) == API_LOG:
+            alone.append(session_of([request]))
+        else:
+            nameless.append(request)
+    found = [*map(session_of, named.values()), *drawn_sessions(nameless, filling.seed), *alone]
+    if not found:
+        raise _empty(path)
+    how = "sessions by their id" if has_names else DRAWN.format(seed=filling.seed)
+    return sorted(found, key=lambda session: session.start_s), how
+
+
+def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, Row]]:
+    """Yield each line after the first by the names of its columns, after "file:line"."""
+    names: list[str] = []
+    for where, line in numbered_lines(path):
+        if not names:
+            names = header_of(line)
+            if missing := [name for name in columns if name not in names]:
+                raise BadTraceError(
+                    f"{where}: no column {', '.join(missing)}",
+                    "give the table with its first line, which names the columns",
+                )
+            continue
+        cells = next(csv.reader([line]), [])
+        if len(cells) != len(names):
+            raise BadTraceError(
+                f"{where}: {len(cells)} cells for {len(names)} columns",
+                "give the table as it was published",
+            )
+        yield where, dict(zip(names, cells, strict=True))
+
+
+def _tokens(where: str, row: Row, name: str) -> int:
+    try:
+        value = int(row[name])
+    except ValueError:
+        value = -1
+    if not 0 <= value <= MAX_TOKENS:
+        raise _bad_value(where, name, row[name], f"a whole number between 0 and {MAX_TOKENS}")
+    return value
+
+
+def _seconds(where: str, row: Row, name: str) -> float:
+    try:
+        value = float(row[name])
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= MAX_SECONDS:
+        raise _bad_value(where, name, row[name], f"seconds between 0 and {MAX_SECONDS:.0f}")
+    return value
+
+
+def _date_s(where: str, text: str) -> float:
+    """Unix time of a date; without a zone it is UTC."""
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise _bad_value(
+            where, AZURE[0], text, "a date and time: 2023-11-16 18:15:46.68"
+        ) from error
+    return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
+
+
+def _bad_value(where: str, name: str, text: str, expected: str) -> BadTraceError:
+    return BadTraceError(f"{where}: {name} is {text[:40]!r}", f"give {expected}")
+
+
+def _empty(path: Path) -> BadTraceError:
+    return BadTraceError(f"{path}: no request in it", "give a trace that is not empty")
