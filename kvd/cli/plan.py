@@ -84,7 +84,7 @@ def plan(
     watermark: Annotated[str, _option(_KVD, "Share of DRAM that is kept free.")] = "2%",
     load_policy: Annotated[
         Literal["always", "auto", "never"], _option(_KVD, "auto: if faster than computing.")
-    ] = "always",
+    ] = "auto",
     end_hints: Annotated[
         bool, _option(_KVD, "Clients say when a session ends.", "--end-hints")
     ] = False,

@@ -87,9 +87,9 @@ class CapacityArguments:
 
 @dataclass(frozen=True, slots=True)
 class KvdArguments:
-    """What kvd does: as `kvd serve` does it by default, but that whatever is held is loaded.
+    """What kvd and the engine do by default.
 
-    A policy is judged by what it keeps; "auto" shows besides what is not worth loading.
+    To judge a policy by what it keeps, have it "always" loaded.
     """
 
     policy: str = "lru,predictive,belady"
@@ -97,7 +97,7 @@ class KvdArguments:
     charge: Charge = "packed"
     ttl: str = "7d"
     watermark: str = "2%"
-    load_policy: LoadPolicy = "always"
+    load_policy: LoadPolicy = "auto"
     end_hints: bool = False
     positions: Positions = "decoupled"
 

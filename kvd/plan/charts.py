@@ -11,7 +11,8 @@ from math import ceil, floor, log10
 from kvd.plan.curves import Curve, curves_of
 from kvd.plan.decimal_sizes import GB
 from kvd.plan.figures import PlanReport
-from kvd.plan.report import capacity_text, load_text
+from kvd.plan.report import capacity_text
+from kvd.plan.sections import load_text
 
 LOG_FROM = 8.0  # times the least capacity: from there on the axis is logarithmic
 NUM_TICKS = 5  # of an axis, about
@@ -68,7 +69,7 @@ def charts(report: PlanReport) -> tuple[Chart, Chart]:
     totals = [result.capacity.total_bytes for result in report.results]
     is_log = min(totals) > 0 and max(totals) >= LOG_FROM * min(totals)
     hits = Chart(
-        "history tokens that hit (tok)",
+        "history tokens that were loaded",
         "%",
         "knee",
         tuple(_hit_line(curve) for curve in curves),
@@ -108,8 +109,8 @@ def _hit_line(curve: Curve) -> Line:
         points.append((result.capacity.total_bytes / GB, 100 * outcome.hits_tok))
         where = capacity_text(result.capacity)
         labels.append(
-            f"{curve.name}, {where}: tok {outcome.hits_tok:.1%}, fu {outcome.hits_fu:.1%},"
-            f" queue {outcome.queue_mean:.0f}"
+            f"{curve.name}, {where}: {outcome.hits_tok:.1%} of tokens, {outcome.hits_fu:.1%} of"
+            f" later turns, queue {outcome.queue_mean:.0f}"
         )
     return Line(curve.name, tuple(points), tuple(labels), curve.knee)
 

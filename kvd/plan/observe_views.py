@@ -40,8 +40,8 @@ def _warnings(observed: Observation) -> Iterator[str]:
 
 def _rates_table(observed: Observation) -> Table:
     table = Table(box=None, caption_justify="left", caption=_CAPTION)
-    for heading in ("DRAM", "SSD", "tok", "fu", "DRAM share"):
-        table.add_column(heading, justify="right")
+    for heading in ("DRAM", "SSD", "history\ntokens\nfound", "turns\nthat found\nall", "in DRAM"):
+        table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("")
     table.add_row("as it was", "", *_percentages(observed.had), "really")
     for size in observed.reachable:
@@ -63,6 +63,6 @@ def _percentages(rates: HitRates) -> tuple[str, ...]:
 
 
 _CAPTION = (
-    "tok: history tokens found; fu: turns with history that found all of it; DRAM share: of the "
-    "tokens found. Sizes are replayed from empty tiers, in the recorded order, whole sessions only."
+    "turns that found all: of those with history. in DRAM: of the tokens found. Sizes are replayed"
+    " from empty tiers, in the recorded order, whole sessions only."
 )

@@ -48,6 +48,7 @@ class Outcome:
         dram_share: of the hits, those in DRAM when the turn started.
         dram_share_4_ahead: the same, of hits with at least four jobs waiting when they arrived.
         num_guarded: turns whose history was held but faster to compute.
+        guarded_fu: the same, per turn that has history.
         ttft_mean_s: from arrival to the first token.
         start_ttft_mean_s: from the turn's start to the first token, without the wait in the queue.
         queue_mean: jobs that waited when a turn arrived.
@@ -81,6 +82,7 @@ class Outcome:
     ssd_bytes_written: int
     ssd_bytes_read: int
     recompute_load: float
+    guarded_fu: float
 
     def as_dict(self) -> dict[str, float | int]:
         """All of it, by name."""
@@ -165,6 +167,7 @@ class Tally:
             ssd_bytes_written=until.bytes_written - since.bytes_written,
             ssd_bytes_read=until.bytes_read - since.bytes_read,
             recompute_load=load,
+            guarded_fu=_share(self.num_guarded, self.num_with_history),
         )
 
 

@@ -7,7 +7,8 @@ from math import log10
 from kvd.plan.charts import Chart, Line, capacity_ticks, charts, headline, ticks
 from kvd.plan.curves import curves_of
 from kvd.plan.figures import PlanReport
-from kvd.plan.report import COST_COLUMNS, HIT_COLUMNS, curve_texts, facts, rows
+from kvd.plan.report import CURVE_COLUMNS, curve_texts, facts, rows
+from kvd.plan.sections import sections_of
 
 WIDTH, HEIGHT = 760.0, 360.0
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 16.0, 34.0, 44.0  # of the axes' box, within the picture
@@ -45,22 +46,17 @@ def page(report: PlanReport) -> str:
     for chart in charts(report):
         parts += [f"<h2>{escape(chart.title)}</h2>", svg(chart), _legend(chart)]
     parts.append(f"<p>{escape(_NOTE)}</p>")
-    found = list(rows(report))
     how_much = [curve_texts(curve) for curve in curves_of(report.results)]
-    for heading, columns, cells in (
-        ("How much", ("policy", "knee", "cheapest"), how_much),
-        (
-            "Hits",
-            ("DRAM + SSD", "policy", *HIT_COLUMNS),
-            [(c, p, *hits) for c, p, hits, _ in found],
-        ),
-        (
-            "Time and cost",
-            ("DRAM + SSD", "policy", *COST_COLUMNS),
-            [(c, p, *costs) for c, p, _, costs in found],
-        ),
-    ):
-        parts += [f"<h2>{heading}</h2>", f'<div class="wide">{_table(columns, cells)}</div>']
+    parts += _titled("How much", _table(CURVE_COLUMNS, how_much))
+    for section in sections_of(report):
+        names = ("DRAM + SSD", "policy", *(column.name for column in section.columns))
+        cells = [
+            (capacity, policy, *(column.cell(result) for column in section.columns))
+            for capacity, policy, result in rows(report)
+        ]
+        parts += _titled(section.title.capitalize(), _table(names, cells))
+        if section.legend:
+            parts.append(f"<p>{escape(section.legend)}</p>")
     parts.append(f"<p><code>{escape(' '.join(report.command))}</code></p></body></html>")
     return "\n".join(parts) + "\n"
 
@@ -139,6 +135,11 @@ def _legend(chart: Chart) -> str:
         for line, colour in zip(chart.lines, _colours(), strict=False)
     )
     return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def _titled(heading: str, table: str) -> Iterator[str]:
+    yield f"<h2>{escape(heading)}</h2>"
+    yield f'<div class="wide">{table}</div>'
 
 
 def _colours() -> Iterator[str]:

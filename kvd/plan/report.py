@@ -3,7 +3,7 @@
 Hit rates never stand alone: the recompute load and the length of the queue are beside them.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -12,13 +12,11 @@ from rich.table import Table
 from kvd.plan.curves import LEAST_POINTS, Curve, curves_of
 from kvd.plan.decimal_sizes import format_size
 from kvd.plan.figures import SCHEMA, Capacity, PlanReport, Result
+from kvd.plan.loading import history_text
+from kvd.plan.sections import Section, load_text, sections_of
 from shared.units import format_duration
 
-_S_PER_H = 3600.0
-HIT_COLUMNS = ("load", "queue", "p99", "all", "fu", "tok", "DRAM share", ">= 4 ahead")
-COST_COLUMNS = (
-    "TTFT", "p99", "from start", "prefill tok/s", "GPU time", "SSD written", "cost", "of RE's",
-)  # fmt: skip
+CURVE_COLUMNS = ("policy", "knee of the tokens: more brings less", "cheapest")
 
 
 def as_document(report: PlanReport) -> dict[str, Any]:
@@ -41,10 +39,10 @@ def as_document(report: PlanReport) -> dict[str, Any]:
 
 
 def tables(report: PlanReport) -> Iterator[Table]:
-    """What was replayed on what; hits; times and costs; where it bends."""
+    """What was replayed on what; hits, times and costs; where it bends."""
     yield facts_table(report)
-    yield _hits_table(report)
-    yield _costs_table(report)
+    for section in sections_of(report):
+        yield _section_table(report, section)
     if any(len(curve.results) > 1 for curve in curves_of(report.results)):
         yield _curves_table(report)
 
@@ -71,6 +69,7 @@ def facts(report: PlanReport) -> Iterator[tuple[str, str]]:
     prefill = f"{engine.prefill_s_per_token * 1e3:.3g} ms a token and {engine.fixed_s * 1e3:.3g} ms"
     step = f"decode step {engine.decode_step_s * 1e3:.3g} ms"
     yield "engine", f"{engine.slots} slots, prefill {prefill}, {step}"
+    yield "history", history_text(report)
     yield "kvd", ", ".join(_option_texts(report.options))
     prices = report.prices
     storage = f"DRAM {prices.dram_gb:g} and SSD {prices.ssd_gb:g} a GB"
@@ -78,15 +77,14 @@ def facts(report: PlanReport) -> Iterator[tuple[str, str]]:
     yield "took", format_duration(report.elapsed_s)
 
 
-def rows(report: PlanReport) -> Iterator[tuple[str, str, tuple[str, ...], tuple[str, ...]]]:
-    """Capacity, policy, cells of HIT_COLUMNS, cells of COST_COLUMNS; the baselines come first."""
+def rows(report: PlanReport) -> Iterator[tuple[str, str, Result]]:
+    """Capacity, policy and what was found; the baselines come first."""
     has_hbm = len({result.capacity.hbm_bytes for result in report.results}) > 1
     for result in report.baselines:
         hbm = f"HBM {format_size(result.capacity.hbm_bytes)}" if has_hbm else ""
-        yield hbm, "RE", _hits(result), _costs(result)
+        yield hbm, "RE", result
     for result in report.results:
-        capacity = capacity_text(result.capacity, has_hbm=has_hbm)
-        yield capacity, result.policy, _hits(result), _costs(result)
+        yield capacity_text(result.capacity, has_hbm=has_hbm), result.policy, result
 
 
 def capacity_text(capacity: Capacity, *, has_hbm: bool = False) -> str:
@@ -95,22 +93,18 @@ def capacity_text(capacity: Capacity, *, has_hbm: bool = False) -> str:
     return f"{format_size(capacity.hbm_bytes)} + {text}" if has_hbm else text
 
 
-def load_text(load: float) -> str:
-    """0 is of sessions that all begin at once."""
-    return f"{load:.2f}" if load else "-"
-
-
 def curve_texts(curve: Curve) -> tuple[str, ...]:
-    """Name, knee with its tok, cheapest with its cost and tok."""
+    """Name, knee with its share of tokens, cheapest with its cost and share of tokens."""
     knee = "none in this range"
     if len(curve.results) < LEAST_POINTS:
         knee = f"takes {LEAST_POINTS} capacities"
     elif curve.knee is not None:
         at = curve.results[curve.knee]
-        knee = f"{capacity_text(at.capacity)} (tok {at.outcome.hits_tok:.1%})"
+        knee = f"{capacity_text(at.capacity)} ({at.outcome.hits_tok:.1%} of tokens)"
     best = curve.results[curve.cheapest]
     cheapest = (
-        f"{capacity_text(best.capacity)} ({best.cost.total:,.2f}, tok {best.outcome.hits_tok:.1%})"
+        f"{capacity_text(best.capacity)} ({best.cost.total:,.2f},"
+        f" {best.outcome.hits_tok:.1%} of tokens)"
     )
     return curve.name, knee, cheapest
 
@@ -127,73 +121,35 @@ def _curve_document(curve: Curve) -> dict[str, Any]:
     }
 
 
-def _hits_table(report: PlanReport) -> Table:
-    table = _titled("hits: share of turns and of history tokens", HIT_COLUMNS)
-    _fill(table, ((capacity, policy, hits) for capacity, policy, hits, _ in rows(report)))
-    return table
-
-
-def _costs_table(report: PlanReport) -> Table:
-    table = _titled("time and cost", COST_COLUMNS)
-    _fill(table, ((capacity, policy, costs) for capacity, policy, _, costs in rows(report)))
+def _section_table(report: PlanReport, section: Section) -> Table:
+    """A table section for each capacity, which is said once."""
+    table = Table(
+        *("DRAM + SSD", "policy"),
+        box=None,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        title=section.title,
+        title_justify="left",
+        caption=section.legend or None,
+        caption_justify="left",
+    )
+    for column in section.columns:
+        table.add_column(column.heading, justify="right", no_wrap=True)
+    last = None
+    for capacity, policy, result in rows(report):
+        if last is not None and capacity != last:
+            table.add_section()
+        cells = (column.cell(result) for column in section.columns)
+        table.add_row("" if capacity == last else capacity, policy, *cells)
+        last = capacity
     return table
 
 
 def _curves_table(report: PlanReport) -> Table:
-    columns = ("policy", "knee of tok: more brings less", "cheapest")
-    table = Table(*columns, box=None, title="how much", title_justify="left")
+    table = Table(*CURVE_COLUMNS, box=None, title="how much", title_justify="left")
     for curve in curves_of(report.results):
         table.add_row(*curve_texts(curve))
     return table
-
-
-def _titled(title: str, columns: Sequence[str]) -> Table:
-    table = Table("DRAM + SSD", "policy", box=None, title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
-
-
-def _fill(table: Table, found: Iterable[tuple[str, str, tuple[str, ...]]]) -> None:
-    """A section for each capacity, which is said once."""
-    last = None
-    for capacity, policy, cells in found:
-        if last is not None and capacity != last:
-            table.add_section()
-        table.add_row("" if capacity == last else capacity, policy, *cells)
-        last = capacity
-
-
-def _hits(result: Result) -> tuple[str, ...]:
-    outcome = result.outcome
-    return (
-        load_text(outcome.recompute_load),
-        f"{outcome.queue_mean:,.0f}",
-        f"{outcome.queue_p99:,}",
-        _percent(outcome.hits_all),
-        _percent(outcome.hits_fu),
-        _percent(outcome.hits_tok),
-        _percent(outcome.dram_share) if outcome.num_hits else "-",
-        _percent(outcome.dram_share_4_ahead) if outcome.num_hits_4_ahead else "-",
-    )
-
-
-def _costs(result: Result) -> tuple[str, ...]:
-    outcome = result.outcome
-    return (
-        format_duration(outcome.ttft_mean_s),
-        format_duration(outcome.ttft_p99_s),
-        format_duration(outcome.start_ttft_mean_s),
-        f"{outcome.prefill_tokens_per_s:,.0f}",
-        format_duration(outcome.gpu_hours * _S_PER_H),
-        format_size(outcome.ssd_bytes_written),
-        f"{result.cost.total:,.2f}",
-        _percent(result.cost_ratio) if result.cost_ratio else "-",
-    )
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f}%"
 
 
 def _option_texts(options: Mapping[str, Any]) -> Iterator[str]:

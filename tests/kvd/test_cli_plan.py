@@ -62,12 +62,15 @@ async def test_coupled_positions_cost_hits_where_contexts_overflow():
     assert coupled["hits_all"] < decoupled["hits_all"]
 
 
-async def test_the_tables_show_load_and_queue_beside_the_hits():
-    """All columns, and both capacities."""
+async def test_the_tables_show_load_and_queue_beside_the_hits(monkeypatch):
+    """All columns, and both capacities; in a pipe a table is as wide as it is."""
+    monkeypatch.setenv("COLUMNS", "40")
     code, stdout, _ = await run_cli("plan", "--trace", TRACE, *SWEEP)
-    assert code == 0
-    for heading in ("load", "queue", "all", "fu", "tok", "DRAM share", "TTFT", "cost", "of RE's"):
+    assert (code, "…" in stdout) == (0, False)
+    for heading in ("load", "queue", "later", "loaded", "in DRAM", "TTFT", "cost", "RE's cost"):
         assert heading in stdout
+    (kvd,) = [line for line in stdout.splitlines() if line.startswith(" kvd ")]
+    assert kvd.rstrip().endswith("PCIe 25 GB/s")
     assert "1 GB + 16 GB" in stdout
     assert "KV 780 KB a token" in stdout
 

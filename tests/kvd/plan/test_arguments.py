@@ -119,7 +119,7 @@ def test_sessions_are_drawn():
 def test_kvd_s_defaults_are_planned_for():
     """TTL, watermark, load policy, warm-up: what is asked for, as the replay is told."""
     options = _request().options
-    assert (options.ttl_s, options.watermark, options.load_policy) == (7 * 86400, 0.02, "always")
+    assert (options.ttl_s, options.watermark, options.load_policy) == (7 * 86400, 0.02, "auto")
     assert (options.tiers, options.charge, options.end_hints) == ("inclusive", "packed", False)
     assert options.warmup_turns == 17  # of 88
 

@@ -55,7 +55,7 @@ def test_the_page_has_both_charts():
     places = {(each.get("cx"), each.get("cy")) for each in points}
     assert {(each.get("cx"), each.get("cy")) for each in rings} < places
     titles = [each.text for each in hits.iter(f"{SVG}title")]
-    assert "lru, 8 GB + 120 GB: tok 60.0%, fu 0.0%, queue 37 (knee)" in titles
+    assert "lru, 8 GB + 120 GB: 60.0% of tokens, 0.0% of later turns, queue 37 (knee)" in titles
     assert any("recomputing" in (each.text or "") for each in costs.iter(f"{SVG}text"))
     cheapest = [each.text for each in costs.iter(f"{SVG}title") if "(cheapest)" in each.text]
     assert cheapest[0] == "lru, 16 GB + 240 GB: 5.50, 55.0% of RE's (cheapest)"

@@ -11,9 +11,9 @@ from kvd.plan.report import as_document, tables
 from tests.kvd.plan.plans import plan, result, swept
 
 
-def _text(report):
+def _text(report, width=200):
     out = io.StringIO()
-    console = Console(file=out, width=200)
+    console = Console(file=out, width=width)
     for table in tables(report):
         console.print(table)
     return out.getvalue()
@@ -48,8 +48,46 @@ def test_the_tables_say_what_was_replayed_and_how_much_is_enough():
     assert "a<b>.jsonl: 9 sessions, 110 turns" in text
     assert "KV 780 KB a token, window 4096" in text
     assert "2 GPUs at 5, DRAM 0.0088 and SSD 8.2e-05 a GB" in text
-    assert "8 GB + 120 GB (tok 60.0%)" in text
-    assert "16 GB + 240 GB (5.50, tok 70.0%)" in text
+    assert "8 GB + 120 GB (60.0% of tokens)" in text
+    assert "16 GB + 240 GB (5.50, 70.0% of tokens)" in text
+
+
+def test_tables_of_figures_fit_on_a_terminal():
+    """On 80 columns they are as on 200: no cell is cut or goes on in the next line."""
+    long = plan(
+        result("lookahead_queue", 999, 1010, 0.5, 4.0, num_guarded=3, guarded_fu=0.125),
+        result("lru", 999, 1010, 1.0, 1234.5, ttft_mean_s=3661.0, queue_p99=1234),
+    )
+    narrow, wide = _text(long, width=80), _text(long)
+    assert "…" not in narrow
+    rows = [
+        line.split() for line in wide.splitlines() if " lru " in line or "lookahead_queue" in line
+    ]
+    assert len(rows) == 8
+    assert rows == [
+        line.split() for line in narrow.splitlines() if " lru " in line or "lookahead_queue" in line
+    ]
+
+
+def test_what_is_computed_though_it_is_held_has_a_column():
+    """Only then: else it would say nothing."""
+    guarded = _text(plan(result("lru", 8, 100, 0.5, 4.0, num_guarded=3, guarded_fu=0.125)))
+    assert "held" in guarded
+    assert "12.5%" in guarded
+    assert "held" not in _text(swept())
+
+
+def test_headings_and_legend_leave_no_abbreviation_unexplained():
+    """Those of the document are explained in PLAN.md."""
+    words = _text(swept()).split()
+    assert not {"fu", "tok", "tok/s"} & set(words)
+    text = " ".join(words)
+    for explained in (
+        "RE: everything is recomputed",
+        "later turns: those with history",
+        "TTFT: time to",
+    ):
+        assert explained in text
 
 
 def test_one_capacity_has_no_curve():
@@ -78,4 +116,4 @@ def test_nothing_to_have_a_share_of_is_no_zero():
     """Without hits there is no DRAM share; without a load (all begin at once) there is a dash."""
     text = _text(plan(result("lru", 8, 100, 0.0, 4.0, num_hits=0, recompute_load=0.0)))
     (row,) = [line for line in text.splitlines() if " lru " in line and "37" in line]
-    assert row.split()[-8:] == ["-", "37", "0", "0.0%", "0.0%", "0.0%", "-", "-"]
+    assert row.split()[-6:] == ["-", "37", "0", "0.0%", "0.0%", "0.0%"]
