@@ -60,7 +60,7 @@ def top(
 @app.command()
 def serve(
     config: ConfigOption = None,
-    model: Annotated[str | None, typer.Option(help="Model directory.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model directory, or GGUF file.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ….")] = None,
     threads: Annotated[int | None, typer.Option(help="Compute threads; 0: torch's choice.")] = None,

@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection
 from inference_svc.config import LIVE_KEYS, InferenceSettings, ModelSettings
 from inference_svc.core.errors import UnknownModelError
 from inference_svc.listening import bind, prepare_socket
-from inference_svc.runtime.model.model_directory import check_directory
+from inference_svc.runtime.model.model_directory import check_model
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from shared import systemd
 from shared.access.addresses import is_unix
@@ -69,7 +69,7 @@ def run(
     settings = loaded.settings
     if settings.model.path is None:
         raise UnknownModelError("no model is named", "give --model a model directory")
-    check_directory(settings.model.path)
+    check_model(settings.model.path)
     if not settings.process.dumps:
         forbid_dumps()
     prepare_socket(settings.server.listen)

@@ -21,7 +21,7 @@ from inference_svc.bench.options import (
     TurnsOptions,
     Variant,
 )
-from inference_svc.runtime.model.model_directory import check_directory
+from inference_svc.runtime.model.model_directory import check_model
 from shared.errors import InvalidInputError
 
 bench_app = typer.Typer(
@@ -330,7 +330,7 @@ def _choice(
             f"no such dtype: {dtype}", "name auto, float32, bfloat16 or float16"
         )
     if model is not None:
-        check_directory(model)  # torch is imported next, which takes seconds
+        check_model(model)  # torch is imported next, which takes seconds
     return ModelChoice(model, random, layers, cast("Dtype", dtype), device, threads)
 
 

@@ -17,7 +17,7 @@ from inference_svc.eval.options import (
     RotationOptions,
     Truncation,
 )
-from inference_svc.runtime.model.model_directory import check_directory
+from inference_svc.runtime.model.model_directory import check_model
 from shared.errors import InvalidInputError
 from shared.log import configure_logging
 
@@ -167,7 +167,7 @@ def _choice(model: Path, window: int, dtype: str, device: str, threads: int) -> 
         raise InvalidInputError(
             f"no such dtype: {dtype}", "name auto, float32, bfloat16 or float16"
         )
-    check_directory(model)  # torch is imported next, which takes seconds
+    check_model(model)  # torch is imported next, which takes seconds
     return EvalChoice(model, cast("Dtype", dtype), device, threads, window, _say)
 
 

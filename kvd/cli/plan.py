@@ -26,7 +26,11 @@ def plan(
     ] = None,
     trace_format: Annotated[
         Literal["auto", "turns", "mooncake", "azure", "burstgpt", "sharegpt"],
-        _option(_ARRIVES, "Of the trace; auto: by its first line.", "--format"),
+        _option(
+            _ARRIVES,
+            "turns, mooncake, azure, burstgpt, sharegpt; auto: by its first line.",
+            "--format",
+        ),
     ] = "auto",
     generate: Annotated[str, _option(_ARRIVES, "Or draw sessions: sharegpt-like.")] = "",
     sessions: Annotated[int, _option(_ARRIVES, "So many are drawn.", min=1)] = 9000,

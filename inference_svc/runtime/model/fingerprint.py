@@ -7,6 +7,8 @@ have equal token ids. It covers
 - every byte of every weight file, and which of them has which tensor;
 - the tokenizer and the chat template, but for what changes no token.
 
+A GGUF file has all of that in it: its fingerprint covers every byte of it, not its name.
+
 It does not cover where the directory lies, generation_config.json (it changes no KV cache), or the
 dtype that the model is served in, which is part of the KV layout.
 """
@@ -44,7 +46,7 @@ class Fingerprint:
     """Fingerprints a directory beside its being loaded: weights are hashed from `__enter__` on.
 
     Args:
-        path: of the model directory.
+        path: of the model directory, or of a GGUF file.
         cache: of weight files' digests; None: every byte is read.
 
     Attributes:
@@ -75,6 +77,9 @@ class Fingerprint:
             OSError: a file cannot be read, or a weight file was written meanwhile.
             ValueError: if config.json is not JSON.
         """
+        if self._path.is_file():  # it has its settings and its tokenizer in it
+            (digest,) = self.weights.digests()
+            return hashlib.blake2b(b"gguf" + digest, digest_size=16).hexdigest()
         config = json.loads((self._path / "config.json").read_text())
         parts: list[tuple[str, Any]] = [("config", _without(config, IGNORED_CONFIG_KEYS))]
         parts += [("shards", sorted(shards(self._path).items()))]

@@ -1,4 +1,4 @@
-"""Loads a model directory through Transformers, from the local disk only.
+"""Loads a model directory, or a GGUF file, through Transformers, from the local disk only.
 
 Knows no architecture; `calibration` decides whether the model can be served.
 """
@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 from transformers.utils.logging import disable_progress_bar
 
 from inference_svc.core.errors import UnsupportedModelError
 from inference_svc.runtime.model.file_digests import DigestCache
 from inference_svc.runtime.model.fingerprint import Fingerprint
-from inference_svc.runtime.model.model_directory import check_directory
+from inference_svc.runtime.model.model_directory import check_model
 from shared.kv_layout import ITEM_BYTES
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -64,7 +64,8 @@ def load_model(
     """Load the model in `path`, and fingerprint it meanwhile.
 
     Args:
-        path: a directory with config.json and weights, as `save_pretrained` writes it.
+        path: a directory with config.json and weights, as `save_pretrained` writes it; or a GGUF
+            file.
         dtype: "auto" (what the config says), "float32", "bfloat16" or "float16".
         device: as torch names it.
         digests: file where the digests of weights are remembered; None: they are all read.
@@ -73,7 +74,7 @@ def load_model(
         UnknownModelError: if there is no model in `path`.
         UnsupportedModelError: if there is one that cannot be loaded or is no decoder-only model.
     """
-    check_directory(path)
+    check_model(path)
     cache = None if digests is None else DigestCache(digests)
     with Fingerprint(path, cache) as fingerprint:
         model = _from_pretrained(path, dtype)
@@ -84,7 +85,7 @@ def load_model(
         ):
             found = fingerprint.result()
         return replace(
-            describe_model(model, tokenizer=tokenizer, name=path.resolve().name, fingerprint=found),
+            describe_model(model, tokenizer=tokenizer, name=_name_of(path), fingerprint=found),
             hashed_bytes=fingerprint.weights.read_bytes,
             hash_wait_s=time.monotonic() - loaded_s,
         )
@@ -121,11 +122,12 @@ def describe_model(
 
 def _from_pretrained(path: Path, dtype: str) -> Any:
     """Build the model."""
+    folder, gguf = _located(path)
     disable_progress_bar()  # type: ignore[no-untyped-call]  # a service's stderr is a log
     with _one_line(
         f"{path} cannot be loaded", "serve a decoder-only model with safetensors weights"
     ):
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, **gguf)
     if config.is_encoder_decoder:
         raise UnsupportedModelError(
             f"{path} holds an encoder-decoder model", "serve a decoder-only model"
@@ -133,14 +135,27 @@ def _from_pretrained(path: Path, dtype: str) -> Any:
     with _one_line(
         f"{path} cannot be loaded", "serve a decoder-only model with safetensors weights"
     ):
+        if gguf:
+            gguf["quantization_config"] = GgufConfig(dequantize=True)
         return AutoModelForCausalLM.from_pretrained(
-            path,
+            folder,
             config=config,
             dtype=dtype,
             local_files_only=True,
             use_safetensors=True,  # a pickle would run its code
             trust_remote_code=False,
+            **gguf,
         )
+
+
+def _located(path: Path) -> tuple[Path, dict[str, Any]]:
+    """The directory that Transformers is to look in, and what it is to be told of a GGUF file."""
+    return (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
+
+
+def _name_of(path: Path) -> str:
+    found = path.resolve()
+    return found.stem if found.is_file() else found.name
 
 
 @contextmanager
@@ -165,10 +180,11 @@ def _device(device: str) -> torch.device:
 
 
 def _load_tokenizer(path: Path) -> Any | None:
-    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+    folder, gguf = _located(path)
+    if not gguf and not any((path / name).is_file() for name in TOKENIZER_FILES):
         return None
     with _one_line(f"the tokenizer in {path} cannot be loaded", "repair or remove its files"):
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, **gguf)
 
 
 def _eos_ids(model: Any) -> frozenset[int]:
