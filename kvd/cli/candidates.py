@@ -1,7 +1,7 @@
 """What may stand where a command line is being typed: commands, options, choices, ids. Pure.
 
 Walks the tree of commands as the command line library has it, by its attributes only: `commands` of
-a group; `params`, with `name`, `opts`, `help`, `is_flag`.
+a group, or `summaries` of a lazy one; `params`, with `name`, `opts`, `help`, `is_flag`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,17 +60,20 @@ def candidates(root: Any, words: Sequence[str], ids: Ids) -> Iterator[Candidate]
     elif begun.startswith("-"):
         values = _options(command)
     elif hasattr(command, "commands"):
-        values = (
-            Candidate(name, summary(sub))
-            for name, sub in command.commands.items()
-            if not sub.hidden
-        )
+        values = _commands(command)
     else:
         arguments = [param for param in command.params if param.param_type_name == "argument"]
         values = iter(())
         if num_positional < len(arguments):
             values = _values(arguments[num_positional], begun, words, ids)
     return (value for value in values if value.word.startswith(begun))
+
+
+def _commands(group: Any) -> Iterator[Candidate]:
+    if hasattr(group, "summaries"):  # a lazy group says them without importing its commands
+        return (Candidate(name, about) for name, about in group.summaries.items())
+    commands = group.commands.items()
+    return (Candidate(name, summary(sub)) for name, sub in commands if not sub.hidden)
 
 
 def summary(command: Any) -> str:

@@ -7,14 +7,17 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvd.cli.operator_client import OperatorClient, connect_to
 from kvd.errors import SocketDeniedError
-from shared.access.channels import ClientCredentials, read_credentials
 from shared.runtime_dir import OPERATOR_SOCKET, READER_SOCKET, default_runtime_dir
+
+# Imported where they are used: --help and version do without gRPC.
+if TYPE_CHECKING:
+    from kvd.cli.operator_client import OperatorClient
+    from shared.access.channels import ClientCredentials
 
 _USABLE = os.R_OK | os.W_OK
 
@@ -28,7 +31,7 @@ class Connection:
     """
 
     address: str = ""
-    credentials: ClientCredentials | None = None
+    credentials: "ClientCredentials | None" = None
 
 
 _CONNECTION: ContextVar[Connection] = ContextVar("connection")  # set once, by what stands first
@@ -58,18 +61,23 @@ def connection_options(
     ] = None,
 ) -> None:
     """Keeps the keys and values of conversations in DRAM and on SSD."""
-    is_named = any((token_file, tls_ca, tls_cert, tls_key))
-    credentials = read_credentials(token_file, tls_ca, tls_cert, tls_key) if is_named else None
+    credentials = None
+    if any((token_file, tls_ca, tls_cert, tls_key)):
+        from shared.access.channels import read_credentials
+
+        credentials = read_credentials(token_file, tls_ca, tls_cert, tls_key)
     _CONNECTION.set(Connection(address, credentials))
 
 
 @contextmanager
-def open_client(runtime_dir: Path | None) -> Iterator[OperatorClient]:
+def open_client(runtime_dir: Path | None) -> Iterator["OperatorClient"]:
     """Open a channel to the kvd that the command line names; it connects at the first call.
 
     Raises:
         SocketDeniedError: this user may open none of its sockets.
     """
+    from kvd.cli.operator_client import connect_to
+
     given = _CONNECTION.get(Connection())
     address = given.address or f"unix:{socket_of(runtime_dir or default_runtime_dir())}"
     with connect_to(address, given.credentials) as client:

@@ -3,44 +3,32 @@
 kvd/cli/exit_codes.py lists the exit codes, kvd/cli/examples.py the examples of all commands.
 """
 
-import asyncio
-import os
-import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvd import config
-from kvd.cli import sessions, tiers
-from kvd.cli.bench import bench
-from kvd.cli.completion import complete, completion
-from kvd.cli.config import config_app
+from kvd.cli.commands import COMMANDS
 from kvd.cli.connection import connection_options
-from kvd.cli.doctor import doctor
-from kvd.cli.events import events
 from kvd.cli.examples import add_examples
 from kvd.cli.exit_codes import exit_codes_help
-from kvd.cli.install import install_units
-from kvd.cli.keys import key_app
 from kvd.cli.options import Config, RuntimeDir
-from kvd.cli.plan import plan
-from kvd.cli.session_files import export_session, import_session
-from kvd.cli.token import token
-from kvd.cli.top import top
 from kvd.errors import BrokenError
-from shared.dumps import forbid_dumps
 from shared.errors import ReportedError
-from shared.log import configure_logging
-from shared.reload import LiveSettings
+from shared.lazy_commands import lazy_group
 from shared.version import __version__
+
+if TYPE_CHECKING:
+    from kvd.config import Settings
+    from shared.reload import LiveSettings
 
 EXIT_BROKEN = 70  # EX_SOFTWARE
 PRIVATE_UMASK = 0o077  # files of the daemon are its own; sockets get their mode explicitly
 
 app = typer.Typer(
     name="kvd",
+    cls=lazy_group(COMMANDS, add_examples),
     help="KV-cache daemon: keeps the keys and values of conversations in DRAM and on SSD.",
     epilog=exit_codes_help(),
     rich_markup_mode=None,
@@ -50,7 +38,6 @@ app = typer.Typer(
 )
 
 
-@app.command()
 def serve(
     config_file: Config = None,
     runtime_dir: RuntimeDir = None,
@@ -77,8 +64,14 @@ def serve(
         "log.level": log_level,
         "log.format": log_format,
     }
-    # Only the daemon needs these; ls and its like start in half the time without.
+    # Only the daemon needs these; other commands start in a fraction of the time without.
+    import asyncio
+    import os
+
     import uvloop
+
+    from kvd import config
+    from shared.dumps import forbid_dumps
 
     live = config.load_live(config_file, flags)
     if not live.settings.process.dumps:
@@ -90,12 +83,17 @@ def serve(
         runner.run(_serve_until_signal(live))
 
 
-def _configure_logging(settings: config.Settings) -> None:
+def _configure_logging(settings: "Settings") -> None:
+    from shared.log import configure_logging
+
     as_json = {"auto": None, "json": True, "text": False}[settings.log.format]
     configure_logging(settings.log.level, json=as_json)
 
 
-async def _serve_until_signal(live: LiveSettings[config.Settings]) -> None:
+async def _serve_until_signal(live: "LiveSettings[Settings]") -> None:
+    import asyncio
+    import signal
+
     from kvd.daemon import Daemon
 
     stop = asyncio.Event()
@@ -113,43 +111,12 @@ async def _serve_until_signal(live: LiveSettings[config.Settings]) -> None:
     await daemon.run(stop)
 
 
-# In the order of `kvd --help`; serve stands first, where it is defined.
-for _name, _command in (
-    ("ls", sessions.list_sessions),
-    ("show", sessions.show),
-    ("flush", sessions.flush),
-    ("pin", sessions.pin),
-    ("unpin", sessions.unpin),
-    ("ttl", sessions.ttl),
-    ("stats", tiers.stats),
-    ("events", events),
-    ("top", top),
-    ("leases", tiers.leases),
-    ("verify", tiers.verify),
-    ("reopen", tiers.reopen),
-    ("export", export_session),
-    ("import", import_session),
-    ("plan", plan),
-    ("bench", bench),
-    ("doctor", doctor),
-    ("install-units", install_units),
-    ("token", token),
-):
-    app.command(_name)(_command)
-app.command("completion")(completion)
-app.command("complete", hidden=True)(complete)
-app.add_typer(config_app, name="config")
-app.add_typer(key_app, name="key")
-app.callback()(connection_options)
-
-
-@app.command()
 def version() -> None:
     """Print the version."""
     typer.echo(__version__)
 
 
-add_examples(app)
+app.callback()(connection_options)
 
 
 def root_command() -> Any:

@@ -3,12 +3,14 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvd.errors import NotConfirmedError
-from shared.pb.kvd.v1 import kvd_pb2
+
+if TYPE_CHECKING:
+    from shared.pb.kvd.v1 import kvd_pb2
 
 RuntimeDir = Annotated[
     Path | None,
@@ -31,8 +33,10 @@ Model = Annotated[str, typer.Option(help="Model fingerprint, if several have thi
 OfModel = Annotated[str, typer.Option("--model", help="Only models whose fingerprint starts so.")]
 
 
-def key_of(session: str, tenant: str, model: str) -> kvd_pb2.SessionKey:
+def key_of(session: str, tenant: str, model: str) -> "kvd_pb2.SessionKey":
     """The session that a command line names."""
+    from shared.pb.kvd.v1 import kvd_pb2
+
     return kvd_pb2.SessionKey(tenant=tenant, model=model, session_id=session)
 
 

@@ -1,0 +1,104 @@
+"""Commands whose modules are imported when they are run: `--help` and `version` stay quick.
+
+A group knows of each command its name, what it does, and where its function (or its Typer app, for
+a group in it) is. The command itself is made when somebody asks for it.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+
+@dataclass(frozen=True, slots=True)
+class LazyCommand:
+    """A command that is not imported yet.
+
+    Attributes:
+        target: "module:name" of its function, or of the Typer app of a group.
+        summary: the first sentence of its help, without the full stop.
+        hidden: it is left out of --help.
+    """
+
+    target: str
+    summary: str = ""
+    hidden: bool = False
+
+
+Prepare = Callable[[typer.Typer], None]
+
+
+class LazyCommands(MutableMapping[str, Any]):
+    """Commands by name, each made when it is asked for.
+
+    Args:
+        prepare: given an app with the command in it, before the command is made.
+    """
+
+    def __init__(self, lazy: Mapping[str, LazyCommand], prepare: Prepare) -> None:
+        self._lazy = lazy
+        self._prepare = prepare
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            self._made[name] = self._make(name, self._lazy[name])
+        return self._made[name]
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        self._made[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._lazy, **self._made})
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._lazy or name in self._made
+
+    def _make(self, name: str, lazy: LazyCommand) -> Any:
+        module, _, attribute = lazy.target.partition(":")
+        found = getattr(importlib.import_module(module), attribute)
+        app = typer.Typer(rich_markup_mode=None, add_completion=False)
+        app.callback()(lambda: None)  # a group, even of one command
+        if isinstance(found, typer.Typer):
+            app.add_typer(found, name=name)
+        else:
+            app.command(name, hidden=lazy.hidden)(found)
+        self._prepare(app)
+        group: Any = typer.main.get_command(app)
+        return group.commands[name]
+
+
+def lazy_group(
+    lazy: Mapping[str, LazyCommand], prepare: Prepare = lambda _app: None
+) -> type[TyperGroup]:
+    """Make the class of a group with these commands: `typer.Typer(cls=lazy_group(…))`."""
+
+    class LazyGroup(TyperGroup):
+        """A group that lists its commands without making them."""
+
+        def __init__(self, **attributes: Any) -> None:
+            super().__init__(**attributes)
+            self.commands = LazyCommands(lazy, prepare)
+
+        @property
+        def summaries(self) -> Mapping[str, str]:
+            """What each command does that is not hidden, without making it."""
+            return {name: command.summary for name, command in lazy.items() if not command.hidden}
+
+        def format_commands(self, ctx: Any, formatter: Any) -> None:
+            """Write the list of commands of --help."""
+            del ctx
+            rows = [(name, f"{summary}.") for name, summary in self.summaries.items()]
+            with formatter.section("Commands"):
+                formatter.write_dl(rows)
+
+    return LazyGroup
