@@ -1,17 +1,12 @@
 """The `inference-svc` command. Errors are one line on stderr; the exit code is the error's."""
 
-import asyncio
-import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from google.protobuf.json_format import MessageToDict
-from rich.console import Console
-from rich.table import Table
 
-from inference_svc.bench.cli import bench_app
+from inference_svc.cli_commands import COMMANDS
 from inference_svc.cli_connection import (
     Address,
     TlsCa,
@@ -19,28 +14,27 @@ from inference_svc.cli_connection import (
     TlsKey,
     TokenFile,
     client_of,
-    token,
 )
-from inference_svc.config import LIVE_KEYS, InferenceSettings, load_inference_settings
-from inference_svc.demo.cli import demo
-from inference_svc.eval.cli import eval_app
-from inference_svc.status_view import status_tables
-from shared.config import LoadedSettings
 from shared.errors import ReportedError
-from shared.log import configure_logging
-from shared.pb.inference.v1 import inference_pb2 as pb
-from shared.reload import is_live
+from shared.lazy_commands import lazy_group
 from shared.version import __version__
 
+# Imported where they are used: --help does without gRPC and settings.
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from inference_svc.config import InferenceSettings
+    from shared.config import LoadedSettings
+    from shared.pb.inference.v1 import inference_pb2 as pb
+
 app = typer.Typer(
+    cls=lazy_group(COMMANDS),
     help="Serve a model over multi-turn sessions, reusing the KV that kvd keeps.",
     no_args_is_help=True,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 config_app = typer.Typer(help="Look at the settings.", no_args_is_help=True)
-app.add_typer(config_app, name="config")
-app.add_typer(bench_app, name="bench")
-app.add_typer(eval_app, name="eval")
 
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="Settings file (TOML).", show_default=False)
@@ -57,7 +51,6 @@ def top(
         raise typer.Exit
 
 
-@app.command()
 def serve(
     config: ConfigOption = None,
     model: Annotated[str | None, typer.Option(help="Model directory, or GGUF file.")] = None,
@@ -100,14 +93,18 @@ def serve(
         "scheduler.kv_tokens": kv_tokens,
         "log.level": log_level,
     }
+    from inference_svc.config import load_inference_settings
+    from inference_svc.engine_extra import require_engine
+    from shared.log import configure_logging
+
     loaded = load_inference_settings(config, flags)
+    require_engine()
     configure_logging(loaded.settings.log.level, json=loaded.settings.log.json_lines)
     from inference_svc import server
 
     server.run(loaded, lambda: load_inference_settings(config, flags))
 
 
-@app.command()
 def chat(
     address: Address,
     session: Annotated[str, typer.Option(help="Continue this session.")] = "",
@@ -119,6 +116,8 @@ def chat(
     tls_key: TlsKey = None,
 ) -> None:
     """Talk to a running service; each answer shows what was reused."""
+    import asyncio
+
     from inference_svc.chat import chat as talk
 
     async def connected() -> None:
@@ -128,7 +127,6 @@ def chat(
     asyncio.run(connected())
 
 
-@app.command()
 def status(
     address: Address,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
@@ -138,8 +136,15 @@ def status(
     tls_key: TlsKey = None,
 ) -> None:
     """Say what a running service serves; exit code 69 if nobody answers."""
+    import asyncio
+    import json
 
-    async def get_model() -> pb.Model:
+    from google.protobuf.json_format import MessageToDict
+    from rich.console import Console
+
+    from inference_svc.status_view import status_tables
+
+    async def get_model() -> "pb.Model":
         async with client_of(address, token_file, tls_ca, tls_cert, tls_key) as client:
             return await client.get_model()
 
@@ -154,16 +159,19 @@ def status(
         Console().print(table)
 
 
-app.command()(demo)
-app.command()(token)
-
-
 @config_app.command("show")
 def config_show(
     config: ConfigOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
     """Print every setting, where it comes from, and whether a reload (SIGHUP) changes it."""
+    import json
+
+    from rich.console import Console
+
+    from inference_svc.config import LIVE_KEYS, load_inference_settings
+    from shared.reload import is_live
+
     loaded = load_inference_settings(config, {})
     if as_json:
         rows = {
@@ -178,11 +186,18 @@ def config_show(
 @config_app.command("check")
 def config_check(config: ConfigOption = None) -> None:
     """Say whether the service would accept the settings."""
+    from inference_svc.config import load_inference_settings
+
     load_inference_settings(config, {})
     typer.echo("the settings are right")
 
 
-def _table(loaded: LoadedSettings[InferenceSettings]) -> Table:
+def _table(loaded: "LoadedSettings[InferenceSettings]") -> "Table":
+    from rich.table import Table
+
+    from inference_svc.config import LIVE_KEYS
+    from shared.reload import is_live
+
     table = Table(box=None)
     for name in ("setting", "value", "from", ""):
         table.add_column(name, overflow="fold")

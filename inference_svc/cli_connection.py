@@ -1,15 +1,16 @@
 """Options of commands that call a service, and the one that makes tokens for clients."""
 
-import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from inference_svc.client import InferenceClient
-from inference_svc.config import default_listen
-from shared.access.channels import read_credentials
-from shared.access.tokens import make_token, token_text
+from inference_svc.default_places import default_listen
+
+# Imported where they are used: --help does without gRPC and settings.
+if TYPE_CHECKING:
+    from inference_svc.client import InferenceClient
+
 
 Address = Annotated[
     str,
@@ -41,12 +42,15 @@ def client_of(
     tls_ca: Path | None,
     tls_cert: Path | None,
     tls_key: Path | None,
-) -> InferenceClient:
+) -> "InferenceClient":
     """The client that a command line describes.
 
     Raises:
         InvalidInputError: the address is none, or a file cannot be read.
     """
+    from inference_svc.client import InferenceClient
+    from shared.access.channels import read_credentials
+
     is_named = any((token_file, tls_ca, tls_cert, tls_key))
     credentials = read_credentials(token_file, tls_ca, tls_cert, tls_key) if is_named else None
     return InferenceClient(address, credentials)
@@ -63,5 +67,9 @@ def token(
 
     Nothing is kept but the file: the settings need only the digest.
     """
+    import json
+
+    from shared.access.tokens import make_token, token_text
+
     told = make_token(file)
     typer.echo(json.dumps(told, indent=2) if as_json else token_text(name, told))

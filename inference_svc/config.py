@@ -3,7 +3,6 @@
 The environment prefix is INFERENCE: INFERENCE_SCHEDULER__MAX_RUNNING=4.
 """
 
-import os
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 from inference_svc.core.rates.load_or_recompute import LoadPolicy
 from inference_svc.core.tenant_limits import TenantBounds
 from inference_svc.core.truncation import MAX_SINK_TOKENS
+from inference_svc.default_places import default_listen, default_state_dir
 from inference_svc.openai.settings import OpenAISettings
 from shared.access.addresses import check_guarded, is_tcp
 from shared.access.settings import ClientName, ClientSettings, Tenants, TlsSettings, distinct
@@ -52,32 +52,10 @@ LIVE_KEYS: tuple[str, ...] = (
     "clients",
     "log.level",
 )
-SYSTEM_NAME = "inference-svc"  # of RuntimeDirectory= and StateDirectory=
-SOCKET = "inference.sock"
 MOST_TURNS = 65536
 MIN_RATE, MAX_RATE = 0.001, 1e12  # a minute: beyond them times to wait are no numbers any more
 RoleList = Annotated[tuple[Literal["client", "reader"], ...], BeforeValidator(to_list)]
 BOUNDS = tuple(known.name for known in fields(TenantBounds))
-
-
-def default_listen(environ: Mapping[str, str] = os.environ) -> str:
-    """The service's Unix socket: the system's for root, else the user's own."""
-    if os.geteuid() == 0:
-        return f"unix:/run/{SYSTEM_NAME}/{SOCKET}"
-    if environ.get("XDG_RUNTIME_DIR"):
-        return f"unix:{environ['XDG_RUNTIME_DIR']}/{SYSTEM_NAME}/{SOCKET}"
-    return f"unix:/tmp/{SYSTEM_NAME}-{os.geteuid()}/{SOCKET}"  # its directory is made 0700
-
-
-def default_state_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """What the supervisor assigned, else the system's for root, else the user's own."""
-    if environ.get("STATE_DIRECTORY"):
-        return Path(environ["STATE_DIRECTORY"].split(":")[0])
-    if os.geteuid() == 0:
-        return Path("/var/lib") / SYSTEM_NAME
-    if environ.get("XDG_STATE_HOME"):
-        return Path(environ["XDG_STATE_HOME"]) / SYSTEM_NAME
-    return Path.home() / ".local" / "state" / SYSTEM_NAME
 
 
 class ModelSettings(Section):

@@ -30,7 +30,6 @@ from shared.errors import (
     UnavailableError,
 )
 from shared.grpc_handlers import Handler, behaviour_of, made_handler
-from shared.log import get_logger
 from shared.units import NS_PER_S
 
 DETAILS_KEY = "grpc-status-details-bin"  # where gRPC carries google.rpc.Status
@@ -39,8 +38,6 @@ MAX_DETAIL_TEXT = 100  # of a detail, for the same reason
 MAX_RETRY_S = 86400.0  # who is told to come back later than tomorrow is not told anything
 GRPC_TOO_LARGE = "message larger than max"  # gRPC's words, on either side
 OUR_METADATA = frozenset({"retryable", "remedy", "message"})  # the rest is the error's details
-
-log = get_logger(__name__)
 
 
 class InternalError(ReportedError):
@@ -193,6 +190,9 @@ class ReportedErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type
         if isinstance(error, grpc.aio.AbortError):  # the servicer has ended the RPC itself
             raise error
         if not isinstance(error, ReportedError):
+            from shared.log import get_logger  # late: clients, too, import this module, and log not
+
+            log = get_logger(__name__)
             log.error("rpc_failed", method=method, exc_info=error)
             error = InternalError("internal error", "see the log of the service")
         await abort_with(context, error, self.domain)

@@ -5,12 +5,13 @@ a group in it) is. The command itself is made when somebody asks for it.
 """
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class LazyCommands(MutableMapping[str, Any]):
         if isinstance(found, typer.Typer):
             app.add_typer(found, name=name)
         else:
-            app.command(name, hidden=lazy.hidden)(found)
+            app.command(name, hidden=lazy.hidden, cls=_Command)(found)
         self._prepare(app)
         group: Any = typer.main.get_command(app)
         return group.commands[name]
@@ -89,6 +90,10 @@ def lazy_group(
             super().__init__(**attributes)
             self.commands = LazyCommands(lazy, prepare)
 
+        def get_params(self, ctx: Any) -> list[Any]:
+            """Its options, with --help."""
+            return _keeping_defaults(super().get_params(ctx))
+
         @property
         def summaries(self) -> Mapping[str, str]:
             """What each command does that is not hidden, without making it."""
@@ -102,3 +107,49 @@ def lazy_group(
                 formatter.write_dl(rows)
 
     return LazyGroup
+
+
+class _Option(TyperOption):
+    """An option whose own default is taken as it is: typer imports pydantic to look at a value."""
+
+    def process_value(self, ctx: Any, value: Any) -> Any:
+        """The value that the function gets."""
+        return value if _is_own_default(self, ctx, value) else super().process_value(ctx, value)
+
+
+class _Argument(TyperArgument):
+    """As _Option."""
+
+    def process_value(self, ctx: Any, value: Any) -> Any:
+        """The value that the function gets."""
+        return value if _is_own_default(self, ctx, value) else super().process_value(ctx, value)
+
+
+def _is_own_default(param: Any, ctx: Any, value: Any) -> bool:
+    """Whether nobody has given a value, and the default is none that is to be turned into another.
+
+    That of a list becomes a list, a word may become one of an enum.
+    """
+    source = ctx.get_parameter_source(param.name)
+    if source is None or source.name != "DEFAULT" or param.required:
+        return False
+    if param.nargs != 1 or param.multiple:
+        return False
+    return isinstance(value, Enum) or type(value) in {type(None), str, int, float}
+
+
+def _keeping_defaults(params: Iterable[Any]) -> list[Any]:
+    """The parameters of a command, made to take their own defaults as they are."""
+    kinds = {TyperOption: _Option, TyperArgument: _Argument}
+    found = list(params)
+    for param in found:
+        param.__class__ = kinds.get(type(param), type(param))
+    return found
+
+
+class _Command(TyperCommand):
+    """A command that imports nothing to look at its own defaults."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Its arguments and options, with --help."""
+        return _keeping_defaults(super().get_params(ctx))

@@ -10,6 +10,7 @@ from rich.console import Console
 from inference_svc.bench.figures import Report, as_document
 from inference_svc.bench.options import ModelChoice, RunOptions
 from inference_svc.bench.report import tables
+from inference_svc.engine_extra import require_engine
 from shared.errors import ConfigError, InvalidInputError
 from shared.log import configure_logging
 
@@ -70,6 +71,7 @@ def measure(
     Raises:
         ReportedError: it cannot be measured, or written.
     """
+    require_engine()
     from inference_svc.bench import plot
     from inference_svc.bench.runner import run  # imports torch
 

@@ -16,6 +16,7 @@ from inference_svc.demo.facts import Summary, TurnFacts, as_document, summarise
 from inference_svc.demo.replay import replay
 from inference_svc.demo.report import LiveReport, closing_words
 from inference_svc.demo.servers import DemoServers, running_servers
+from inference_svc.engine_extra import require_engine
 
 EXIT_DIFFERS = 1
 
@@ -31,6 +32,7 @@ def demo(
     Exit code 0 only if every answer is identical, nine tenths of the history were loaded, before
     the kill of kvd and after it, and the first token came sooner than with recomputation.
     """
+    require_engine()
     directory = Path(tempfile.mkdtemp(prefix="cachedattention-"))
     summary = asyncio.run(_run(directory, as_json=as_json, keep_running=keep_running))
     if not summary.passed:

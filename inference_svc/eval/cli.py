@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 from rich.console import Console
 
+from inference_svc.engine_extra import require_engine
 from inference_svc.eval.methods import METHODS, methods_of
 from inference_svc.eval.options import (
     CompressionOptions,
@@ -181,6 +182,7 @@ def _measure(options: "Options", choice: EvalChoice, json_to: str) -> None:
     Raises:
         ReportedError: it cannot be measured, or written.
     """
+    require_engine()
     from inference_svc.eval.figures import as_document
     from inference_svc.eval.report import tables
     from inference_svc.eval.runner import run  # imports torch

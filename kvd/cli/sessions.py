@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from kvd.cli import session_views, views
+from kvd.cli import views
 from kvd.cli.connection import open_client
 from kvd.cli.filters import (
     ORDERS,
@@ -90,6 +90,8 @@ def show(
     if as_json:
         print_json(views.plain(found))
         return
+    from kvd.cli import session_views
+
     console = views.console()
     for table in session_views.session_tables(found, console.width):
         console.print(table)

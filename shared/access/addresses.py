@@ -3,9 +3,12 @@
 import re
 from collections.abc import Mapping
 from ipaddress import ip_address
+from typing import TYPE_CHECKING
 
-from shared.access.settings import ClientSettings, TlsSettings
 from shared.errors import ConfigError
+
+if TYPE_CHECKING:  # a client on a command line needs no settings
+    from shared.access.settings import ClientSettings, TlsSettings
 
 UNIX = "unix:"
 _TCP = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(\d{1,5})\Z")
@@ -37,7 +40,9 @@ def is_loopback(address: str) -> bool:
         return host == "localhost"
 
 
-def check_guarded(address: str, tls: TlsSettings, clients: Mapping[str, ClientSettings]) -> None:
+def check_guarded(
+    address: str, tls: "TlsSettings", clients: Mapping[str, "ClientSettings"]
+) -> None:
     """Refuse an address where strangers could come in, or what they say could be overheard.
 
     Raises:

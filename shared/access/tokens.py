@@ -1,7 +1,6 @@
 """New tokens, and what the settings keep of them."""
 
 import os
-import secrets
 from hashlib import sha256
 from pathlib import Path
 
@@ -19,6 +18,8 @@ class TokenFileError(InvalidInputError):
 
 def new_token() -> str:
     """A token that nobody can guess."""
+    import secrets  # late: clients read tokens, and do without
+
     return PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
 
 

@@ -1,0 +1,28 @@
+"""Where the service listens and keeps its state by default, for itself and for its clients."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+SYSTEM_NAME = "inference-svc"  # of RuntimeDirectory= and StateDirectory=
+SOCKET = "inference.sock"
+
+
+def default_listen(environ: Mapping[str, str] = os.environ) -> str:
+    """The service's Unix socket: the system's for root, else the user's own."""
+    if os.geteuid() == 0:
+        return f"unix:/run/{SYSTEM_NAME}/{SOCKET}"
+    if environ.get("XDG_RUNTIME_DIR"):
+        return f"unix:{environ['XDG_RUNTIME_DIR']}/{SYSTEM_NAME}/{SOCKET}"
+    return f"unix:/tmp/{SYSTEM_NAME}-{os.geteuid()}/{SOCKET}"  # its directory is made 0700
+
+
+def default_state_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """What the supervisor assigned, else the system's for root, else the user's own."""
+    if environ.get("STATE_DIRECTORY"):
+        return Path(environ["STATE_DIRECTORY"].split(":")[0])
+    if os.geteuid() == 0:
+        return Path("/var/lib") / SYSTEM_NAME
+    if environ.get("XDG_STATE_HOME"):
+        return Path(environ["XDG_STATE_HOME"]) / SYSTEM_NAME
+    return Path.home() / ".local" / "state" / SYSTEM_NAME

@@ -1,0 +1,100 @@
+"""Commands import what they use: help, versions and lists come quickly. No time is measured."""
+
+import asyncio
+import os
+import subprocess
+import sys
+
+import pytest
+import typer
+
+from inference_svc import cli as inference_cli
+from inference_svc.cli_commands import COMMANDS as INFERENCE_COMMANDS
+from kvd.cli.candidates import summary
+from kvd.cli.commands import COMMANDS as KVD_COMMANDS
+from kvd.cli.main import root_command
+from tests.processes import running_kvd
+
+PROGRAMS = {"kvd": "kvd.cli.main", "inference-svc": "inference_svc.cli"}
+ENGINE = {"torch", "transformers", "safetensors", "jinja2"}
+SERVERS = {"kvd.config", "kvd.daemon", "inference_svc.config", "shared.config", "shared.log"}
+NEVER = {"aiohttp", "cryptography", "numpy", "pydantic", "structlog", "uvloop", *ENGINE, *SERVERS}
+FOR_CALLS = {"asyncio", "grpc", "google.protobuf"}
+FOR_TABLES = {"rich"}
+_SHOW = """
+import importlib, sys
+program = importlib.import_module(sys.argv.pop(1))
+try:
+    program.main()
+except SystemExit as end:
+    print(end.code or 0, *sys.modules, file=sys.stderr)
+"""
+
+
+def imported_by(program, *arguments):
+    """The exit code of a command, and what it has imported when it ends."""
+    done = subprocess.run(
+        [sys.executable, "-c", _SHOW, PROGRAMS[program], *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        # Coverage and the like come with modules of their own.
+        env={name: value for name, value in os.environ.items() if not name.startswith("COV")},
+    )
+    code, *modules = done.stderr.splitlines()[-1].split()
+    return int(code), set(modules)
+
+
+@pytest.mark.parametrize("name", KVD_COMMANDS)
+def test_help_says_of_each_kvd_command_its_own_first_sentence(name):
+    """The list of commands is written without importing them, and says what they say."""
+    command = root_command().commands[name]
+    assert (command.name, command.hidden) == (name, KVD_COMMANDS[name].hidden)
+    assert summary(command) == KVD_COMMANDS[name].summary
+
+
+@pytest.mark.parametrize("name", INFERENCE_COMMANDS)
+def test_help_says_of_each_service_command_its_own_first_sentence(name):
+    """As above."""
+    command = typer.main.get_command(inference_cli.app).commands[name]
+    assert (command.name, command.hidden) == (name, INFERENCE_COMMANDS[name].hidden)
+    assert summary(command) == INFERENCE_COMMANDS[name].summary
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments"),
+    [
+        ("kvd", ("--help",)),
+        ("kvd", ("version",)),
+        ("kvd", ("token",)),
+        ("inference-svc", ("--help",)),
+        ("inference-svc", ("--version",)),
+    ],
+)
+def test_what_asks_nobody_imports_nothing_to_ask_with(program, arguments):
+    """Neither gRPC nor settings nor tables are imported, nor checks of what nobody has typed."""
+    code, modules = imported_by(program, *arguments)
+    assert code == 0
+    assert not modules & (NEVER | FOR_CALLS | FOR_TABLES)
+
+
+@pytest.mark.parametrize("arguments", [("ls",), ("leases",), ("stats",)])
+async def test_a_list_needs_no_settings(tmp_path, monkeypatch, arguments):
+    """What asks the daemon imports gRPC and tables, and none of the daemon's own."""
+    async with running_kvd(tmp_path, "--dram", "1MB") as kvd:
+        # By the environment, as nearly everybody has it by default.
+        monkeypatch.setenv("KVD_RUNTIME_DIR", str(kvd.runtime_dir))
+        code, modules = await asyncio.to_thread(imported_by, "kvd", *arguments)
+    assert code == 0
+    assert "grpc" in modules
+    # A directory that is named is a path, and pydantic (in typer) turns words into paths.
+    assert not modules & (NEVER - {"pydantic"})
+
+
+def test_a_client_of_the_service_needs_no_model(tmp_path, monkeypatch):
+    """`status` imports neither PyTorch nor settings; here nobody answers, as its code says."""
+    monkeypatch.setenv("INFERENCE_ADDRESS", f"unix:{tmp_path}/nobody.sock")
+    code, modules = imported_by("inference-svc", "status")
+    assert code == 69
+    assert not modules & (NEVER - {"pydantic"})
