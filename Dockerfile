@@ -18,7 +18,7 @@ COPY docs docs
 COPY shared shared
 COPY kvd kvd
 COPY inference_svc inference_svc
-RUN /opt/cachedattention/bin/pip install --constraint constraints.txt '.[tracing]'
+RUN /opt/cachedattention/bin/pip install --constraint constraints.txt '.[engine,tracing]'
 
 FROM ${PYTHON_IMAGE}
 # As cachedattention-sysusers.conf has them, with numbers that the host can be told: kvd's is the owner of the arena.

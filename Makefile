@@ -7,7 +7,7 @@ PROTO_VENV := .venv-protos
 # The floor that pyproject.toml names: stubs refuse to run on anything older than they were made with.
 PROTO_TOOLS := grpcio-tools==1.76.0
 
-.PHONY: demo test coverage mutants test-failed flakes test-long test-systemd check protos train clean
+.PHONY: demo test coverage mutants test-failed flakes test-long test-systemd wheel check protos train clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -68,6 +68,10 @@ test-systemd: $(VENV)/.installed
 	tests/systemd/prepare.sh '$(SYSTEMD_CACHE)' $(abspath $(BIN)/python) $(SYSTEMD_SUITE)
 	SYSTEMD_CACHE='$(SYSTEMD_CACHE)' SYSTEMD_SUITE=$(SYSTEMD_SUITE) $(BIN)/pytest -m systemd -rP tests/systemd
 
+# What `pip install cachedattention` is made of, in dist/: for hosts without a checkout.
+wheel: $(VENV)/.installed
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+
 check: $(VENV)/.installed $(PROTO_VENV)/.installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -89,4 +93,4 @@ generate-stubs:
 		--python_out=$(OUT) --grpc_python_out=$(OUT) --pyi_out=$(OUT) $(PROTOS)
 
 clean:
-	rm -rf $(VENV) $(PROTO_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(PROTO_VENV) dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -36,7 +36,8 @@ def commands_under(heading: str) -> list[str]:
 async def typed(machine, command: str) -> str:
     """Type one command in the source tree, as somebody who became root by sudo."""
     command = command.replace("sudo ", "")
-    command = command.replace("pip install .", f"pip install --no-index --no-deps {machine.wheel}")
+    pip = f"pip install --no-index --no-deps {machine.wheel}"
+    command = re.sub(r"pip install .*'\.\[engine\]'", pip, command)
     script = f"export USER={OPERATOR}; cd {SOURCE}; {command}"
     return await machine.run("sh", "-ec", script)
 
