@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kvd.cli.candidates import candidates
+from kvd.cli.completion_scripts import COMPLETIONS
 from kvd.cli.connection import open_client
 from kvd.cli.operator_client import OperatorClient
 from shared.errors import ReportedError
@@ -16,44 +17,6 @@ from shared.pb.kvd.v1 import kvd_pb2
 
 MOST_IDS = 200
 WAIT_S = 2.0  # nobody waits longer at a Tab
-
-_BASH = """\
-_kvd() {
-    local cur words cword IFS=$'\\n'
-    if declare -F _get_comp_words_by_ref >/dev/null; then
-        _get_comp_words_by_ref -n =:@ -c cur -w words -i cword
-    else
-        words=("${COMP_WORDS[@]}") cword=$COMP_CWORD cur=${COMP_WORDS[COMP_CWORD]}
-    fi
-    COMPREPLY=($("${words[0]}" complete -- "${words[@]:1:cword}" 2>/dev/null | cut -f1))
-    declare -F __ltrim_colon_completions >/dev/null && __ltrim_colon_completions "$cur"
-}
-complete -o default -F _kvd kvd
-"""
-_ZSH = """\
-#compdef kvd
-_kvd() {
-    local -a found
-    local line word about tab=$'\\t'
-    for line in "${(@f)$(kvd complete -- "${(@)words[2,CURRENT]}" 2>/dev/null)}"; do
-        word=${${line%%$tab*}//:/\\\\:} about=${line#*$tab}
-        [[ -n $word ]] && found+=("$word${about:+:$about}")
-    done
-    if (( $#found )); then _describe -V kvd found; else _files; fi
-}
-if [[ $funcstack[1] == _kvd ]]; then _kvd "$@"; else compdef _kvd kvd; fi
-"""
-_FISH = """\
-function __kvd_complete
-    set -l found (kvd complete -- (commandline -opc)[2..-1] (commandline -ct) 2>/dev/null)
-    if test (count $found) -gt 0
-        printf '%s\\n' $found
-    else
-        __fish_complete_path (commandline -ct)
-    end
-end
-complete -c kvd -f -a '(__kvd_complete)'
-"""
 
 
 class Shell(StrEnum):
@@ -64,16 +27,13 @@ class Shell(StrEnum):
     FISH = "fish"
 
 
-_SCRIPTS = {Shell.BASH: _BASH, Shell.ZSH: _ZSH, Shell.FISH: _FISH}
-
-
 def completion(shell: Annotated[Shell, typer.Argument(help="Whose script.")]) -> None:
     """Print a script for Tab: a shell then completes commands, options, stored sessions.
 
     bash: put `source <(kvd completion bash)` into ~/.bashrc. zsh: the same with zsh into ~/.zshrc,
     after compinit. fish: `kvd completion fish > ~/.config/fish/completions/kvd.fish`.
     """
-    typer.echo(_SCRIPTS[shell], nl=False)
+    typer.echo(COMPLETIONS[shell], nl=False)
 
 
 def complete(

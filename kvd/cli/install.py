@@ -10,13 +10,15 @@ from typing import Annotated
 
 import typer
 
+from kvd.cli.completion_scripts import COMPLETIONS
 from kvd.cli.options import AsJson
 from kvd.errors import InstallError, UnclearSelectionError
 from kvd.install.placing import NEW, Deed, place, remove
-from kvd.install.shipped import read_shipped
+from kvd.install.shipped import man_pages, read_shipped
 from kvd.install.units import (
-    PlannedFile,
+    Planned,
     UserDirectories,
+    found_by_name,
     system_files,
     user_files,
 )
@@ -25,7 +27,12 @@ from kvd.install.units import (
 HOMES = (Path("/home"), Path("/root"), Path("/run/user"))
 COMMAND_S = 60.0
 
-# How systemd hears of it; nothing of this touches a service that runs.
+# How systemd hears of it; nothing of this touches a service that runs. Each with what it does.
+_MAKES = {
+    "systemd-sysusers": "makes users and groups",
+    "systemd-tmpfiles": "makes directories",
+    "systemctl": "has systemd read its units again",
+}
 SYSTEM_COMMANDS: tuple[tuple[str, ...], ...] = (
     ("systemd-sysusers", "cachedattention.conf"),
     ("systemd-tmpfiles", "--create", "cachedattention.conf"),
@@ -33,7 +40,19 @@ SYSTEM_COMMANDS: tuple[tuple[str, ...], ...] = (
 )
 USER_COMMANDS: tuple[tuple[str, ...], ...] = (("systemctl", "--user", "daemon-reload"),)
 
-_SAID: dict[Deed, str] = {"beside": f"kept: what is shipped is now in …{NEW} beside it"}
+_SAID: dict[Deed, str] = {
+    "beside": f"kept: what is shipped is now in …{NEW} beside it",
+    "foreign": "kept: it is not a link of ours",
+}
+_WOULD: dict[Deed, str] = {
+    "written": "would be written",
+    "replaced": "would be replaced",
+    "linked": "would be linked",
+    "removed": "would be removed",
+    "kept": "would be kept: it was changed",
+    "beside": f"would be kept: what is shipped would go to …{NEW} beside it",
+    "foreign": "would be kept: it is not a link of ours",
+}
 _NEXT = """\
 Next:
   systemctl{user} enable --now kvd
@@ -54,15 +73,19 @@ def install_units(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it would do.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Put units, users and settings where systemd looks for them; settings of yours are kept."""
+    """Put units, users and settings where systemd looks for them; settings of yours are kept.
+
+    Links to the commands and their man pages go to /usr/local (with --user: ~/.local), where a
+    shell and man find them, and scripts for Tab beside them.
+    """
     if user and root is not None:
         raise UnclearSelectionError("--user and --root do not go together", "say one of them")
     programs = Path(sys.executable).parent
     files = _plan(programs, root, user=user)
     work = remove if removing else place
     deeds = list(work(files, dry_run=dry_run))
-    commands = () if dry_run or root is not None else _commands(user=user, removing=removing)
-    for command in commands:
+    commands = () if root is not None else _commands(user=user, removing=removing)
+    for command in () if dry_run else commands:
         _run(command)
     if as_json:
         document = {
@@ -72,7 +95,7 @@ def install_units(
         }
         typer.echo(json.dumps(document, indent=2))
         return
-    _tell(deeds, commands)
+    _tell(deeds, commands, dry_run=dry_run)
     if not (removing or dry_run or root is not None):
         models = str(_own_directories().data / "models") if user else "/var/lib/models"
         typer.echo(
@@ -80,21 +103,31 @@ def install_units(
         )
 
 
-def _plan(programs: Path, root: Path | None, *, user: bool) -> list[PlannedFile]:
-    shipped = read_shipped()
+def _plan(programs: Path, root: Path | None, *, user: bool) -> list[Planned]:
+    shipped, pages = read_shipped(), man_pages()
     if user:
-        return user_files(shipped, programs, _own_directories())
+        own = _own_directories()
+        by_name = found_by_name(programs, pages, COMPLETIONS, own.programs, own.data)
+        return [*user_files(shipped, programs, own), *by_name]
     inside = programs
     if root is not None:
         root = root.absolute()
-        if programs.is_relative_to(root):
-            inside = Path("/") / programs.relative_to(root)
+        inside = _inside(programs, root)
+        pages = [_inside(page, root) for page in pages]
     if any(inside.is_relative_to(home) for home in HOMES):
         raise InstallError(
             f"system services cannot run a program in {inside}: homes are hidden from them",
             "install kvd into a virtual environment in /opt/cachedattention, or say --user",
         )
-    return system_files(shipped, inside, root or Path("/"))
+    top = root or Path("/")
+    local = top / "usr/local"
+    by_name = found_by_name(inside, pages, COMPLETIONS, local / "bin", local / "share")
+    return [*system_files(shipped, inside, top), *by_name]
+
+
+def _inside(path: Path, root: Path) -> Path:
+    """What a path of ours is called where `root` is /."""
+    return Path("/") / path.relative_to(root) if path.is_relative_to(root) else path
 
 
 def _own_directories() -> UserDirectories:
@@ -102,6 +135,7 @@ def _own_directories() -> UserDirectories:
         return Path(os.environ.get(variable) or Path.home() / default)
 
     return UserDirectories(
+        programs=Path.home() / ".local/bin",
         config=base("XDG_CONFIG_HOME", ".config"),
         data=base("XDG_DATA_HOME", ".local/share"),
         state=base("XDG_STATE_HOME", ".local/state"),
@@ -127,8 +161,12 @@ def _run(command: tuple[str, ...]) -> None:
         raise InstallError(f"the files are done with, but {command[0]} failed ({said})", remedy)
 
 
-def _tell(deeds: Iterable[tuple[Path, Deed]], commands: Iterable[tuple[str, ...]]) -> None:
+def _tell(
+    deeds: Iterable[tuple[Path, Deed]], commands: Iterable[tuple[str, ...]], *, dry_run: bool
+) -> None:
+    said = _WOULD if dry_run else _SAID
     for path, deed in deeds:
-        typer.echo(f"{path}: {_SAID.get(deed, deed)}")
+        typer.echo(f"{path}: {said.get(deed, deed)}")
     for command in commands:
-        typer.echo(f"done: {' '.join(command)}")
+        what = "would be run" if dry_run else "done"
+        typer.echo(f"{what}: {' '.join(command)} ({_MAKES[command[0]]})")

@@ -4,6 +4,7 @@
 2. Settings that are there belong to the operator. What is shipped is then written beside them, with
    NEW at the end of its name, unless it is the same.
 3. What is taken away is what was put there: settings that were changed stay.
+4. A link takes the place of a link, and of nothing else: a program of another's is left alone.
 """
 
 import os
@@ -13,16 +14,17 @@ from pathlib import Path
 from typing import Literal
 
 from kvd.errors import InstallError
-from kvd.install.units import PlannedFile
+from kvd.install.units import Planned, PlannedLink
 
 NEW = ".new"
 FILE_MODE = 0o644
 
-# What was done, or would be: "beside": kept, and the shipped one written with NEW.
-Deed = Literal["written", "replaced", "unchanged", "beside", "removed", "kept"]
+# What was done, or would be: "beside": kept, and the shipped one written with NEW; "foreign": left
+# alone, for it is not of an installation of ours.
+Deed = Literal["written", "replaced", "unchanged", "beside", "removed", "kept", "linked", "foreign"]
 
 
-def place(files: Iterable[PlannedFile], *, dry_run: bool) -> Iterator[tuple[Path, Deed]]:
+def place(files: Iterable[Planned], *, dry_run: bool) -> Iterator[tuple[Path, Deed]]:
     """Write what is new or differs.
 
     Yields:
@@ -32,6 +34,9 @@ def place(files: Iterable[PlannedFile], *, dry_run: bool) -> Iterator[tuple[Path
         InstallError: a file cannot be written.
     """
     for file in files:
+        if isinstance(file, PlannedLink):
+            yield file.path, _place_link(file, dry_run=dry_run)
+            continue
         current = _read(file.path)
         if current == file.text:
             deed: Deed = "unchanged"
@@ -44,7 +49,30 @@ def place(files: Iterable[PlannedFile], *, dry_run: bool) -> Iterator[tuple[Path
         yield file.path, deed
 
 
-def remove(files: Iterable[PlannedFile], *, dry_run: bool) -> Iterator[tuple[Path, Deed]]:
+def _place_link(link: PlannedLink, *, dry_run: bool) -> Deed:
+    deed: Deed = "linked"
+    if link.path.is_symlink():
+        deed = "unchanged" if _target(link.path) == link.target else "replaced"
+    elif link.path.exists():
+        return "foreign"
+    if not dry_run and deed != "unchanged":
+        try:
+            link.path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = link.path.with_name(f".{link.path.name}{NEW}")
+            temporary.unlink(missing_ok=True)
+            temporary.symlink_to(link.target)
+            temporary.replace(link.path)
+        except OSError as error:
+            raise _failed("link", link.path, error) from error
+    return deed
+
+
+def _target(path: Path) -> Path | None:
+    """Where a symbolic link leads; None if it is none."""
+    return path.readlink() if path.is_symlink() else None
+
+
+def remove(files: Iterable[Planned], *, dry_run: bool) -> Iterator[tuple[Path, Deed]]:
     """Take away what is there, and directories that are empty then.
 
     Yields:
@@ -54,6 +82,13 @@ def remove(files: Iterable[PlannedFile], *, dry_run: bool) -> Iterator[tuple[Pat
         InstallError: a file cannot be removed.
     """
     for file in files:
+        if isinstance(file, PlannedLink):
+            if _target(file.path) == file.target:
+                if not dry_run:
+                    _unlink(file.path)
+                    _remove_empty(file.path.parent, file.top)
+                yield file.path, "removed"
+            continue
         current = _read(file.path)
         is_changed = file.is_settings and current not in (None, file.text)
         if not dry_run:

@@ -1,5 +1,6 @@
 """The files of systemd/: in the package of an installed kvd, beside it in a working tree."""
 
+import sys
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,3 +27,12 @@ def read_shipped() -> dict[str, str]:
         if (place / SHIPPED[0]).is_file():
             return {name: (place / name).read_text(encoding="utf-8") for name in SHIPPED}
     raise InstallError("this installation has no units", "install kvd from its wheel")
+
+
+def man_pages() -> list[Path]:
+    """Those of this installation; of a working tree the tree's."""
+    tree = Path(kvd.__file__).resolve().parents[1] / "docs" / "man"
+    for place in (Path(sys.prefix) / "share" / "man" / "man1", tree):
+        if found := sorted(place.glob("kvd*.1")):
+            return found
+    return []

@@ -10,7 +10,7 @@ Of them are made, without templates:
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,13 @@ SHIPPED = (*UNITS, *SETTINGS, *SYSTEM_FILES)
 
 # Where what is ours to install goes: an administrator's own files, in /etc, come before it.
 LOCAL = Path("usr/local/lib")
+PROGRAMS = ("kvd", "inference-svc")
+# Where a shell looks for what completes `kvd`, below a share directory.
+COMPLETIONS: Mapping[str, Path] = {
+    "bash": Path("bash-completion/completions/kvd"),
+    "zsh": Path("zsh/site-functions/_kvd"),
+    "fish": Path("fish/vendor_completions.d/kvd.fish"),
+}
 SHIPPED_PROGRAMS = "/opt/cachedattention/bin"
 SYSTEM_ONLY = "# ---- From here to [Install]"
 _INSTALL = "[Install]"
@@ -62,9 +69,30 @@ class PlannedFile:
 
 
 @dataclass(frozen=True)
-class UserDirectories:
-    """Where a user's own things are, by the XDG base directories."""
+class PlannedLink:
+    """One symbolic link, to something of this installation.
 
+    Attributes:
+        top: as of PlannedFile.
+    """
+
+    path: Path
+    target: Path
+    top: Path
+
+
+Planned = PlannedFile | PlannedLink
+
+
+@dataclass(frozen=True)
+class UserDirectories:
+    """Where a user's own things are, by the XDG base directories.
+
+    Attributes:
+        programs: the one in a user's PATH.
+    """
+
+    programs: Path
     config: Path
     data: Path
     state: Path
@@ -126,6 +154,32 @@ def user_files(
         for name in SETTINGS
     ]
     return [*units, *settings]
+
+
+def found_by_name(
+    programs: Path,
+    pages: Iterable[Path],
+    completions: Mapping[str, str],
+    bin_dir: Path,
+    share: Path,
+) -> list[Planned]:
+    """What has a shell, `man` and Tab find the commands, without the installation in PATH.
+
+    Args:
+        programs: as in system_files.
+        pages: man pages of the installation.
+        completions: shell → script.
+        bin_dir: a directory in PATH.
+        share: the share directory that goes with it.
+    """
+    links = [PlannedLink(bin_dir / name, programs / name, bin_dir) for name in PROGRAMS]
+    man = share / "man"
+    links += [PlannedLink(man / "man1" / page.name, page, man) for page in pages]
+    scripts = [
+        PlannedFile(share / place, completions[shell], share)
+        for shell, place in COMPLETIONS.items()
+    ]
+    return [*links, *scripts]
 
 
 def moved(text: str, paths: Mapping[str, str]) -> str:

@@ -11,8 +11,9 @@ import pytest
 
 from inference_svc.config import load_inference_settings
 from kvd import config
+from kvd.cli.completion_scripts import COMPLETIONS
 from kvd.cli.main import main
-from kvd.install.shipped import read_shipped
+from kvd.install.shipped import man_pages, read_shipped
 from kvd.install.units import (
     SHIPPED,
     SYSTEM_VALUES,
@@ -43,7 +44,18 @@ def install(*arguments: str) -> int:
 def files_in(root: Path) -> dict[str, str]:
     """Path below root → text."""
     return {
-        str(path.relative_to(root)): path.read_text() for path in root.rglob("*") if path.is_file()
+        str(path.relative_to(root)): path.read_text()
+        for path in root.rglob("*")
+        if path.is_file() and not path.is_symlink()
+    }
+
+
+def links_in(root: Path) -> dict[str, Path]:
+    """Path below root → where the link leads."""
+    return {
+        str(path.relative_to(root)): path.readlink()
+        for path in root.rglob("*")
+        if path.is_symlink()
     }
 
 
@@ -60,10 +72,51 @@ def test_everything_is_where_systemd_looks(tmp_path):
         f"{local}/systemd/system-preset/80-cachedattention.preset",
         "etc/kvd/kvd.toml",
         "etc/kvd/inference-svc.toml",
+        "usr/local/share/bash-completion/completions/kvd",
+        "usr/local/share/zsh/site-functions/_kvd",
+        "usr/local/share/fish/vendor_completions.d/kvd.fish",
     }
     assert {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*.*") if path.is_file()} == {
         0o644
     }
+
+
+def test_commands_man_pages_and_completion_are_found_by_name(tmp_path):
+    """Links lead to this installation's programs and pages; shells get kvd's own scripts."""
+    install("--root", str(tmp_path))
+    links = links_in(tmp_path)
+    programs = {name: links.pop(f"usr/local/bin/{name}") for name in ("kvd", "inference-svc")}
+    assert programs == {name: PROGRAMS / name for name in programs}
+    assert links == {f"usr/local/share/man/man1/{page.name}": page for page in man_pages()}
+    assert "usr/local/share/man/man1/kvd-ls.1" in links
+    assert all(page.is_file() for page in links.values())
+    files = files_in(tmp_path)
+    for shell, text in COMPLETIONS.items():
+        assert [path for path, found in files.items() if found == text and "/share/" in path], shell
+
+
+def test_a_link_takes_no_other_program_s_place(tmp_path, capsys):
+    """What is no link is left, also by --remove; a link that led elsewhere leads here."""
+    programs = tmp_path / "usr/local/bin"
+    programs.mkdir(parents=True)
+    (programs / "kvd").write_text("#!/bin/sh\n")
+    (programs / "inference-svc").symlink_to("/opt/before/bin/inference-svc")
+    install("--root", str(tmp_path))
+    assert "bin/kvd: kept: it is not a link of ours" in capsys.readouterr().out
+    assert (programs / "kvd").read_text() == "#!/bin/sh\n"
+    assert (programs / "inference-svc").readlink() == PROGRAMS / "inference-svc"
+    install("--root", str(tmp_path), "--remove")
+    assert [path.name for path in programs.iterdir()] == ["kvd"]
+
+
+def test_a_link_to_another_installation_is_not_removed(tmp_path):
+    """Only what this installation has put there is its own to take away."""
+    install("--root", str(tmp_path))
+    link = tmp_path / "usr/local/bin/kvd"
+    link.unlink()
+    link.symlink_to("/opt/another/bin/kvd")
+    install("--root", str(tmp_path), "--remove")
+    assert links_in(tmp_path) == {"usr/local/bin/kvd": Path("/opt/another/bin/kvd")}
 
 
 def test_units_run_the_program_that_was_installed(tmp_path):
@@ -143,11 +196,13 @@ def test_settings_of_the_operator_are_kept(tmp_path):
 def test_remove_takes_away_all_but_changed_settings(tmp_path, capsys):
     """Nothing is left, nor an empty directory, save for what the operator has written."""
     (tmp_path / "etc").mkdir()
-    (tmp_path / "usr/local/lib").mkdir(parents=True)
+    there = ("usr/local/bin", "usr/local/lib", "usr/local/share/man")
+    for path in there:
+        (tmp_path / path).mkdir(parents=True)
     install("--root", str(tmp_path))
     install("--root", str(tmp_path), "--remove")
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == [
-        *("etc", "usr", "usr/local", "usr/local/lib")
+        *("etc", "usr", "usr/local", *there[:2], "usr/local/share", there[2])
     ]
     install("--root", str(tmp_path))
     (tmp_path / "etc/kvd/kvd.toml").write_text("# mine\n")
@@ -167,13 +222,35 @@ def test_dry_run_changes_nothing(tmp_path, capsys, more):
     install("--root", str(tmp_path), "--dry-run", *more)
     assert files_in(tmp_path) == before
     said = capsys.readouterr().out
-    assert ("inference-svc.toml: removed" if more else "kvd.toml: written") in said
+    would = ("inference-svc.toml: would be removed", "kvd.toml: would be written")
+    assert would[0 if more else 1] in said
+    if not more:
+        assert {line.partition(": ")[2] for line in said.splitlines()} == {
+            *("would be written", "unchanged")
+        }
+
+
+def test_a_dry_run_names_the_commands_that_it_would_run(tmp_path, monkeypatch, capsys):
+    """Of the system's own files, too, each on a line; of the commands, what each is for."""
+    monkeypatch.setattr("kvd.cli.install._run", lambda _: pytest.fail("it was run"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("CONFIG", "DATA", "STATE"):
+        monkeypatch.delenv(f"XDG_{name}_HOME", raising=False)
+    install("--user", "--dry-run")
+    *files, command = capsys.readouterr().out.splitlines()
+    assert command.startswith("would be run: systemctl --user daemon-reload (")
+    assert f"{tmp_path}/.local/bin/kvd: would be linked" in files
+    assert not list(tmp_path.iterdir())
+    install("--user", "--dry-run", "--json")
+    document = json.loads(capsys.readouterr().out)
+    assert document["commands"] == ["systemctl --user daemon-reload"]
+    assert document["dry_run"]
 
 
 def test_units_of_a_user_are_their_own(tmp_path):
     """They name no system directory and no user, and end where the system's part begins."""
     own = UserDirectories(
-        *(tmp_path / name for name in ("config", "data", "state")), Path("/run/user/1000")
+        *(tmp_path / name for name in ("bin", "config", "data", "state")), Path("/run/user/1000")
     )
     files = {file.path: file.text for file in user_files(read_shipped(), PROGRAMS, own)}
     assert len(files) == 5
@@ -254,7 +331,7 @@ def _directives(unit: str):
 def test_systemd_finds_no_fault_in_the_units(tmp_path):
     """`systemd-analyze verify` says nothing, for the system's units and for a user's."""
     own = UserDirectories(
-        *(tmp_path / name for name in ("config", "data", "state")), Path("/run/user/1000")
+        *(tmp_path / name for name in ("bin", "config", "data", "state")), Path("/run/user/1000")
     )
     for files, mode in (
         (system_files(read_shipped(), PROGRAMS, tmp_path), "--system"),
