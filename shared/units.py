@@ -7,7 +7,11 @@ import re
 
 _BYTE_UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _DURATION_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION_PARTS = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|[smhd])\s*")  # "8m27s": each with its unit
 _NUMBER_UNIT = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$")
+
+# Two units beside each other, and from which on: what rounds to a whole larger one is one.
+_UNIT_PAIRS = ((86370.0, "d", 3600, "h", 24), (3599.5, "h", 60, "m", 60), (0.0, "m", 1, "s", 60))
 
 NS_PER_S = 1_000_000_000
 MIB = 1 << 20
@@ -50,11 +54,14 @@ def format_bytes(value: int) -> str:
 
 
 def parse_duration_s(text: str) -> float:
-    """Parse "30s", "10m", "1.5h", "7d", "250ms", "12" (seconds).
+    """Parse "30s", "10m", "1.5h", "7d", "250ms", "1h30m", "12" (seconds).
 
     Raises:
         ValueError: with the accepted forms in its message.
     """
+    parts = _DURATION_PARTS.findall(text.lower())
+    if len(parts) > 1 and not _DURATION_PARTS.sub("", text.lower()).strip():
+        return sum(float(number) * _DURATION_UNITS[unit] for number, unit in parts)
     match = _NUMBER_UNIT.match(text)
     if match is None or match.group(2).lower() not in _DURATION_UNITS:
         raise ValueError(f"{text!r} is not a duration: write a number with ms, s, m, h or d")
@@ -62,10 +69,15 @@ def parse_duration_s(text: str) -> float:
 
 
 def format_duration(seconds: float) -> str:
-    """Write a duration for people: 0.0123 -> "12 ms", 5400 -> "1.5 h"."""
-    if seconds < 1:
+    """Write a duration for people: 0.0123 -> "12 ms", 2.5 -> "2.5 s", 507 -> "8m27s".
+
+    From a minute on its two largest units, the second left out if there is nothing of it; both
+    forms are read by parse_duration_s.
+    """
+    if seconds < 0.9995:
         return f"{seconds * 1e3:.0f} ms"
-    for limit, size, unit in ((120, 1, "s"), (7200, 60, "m"), (172800, 3600, "h")):
-        if seconds < limit:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 86400:.3g} d"
+    if seconds < 59.95:
+        return f"{seconds:.3g} s"
+    _, large, size, small, num = next(pair for pair in _UNIT_PAIRS if seconds >= pair[0])
+    whole, rest = divmod(round(seconds / size), num)
+    return f"{whole}{large}" + (f"{rest}{small}" if rest else "")

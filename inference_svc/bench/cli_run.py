@@ -5,19 +5,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
-from rich.console import Console
 
 from inference_svc.bench.figures import Report, as_document
 from inference_svc.bench.options import ModelChoice, RunOptions
 from inference_svc.bench.report import tables
 from inference_svc.engine_extra import require_engine
+from shared import printing
 from shared.errors import ConfigError, InvalidInputError
 from shared.log import configure_logging
 
 if TYPE_CHECKING:
     from inference_svc.bench.runner import Part
-
-TABLE_WIDTH = 160  # where the console does not say: a file, a pipe
 
 
 class BadListError(InvalidInputError):
@@ -97,9 +95,7 @@ def _write(report: Report, json_to: str) -> None:
         return
     if json_to:
         Path(json_to).write_text(document + "\n", encoding="utf-8")
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=TABLE_WIDTH)
+    console = printing.console()
     for table in tables(report):
         console.print(table)
         console.print()

@@ -17,6 +17,7 @@ from inference_svc.demo.replay import replay
 from inference_svc.demo.report import LiveReport, closing_words
 from inference_svc.demo.servers import DemoServers, running_servers
 from inference_svc.engine_extra import require_engine
+from shared import printing
 
 EXIT_DIFFERS = 1
 
@@ -45,7 +46,7 @@ def demo(
 
 
 async def _run(directory: Path, *, as_json: bool, keep_running: bool) -> Summary:
-    console = Console()
+    console = printing.console()
     turns: list[TurnFacts] = []
     if not as_json:
         console.print("Starting kvd, a service that reuses and one that recomputes …")

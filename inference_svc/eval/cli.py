@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
-from rich.console import Console
 
 from inference_svc.engine_extra import require_engine
 from inference_svc.eval.methods import METHODS, methods_of
@@ -19,13 +18,13 @@ from inference_svc.eval.options import (
     Truncation,
 )
 from inference_svc.runtime.model.model_directory import check_model
+from shared import printing
 from shared.errors import InvalidInputError
 from shared.log import configure_logging
 
 if TYPE_CHECKING:
     from inference_svc.eval.runner import Options
 
-TABLE_WIDTH = 160  # where the console does not say: a file, a pipe
 
 eval_app = typer.Typer(
     help="Measure what truncating a context costs in quality, by ways to truncate.",
@@ -197,9 +196,7 @@ def _measure(options: "Options", choice: EvalChoice, json_to: str) -> None:
     if json_to == "-":
         typer.echo(document)
         return
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=TABLE_WIDTH)
+    console = printing.console()
     for table in tables(report):
         console.print(table)
         console.print()

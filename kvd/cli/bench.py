@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from kvd.cli.options import AsJson, print_json
-from kvd.cli.views import console
 from kvd.errors import UnclearSelectionError, UnusableDirectoryError
 from shared.log import configure_logging
+from shared.printing import console
 
 PART_NAMES = "arena, ssd, encryption, control, queue or restart"
 

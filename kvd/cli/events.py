@@ -8,8 +8,8 @@ import typer
 
 from kvd.cli.connection import open_client
 from kvd.cli.options import AsJson, RuntimeDir, print_json, print_json_line
-from kvd.cli.views import plain
 from shared.pb.kvd.v1 import kvd_pb2
+from shared.printing import plain
 
 DEFAULT_TENANT = "default"
 

@@ -10,8 +10,8 @@ from typing import Any
 import typer
 from rich.table import Table
 
-from kvd.cli.views import console
 from shared.errors import ConfigError
+from shared.printing import console
 
 ONLY = "-"  # as the file of --json: the document goes to stdout, and nothing else
 

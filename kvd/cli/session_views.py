@@ -4,9 +4,10 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
-from kvd.cli.tables import Column, fitted
-from kvd.cli.views import expiry, leases_table, plain, state
+from kvd.cli.views import expiry, leases_table, state
 from shared.pb.kvd.v1 import kvd_pb2
+from shared.printing import plain
+from shared.tables import Column, fitted
 from shared.units import format_bytes, format_duration
 
 _BLOCK_COLUMNS = (

@@ -35,6 +35,7 @@ from kvd.cli.options import (
     warn_of_unavailable,
 )
 from kvd.errors import InUseError, UnclearSelectionError
+from shared import printing
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.units import format_bytes, parse_duration_s
 
@@ -67,9 +68,9 @@ def list_sessions(
     sessions, total = listed.sessions, listed.total
     warn_of_unavailable(listed.num_unavailable, "listed")
     if as_json:
-        print_json({"sessions": [views.plain(info) for info in sessions], "total": total})
+        print_json({"sessions": [printing.plain(info) for info in sessions], "total": total})
         return
-    console = views.console()
+    console = printing.console()
     console.print(views.sessions_table(sessions, console.width))
     if len(sessions) < total:
         console.print(f"{len(sessions)} of {total} sessions")
@@ -88,11 +89,11 @@ def show(
     with open_client(runtime_dir) as client:
         found = client.describe(key_of(session, tenant, model))
     if as_json:
-        print_json(views.plain(found))
+        print_json(printing.plain(found))
         return
     from kvd.cli import session_views
 
-    console = views.console()
+    console = printing.console()
     for table in session_views.session_tables(found, console.width):
         console.print(table)
 
@@ -141,7 +142,7 @@ def flush(
         answer = client.flush(request)
     warn_of_unavailable(answer.unavailable_layouts, "flushed")
     if as_json:
-        print_json(views.plain(answer))
+        print_json(printing.plain(answer))
     else:
         _say_flushed(answer, dry_run=dry_run)
         if secure and not answer.erased_tenants:  # perhaps a slip of the pen

@@ -6,9 +6,9 @@ from rich.table import Table
 from rich.text import Text
 
 from kvd.cli.rates import Rates
-from kvd.cli.tables import Column, fitted
-from kvd.cli.views import plain
 from shared.pb.kvd.v1 import kvd_pb2
+from shared.printing import plain
+from shared.tables import Column, fitted
 from shared.units import format_bytes, format_duration
 
 MOST_TENANTS = 20  # lines; --json has them all

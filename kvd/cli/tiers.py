@@ -23,6 +23,7 @@ from kvd.cli.options import (
 )
 from kvd.cli.watching import look_again, show_in_place
 from kvd.errors import CorruptionFoundError, UnclearSelectionError, UnverifiedError
+from shared import printing
 from shared.pb.kvd.v1 import kvd_pb2
 
 
@@ -46,9 +47,9 @@ def stats(
             return
         found = client.stats()
     if as_json:
-        print_json(views.plain(found))
+        print_json(printing.plain(found))
         return
-    console = views.console()
+    console = printing.console()
     for table in stats_views.stats_tables(found, console.width):
         console.print(table)
 
@@ -56,7 +57,7 @@ def stats(
 def _watch(looks: Iterator[kvd_pb2.GetStatsResponse], *, as_json: bool) -> None:
     if as_json:
         for found in looks:
-            print_json_line(views.plain(found))
+            print_json_line(printing.plain(found))
         return
     show_in_place(_views(looks))
 
@@ -98,9 +99,9 @@ def leases(
             return
         found = client.leases(model)
     if as_json:
-        print_json({"leases": [views.plain(lease) for lease in found]})
+        print_json({"leases": [printing.plain(lease) for lease in found]})
     else:
-        console = views.console()
+        console = printing.console()
         console.print(views.leases_table(found, console.width))
 
 
@@ -128,9 +129,9 @@ def verify(
     if shows_progress:
         sys.stderr.write("\r\x1b[K")
     if as_json:
-        print_json(views.plain(last))
+        print_json(printing.plain(last))
     else:
-        views.console().print(views.verify_table(last))
+        printing.console().print(views.verify_table(last))
     judge(last, repair=repair)
 
 
@@ -191,7 +192,7 @@ def _kill(client: OperatorClient, pid: int, *, yes: bool, as_json: bool) -> None
         confirm(f"End process {pid} with SIGKILL?")
     answer = client.kill_holder(pid)
     if as_json:
-        print_json({"pid": pid, **views.plain(answer)})
+        print_json({"pid": pid, **printing.plain(answer)})
         return
     typer.echo(f"ended {pid}, which held {answer.num_leases} leases on {answer.num_slots} slots")
     if not answer.gone:

@@ -4,7 +4,6 @@ import sys
 import time
 from typing import Any
 
-from kvd.cli import views
 from kvd.cli.connection import open_client
 from kvd.cli.filters import (
     ORDERS,
@@ -27,6 +26,7 @@ from kvd.cli.rates import Rates
 from kvd.errors import NoTerminalError
 from kvd.top.loop import MOST_SESSIONS, Top
 from kvd.top.screen import Screen
+from shared import printing
 from shared.pb.kvd.v1 import kvd_pb2
 
 
@@ -57,7 +57,7 @@ def top(
         if as_json:
             print_json(_snapshot(client, wanted, screen, every_s))
         elif _is_terminal():
-            Top(client, wanted, screen, every_s).run(views.console())
+            Top(client, wanted, screen, every_s).run(printing.console())
         else:
             raise NoTerminalError(
                 "kvd top needs a terminal that can move its cursor",
@@ -68,7 +68,7 @@ def top(
 def _is_terminal() -> bool:
     """Whether it can show a screen: on one that is dumb keys would act unseen."""
     has_both = sys.stdin.isatty() and sys.stdout.isatty()
-    return has_both and not views.console().is_dumb_terminal
+    return has_both and not printing.console().is_dumb_terminal
 
 
 def _snapshot(
@@ -82,10 +82,10 @@ def _snapshot(
     sessions, total, _ = client.sessions(wanted, *how, reverse=screen.is_reversed)
     rates = Rates(stats, before)
     return {
-        "stats": views.plain(stats),
+        "stats": printing.plain(stats),
         "interval_s": rates.seconds,
         "rates": [_rates(layout, rates) for layout in stats.layouts],
-        "sessions": [views.plain(info) for info in sessions],
+        "sessions": [printing.plain(info) for info in sessions],
         "total": total,
     }
 

@@ -1,19 +1,13 @@
 """How the command line shows things: tables for people, plain values for --json."""
 
-import io
-import sys
 from collections.abc import Sequence
-from typing import Any
 
-from google.protobuf.message import Message
-from rich.console import Console
 from rich.table import Table
 
-from kvd.cli.tables import Column, fitted
 from shared.pb.kvd.v1 import kvd_pb2
+from shared.printing import plain
+from shared.tables import Column, fitted
 from shared.units import format_bytes, format_duration
-
-PIPE_WIDTH = 1000  # columns when the output is not a terminal: nothing is cut off
 
 SESSION_COLUMNS = (
     Column("session", may_be_cut=True, least=24),
@@ -41,36 +35,6 @@ _LEASE_COLUMNS = (
     Column("process", rank=2, may_be_cut=True),
     Column("state"),
 )
-
-
-def console() -> Console:
-    """Where tables go; what the terminal cannot show becomes a question mark."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
-    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
-
-
-def plain(message: Message) -> dict[str, Any]:
-    """A message as JSON values, every field present; numbers stay numbers, enums become words."""
-    result: dict[str, Any] = {}
-    for field in message.DESCRIPTOR.fields:
-        value: Any = getattr(message, field.name)
-        entry = field.message_type
-        if entry is not None and entry.GetOptions().map_entry:
-            result[field.name] = dict(sorted(value.items()))
-        elif field.is_repeated:
-            result[field.name] = [_plain_value(field, item) for item in value]
-        else:
-            result[field.name] = _plain_value(field, value)
-    return result
-
-
-def _plain_value(field: Any, value: Any) -> Any:
-    if field.message_type is not None:
-        return plain(value)
-    if field.enum_type is not None:
-        return field.enum_type.values_by_number[value].name.rpartition("_")[2].lower()
-    return value
 
 
 def sessions_table(sessions: Sequence[kvd_pb2.SessionInfo], width: int) -> Table:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.live import Live
 
-from kvd.cli.views import console
+from shared.printing import console
 
 
 def look_again(look: Callable[[], Any], every_s: float) -> Iterator[Any]:

@@ -9,11 +9,12 @@ from rich.text import Text
 from kvd.cli.rates import Rates
 from kvd.cli.session_views import history_table
 from kvd.cli.stats_views import percent, process_line
-from kvd.cli.tables import fitted
-from kvd.cli.views import SESSION_COLUMNS, expiry, plain, session_row, state
+from kvd.cli.views import SESSION_COLUMNS, expiry, session_row, state
 from kvd.top import screen as screens
 from kvd.top.screen import Screen, index_of, name_of
 from shared.pb.kvd.v1 import kvd_pb2
+from shared.printing import plain
+from shared.tables import fitted
 from shared.units import format_bytes, format_duration
 
 _BAR_WIDTH = 20

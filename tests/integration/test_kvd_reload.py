@@ -105,7 +105,7 @@ async def test_what_is_in_force_is_shown(tmp_path: Path) -> None:
         shown = json.loads(said)
         assert shown["dram.bytes"] == {"value": "1.0 MB", "source": "flag", "live": False}
         assert shown["dram.keep"]["source"] == "env"
-        assert shown["sessions.default_ttl"] == {"value": "7 d", "source": "default", "live": True}
+        assert shown["sessions.default_ttl"] == {"value": "7d", "source": "default", "live": True}
         assert shown["clients.ops.token_sha256"]["value"] == "(hidden)"
         (tmp_path / "kvd.toml").write_text(text.replace('"*"', '"acme"'))
         _, table = await _cli(kvd, "config", "reload")

@@ -171,7 +171,7 @@ def test_what_is_in_force_can_be_shown(file):
     live.reload()
     rows = {key: (value, source) for key, value, source in live.loaded.rows()}
     assert rows["cache.bytes"] == ("4.0 KB", "default")
-    assert rows["cache.ttl"] == ("5 m", "file")
+    assert rows["cache.ttl"] == ("5m", "file")
     assert rows["tenants.a.ttl"] == ("1 s", "file")
 
 

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from kvd.cli.tables import Column, fitted
+from shared.tables import Column, fitted
 
 COLUMNS = (
     Column("session", may_be_cut=True, least=10),

@@ -1,0 +1,47 @@
+"""What commands print: where tables go, and messages as values for JSON.
+
+rich is imported when a console is asked for: most commands print a line, and start sooner without.
+"""
+
+import io
+import sys
+from typing import TYPE_CHECKING, Any
+
+from google.protobuf.message import Message
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PIPE_WIDTH = 1 << 16  # columns when the output is not a terminal: nothing is cut off or wrapped
+
+
+def console() -> "Console":
+    """Where tables go; what the terminal cannot show becomes a question mark."""
+    from rich.console import Console
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """A message as JSON values, every field present; numbers stay numbers, enums become words."""
+    result: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value: Any = getattr(message, field.name)
+        entry = field.message_type
+        if entry is not None and entry.GetOptions().map_entry:
+            result[field.name] = dict(sorted(value.items()))
+        elif field.is_repeated:
+            result[field.name] = [_plain_value(field, item) for item in value]
+        else:
+            result[field.name] = _plain_value(field, value)
+    return result
+
+
+def _plain_value(field: Any, value: Any) -> Any:
+    if field.message_type is not None:
+        return plain(value)
+    if field.enum_type is not None:
+        return field.enum_type.values_by_number[value].name.rpartition("_")[2].lower()
+    return value
