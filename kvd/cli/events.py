@@ -7,11 +7,10 @@ from typing import Annotated
 import typer
 
 from kvd.cli.connection import open_client
+from kvd.cli.naming import name_of
 from kvd.cli.options import AsJson, RuntimeDir, print_json, print_json_line
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.printing import plain
-
-DEFAULT_TENANT = "default"
 
 
 def events(
@@ -62,8 +61,6 @@ def event_line(event: kvd_pb2.Event, now_s: float) -> str:
     key, at = event.session, time.localtime(event.unix_s)
     is_today = at[:3] == time.localtime(now_s)[:3]
     clock = time.strftime("%H:%M:%S" if is_today else "%m-%d %H:%M:%S", at)
-    of_other = key.tenant and key.tenant != DEFAULT_TENANT
-    name = f"{key.tenant}/{key.session_id}" if of_other else key.session_id
     fields = sorted(event.fields.items())
     facts = " ".join(f"{field.removeprefix('num_')}={value}" for field, value in fields)
-    return f"{clock}  {event.name:<17}  {name or '-'}  {facts}".rstrip()
+    return f"{clock}  {event.name:<17}  {name_of(key) or '-'}  {facts}".rstrip()

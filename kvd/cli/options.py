@@ -27,8 +27,10 @@ Config = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Yes = Annotated[bool, typer.Option("--yes", help="Do not ask first.")]
-SessionId = Annotated[str, typer.Argument(metavar="SESSION", help="Session id, as kvd ls shows.")]
-Tenant = Annotated[str, typer.Option(help='Tenant of the session; empty is "default".')]
+SessionId = Annotated[
+    str, typer.Argument(metavar="SESSION", help="Session id, or how only one begins.")
+]
+Tenant = Annotated[str, typer.Option(help='Tenant of the session. Default: "default", else any.')]
 Model = Annotated[str, typer.Option(help="Model fingerprint, if several have this session.")]
 OfModel = Annotated[str, typer.Option("--model", help="Only models whose fingerprint starts so.")]
 

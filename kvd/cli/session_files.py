@@ -9,8 +9,9 @@ from typing import Annotated, BinaryIO
 import typer
 
 from kvd.cli.connection import open_client
+from kvd.cli.naming import Named, name_of
 from kvd.cli.operator_client import OperatorClient
-from kvd.cli.options import AsJson, Model, RuntimeDir, SessionId, Tenant, key_of, print_json
+from kvd.cli.options import AsJson, Model, RuntimeDir, SessionId, Tenant, print_json
 from kvd.errors import UnusableFileError
 from kvd.session_files.file_format import FileReader, SessionFileError
 from shared.errors import ConflictError
@@ -48,13 +49,19 @@ def export_session(
     """Write a session's tokens and KV to a file, which kvd import takes in elsewhere."""
     if file.exists() and not force:
         raise UnusableFileError(f"{file} exists", "name another file, or say --force")
-    request = kvd_pb2.ExportSessionRequest(session=key_of(session, tenant, model), prefix=prefix)
+    named = Named(session, tenant, model)
     with open_client(runtime_dir) as client:
-        num_tokens, num_bytes = _exported(client, request, file)
+
+        def export(key: kvd_pb2.SessionKey) -> tuple[int, int]:
+            request = kvd_pb2.ExportSessionRequest(session=key, prefix=prefix)
+            return _exported(client, request, file)
+
+        key, (num_tokens, num_bytes) = named.call(client, export)
     if as_json:
         print_json({"file": str(file), "num_tokens": num_tokens, "num_bytes": num_bytes})
         return
-    typer.echo(f"exported {num_tokens} tokens to {file} ({format_bytes(num_bytes)})")
+    size = f"{num_tokens} tokens, {format_bytes(num_bytes)}"
+    typer.echo(f"exported {name_of(key)} to {file} ({size})")
 
 
 def import_session(

@@ -1,5 +1,6 @@
 """Commands about sessions: ls, show, flush, pin, unpin, ttl."""
 
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -19,6 +20,7 @@ from kvd.cli.filters import (
     SortName,
     filter_of,
 )
+from kvd.cli.naming import DEFAULT_TENANT, Named, name_of
 from kvd.cli.operator_client import OperatorClient
 from kvd.cli.options import (
     AsJson,
@@ -87,7 +89,7 @@ def show(
 ) -> None:
     """Show one session: its facts, leases, blocks, and what happened to it lately."""
     with open_client(runtime_dir) as client:
-        found = client.describe(key_of(session, tenant, model))
+        _, found = Named(session, tenant, model).call(client, client.describe)
     if as_json:
         print_json(printing.plain(found))
         return
@@ -101,10 +103,10 @@ def show(
 def flush(
     session: Annotated[
         str | None,
-        typer.Argument(metavar="SESSION", help="Session id, as kvd ls shows."),
+        typer.Argument(metavar="SESSION", help="Session id, or how only one begins."),
     ] = None,
     tenant: Annotated[
-        str, typer.Option(help='Tenant of the session ("default"), or all of this tenant\'s.')
+        str, typer.Option(help="Tenant of the session, or all of this tenant's.")
     ] = "",
     model: Annotated[
         str, typer.Option(help="Model fingerprint; without a session all of those that start so.")
@@ -131,24 +133,31 @@ def flush(
     """Drop the KV of one session, of those that fit, or of all, from every tier.
 
     Transcripts are not touched: the next turn of a flushed session is recomputed. A session that an
-    engine works with just now is left out, and named. More than one are asked for on a terminal.
+    engine works with just now is left out, and named. A terminal is asked first if more than one
+    may go, or if SESSION is only the beginning of an id.
     """
     wanted = filter_of(tenant, model, tier, idle, larger_than, pinned=pinned, ended=ended)
     request = flush_request(session, wanted, everything=everything, secure=secure)
+    key = kvd_pb2.SessionKey()
     with open_client(runtime_dir) as client:
         if session is None and not (dry_run or yes):
             _ask(client, request)
         request.dry_run = dry_run
-        answer = client.flush(request)
+        if session is None:
+            answer = client.flush(request)
+        else:
+            named = Named(session, tenant, model)
+            key, answer = _flush_one(client, named, request, asks=not (dry_run or yes))
     warn_of_unavailable(answer.unavailable_layouts, "flushed")
     if as_json:
         print_json(printing.plain(answer))
     else:
-        _say_flushed(answer, dry_run=dry_run)
+        whose = f"session {name_of(key)}" if session is not None else ""
+        _say_flushed(answer, whose, dry_run=dry_run)
         if secure and not answer.erased_tenants:  # perhaps a slip of the pen
             typer.echo("no such tenant has a key: there is nothing of it to erase")
     if session is not None and answer.skipped_leased:
-        raise InUseError(f"session {session!r} is in use", "try again when its turn has ended")
+        raise InUseError(f"session {name_of(key)!r} is in use", "try again when its turn has ended")
 
 
 def flush_request(
@@ -184,6 +193,25 @@ def flush_request(
     return kvd_pb2.FlushRequest(filter=wanted, secure=secure)
 
 
+def _flush_one(
+    client: OperatorClient, named: Named, request: kvd_pb2.FlushRequest, *, asks: bool
+) -> tuple[kvd_pb2.SessionKey, kvd_pb2.FlushResponse]:
+    """Flush the session that is meant; of one whose id is not given whole it is asked first.
+
+    It may be another than was meant, where that one is gone.
+    """
+
+    def flush_it(key: kvd_pb2.SessionKey) -> kvd_pb2.FlushResponse:
+        request.session.CopyFrom(key)
+        return client.flush(request)
+
+    def approve(key: kvd_pb2.SessionKey) -> None:
+        if asks:
+            confirm(f"Drop the KV of session {name_of(key)}?")
+
+    return named.call(client, flush_it, approve)
+
+
 def _ask(client: OperatorClient, request: kvd_pb2.FlushRequest) -> None:
     """Ask whether what it would free is to go; of nothing there is nothing to ask."""
     require_terminal()
@@ -198,13 +226,15 @@ def _ask(client: OperatorClient, request: kvd_pb2.FlushRequest) -> None:
         confirm(f"Drop the KV of {found.sessions} sessions ({size}){how}?")
 
 
-def _say_flushed(answer: kvd_pb2.FlushResponse, *, dry_run: bool) -> None:
+def _say_flushed(answer: kvd_pb2.FlushResponse, whose: str, *, dry_run: bool) -> None:
     verb = "would free" if dry_run else "freed"
-    typer.echo(f"{verb} {format_bytes(answer.bytes)} of {answer.sessions} sessions")
+    of_many = "1 session" if answer.sessions == 1 else f"{answer.sessions} sessions"
+    whose = whose if whose and answer.sessions else of_many
+    typer.echo(f"{verb} {format_bytes(answer.bytes)} of {whose}")
     if answer.erased_tenants:
         typer.echo(f"keys deleted: {', '.join(answer.erased_tenants)}")
     for skipped in answer.skipped_leased:
-        typer.echo(f"in use, not flushed: {skipped.session_id} (tenant {skipped.tenant})")
+        typer.echo(f"in use, not flushed: {name_of(skipped)}")
 
 
 def pin(
@@ -219,8 +249,9 @@ def pin(
 ) -> None:
     """Protect a session from eviction and expiry."""
     with open_client(runtime_dir) as client:
-        client.pin(key_of(session, tenant, model), soft=soft)
-    _say_done(session, "soft-pinned" if soft else "pinned", as_json=as_json)
+        named = Named(session, tenant, model)
+        key, _ = named.call(client, partial(client.pin, soft=soft))
+    _say_done(key, "soft-pinned" if soft else "pinned", as_json=as_json)
 
 
 def unpin(
@@ -232,8 +263,8 @@ def unpin(
 ) -> None:
     """Take the protection away."""
     with open_client(runtime_dir) as client:
-        client.unpin(key_of(session, tenant, model))
-    _say_done(session, "unpinned", as_json=as_json)
+        key, _ = Named(session, tenant, model).call(client, client.unpin)
+    _say_done(key, "unpinned", as_json=as_json)
 
 
 def ttl(
@@ -247,11 +278,12 @@ def ttl(
     """Set how long a session is kept after its last use."""
     ttl_s = _ttl_s(duration)
     with open_client(runtime_dir) as client:
-        expires_in_s = client.set_ttl(key_of(session, tenant, model), ttl_s)
+        named = Named(session, tenant, model)
+        key, expires_in_s = named.call(client, lambda key: client.set_ttl(key, ttl_s))
     if as_json:
-        print_json({"session_id": session, "expires_in_s": expires_in_s})
+        print_json({**_names(key), "expires_in_s": expires_in_s})
     else:
-        typer.echo(f"{session} expires in: {views.expiry(expires_in_s)}")
+        typer.echo(f"{name_of(key)} expires in: {views.expiry(expires_in_s)}")
 
 
 def _ttl_s(duration: str) -> float:
@@ -268,8 +300,12 @@ def _ttl_s(duration: str) -> float:
     return seconds
 
 
-def _say_done(session: str, what: str, *, as_json: bool) -> None:
+def _say_done(key: kvd_pb2.SessionKey, what: str, *, as_json: bool) -> None:
     if as_json:
-        print_json({"session_id": session, "state": what})
+        print_json({**_names(key), "state": what})
     else:
-        typer.echo(f"{session}: {what}")
+        typer.echo(f"{name_of(key)}: {what}")
+
+
+def _names(key: kvd_pb2.SessionKey) -> dict[str, str]:
+    return {"session_id": key.session_id, "tenant": key.tenant or DEFAULT_TENANT}

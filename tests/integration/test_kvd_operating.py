@@ -147,6 +147,43 @@ async def test_a_session_tells_its_history(stage):
     assert (code, "it was flushed" in line) == (3, True)
 
 
+async def test_a_session_is_found_by_what_only_it_has(stage):
+    """By its id in any tenant, or by how its id begins; of several none is taken, but named."""
+    await stage.store("nam-one", "nam-other")
+    await stage.store("nam-elsewhere", tenant="naming")
+    whole = {"session_id": "nam-elsewhere", "tenant": "naming"}
+    shown = [await stage.json("show", said) for said in ("nam-elsewhere", "nam-e")]
+    assert [found["info"]["session"]["tenant"] for found in shown] == ["naming", "naming"]
+    assert await stage.json("pin", "nam-el") == {**whole, "state": "pinned"}
+    assert (await stage.json("ttl", "nam-el", "1h"))["session_id"] == "nam-elsewhere"
+    assert await stage.json("unpin", "nam-elsewhere") == {**whole, "state": "unpinned"}
+    code, line = await stage.fails("pin", "nam-o")
+    assert code == 5
+    assert "'nam-o' may be any of" in line
+    assert {"nam-one", "nam-other"} <= set(line.replace(",", " ").replace(":", " ").split())
+    await stage.store("nam-one", tenant="naming")
+    in_tenants = [("default", ()), ("naming", ("--tenant", "naming"))]
+    for tenant, option in in_tenants:
+        found = (await stage.json("show", "nam-one", *option))["info"]["session"]
+        assert (found["session_id"], found["tenant"]) == ("nam-one", tenant)
+    code, line = await stage.fails("show", "nam-nobody")
+    assert (code, "no session 'nam-nobody'" in line) == (3, True)
+
+
+async def test_a_beginning_is_not_flushed_without_a_word(stage):
+    """The session that was meant may be gone, and another's id begin so: it is asked, or told."""
+    await stage.store("begun-1", "begun-10")
+    await stage.json("flush", "begun-1")
+    code, line = await stage.fails("flush", "begun-1")
+    assert (code, "--yes" in line) == (2, True)
+    assert await stage.ids("begun") == ["begun-10"]
+    _, said, _ = await run_cli("flush", "begun-1", "--dry-run", *stage.at)
+    assert said.startswith("would free ")
+    assert said.endswith("of session begun-10\n")
+    await stage.json("flush", "begun-1", "--yes")
+    assert await stage.ids("begun") == []
+
+
 async def test_recent_events_are_shown(stage):
     """The last ones that fit, oldest first, by session, tenant and name."""
     await stage.store("seen-1", "seen-2", tenant="seeing")
