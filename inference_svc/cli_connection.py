@@ -5,11 +5,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from inference_svc.default_places import default_listen
+from inference_svc.default_places import SOCKET, default_listen
+from shared.access.addresses import UNIX
 
 # Imported where they are used: --help does without gRPC and settings.
 if TYPE_CHECKING:
     from inference_svc.client import InferenceClient
+
+SYSTEM_DIRECTORIES = "inference-svc*"  # of the units in systemd/, one a service
+_RUN = Path("/run")
+
+
+def default_address(run: Path = _RUN) -> str:
+    """The socket of this user's own service; else the system's, if one service runs there."""
+    own = default_listen()
+    if not Path(own.removeprefix(UNIX)).exists():
+        found = sorted(run.glob(SYSTEM_DIRECTORIES))
+        if len(found) == 1:
+            return f"{UNIX}{found[0] / SOCKET}"
+    return own
 
 
 Address = Annotated[
@@ -17,7 +31,7 @@ Address = Annotated[
     typer.Option(
         envvar="INFERENCE_ADDRESS",
         help="Where the service listens: unix:/path or host:port.",
-        default_factory=default_listen,
+        default_factory=default_address,
     ),
 ]
 TokenFile = Annotated[

@@ -1,7 +1,8 @@
 """A small typed client of the inference service, for the chat, the demo and the tests.
 
-Every method raises a ReportedError: the service's own, NotRunningError if nobody answers, or
-TurnTimeoutError if a turn takes longer than it was given.
+Every method raises a ReportedError: the service's own, NotRunningError if nobody answers,
+SocketDeniedError if this user may not open the socket, or TurnTimeoutError if a turn takes longer
+than it was given.
 """
 
 import asyncio
@@ -10,16 +11,19 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 import grpc
 
-from shared.access.addresses import is_unix
+from shared.access.addresses import UNIX, is_unix
 from shared.access.channels import ClientCredentials, aio_channel_of
+from shared.access.denials import denial_of
 from shared.errors import (
     ConflictError,
     DeadlineError,
+    DeniedError,
     ExhaustedError,
     ReportedError,
     UnavailableError,
@@ -40,6 +44,12 @@ class NotRunningError(UnavailableError):
     """Nobody answers at the address, or not in time."""
 
     reason = "not_running"
+
+
+class SocketDeniedError(DeniedError):
+    """This user may not open the service's socket."""
+
+    reason = "socket_denied"
 
 
 class TurnTimeoutError(DeadlineError):
@@ -267,8 +277,11 @@ class InferenceClient:
         return reported
 
 
-def _no_answer(address: str, reported: ReportedError) -> NotRunningError:
+def _no_answer(address: str, reported: ReportedError) -> ReportedError:
     if is_unix(address):
+        denial = denial_of(Path(address.removeprefix(UNIX)))
+        if denial is not None:
+            return SocketDeniedError(*denial)
         return NotRunningError(
             f"no inference service answers at {address}",
             "start one with: inference-svc serve --model DIR (or name its --address)",

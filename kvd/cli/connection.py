@@ -1,6 +1,5 @@
 """How the commands of `kvd` reach a daemon: its sockets on this machine, or a port elsewhere."""
 
-import grp
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvd.errors import SocketDeniedError
-from shared.runtime_dir import OPERATOR_SOCKET, READER_SOCKET, default_runtime_dir
+from shared.access.denials import denial_of
+from shared.runtime_dir import (
+    OPERATOR_SOCKET,
+    READER_SOCKET,
+    SYSTEM_RUNTIME_DIR,
+    default_runtime_dir,
+)
 
 # Imported where they are used: --help and version do without gRPC.
 if TYPE_CHECKING:
@@ -79,9 +84,21 @@ def open_client(runtime_dir: Path | None) -> Iterator["OperatorClient"]:
     from kvd.cli.operator_client import connect_to
 
     given = _CONNECTION.get(Connection())
-    address = given.address or f"unix:{socket_of(runtime_dir or default_runtime_dir())}"
+    address = given.address or f"unix:{_nearest_socket(runtime_dir)}"
     with connect_to(address, given.credentials) as client:
         yield client
+
+
+def _nearest_socket(runtime_dir: Path | None) -> Path:
+    """A socket in the directory that is named, else in the one that a kvd of this user has.
+
+    Raises:
+        SocketDeniedError: this user may open none; or has none, and may not enter the system's.
+    """
+    path = socket_of(runtime_dir or default_runtime_dir())
+    if runtime_dir is None and not os.access(path, os.F_OK, effective_ids=True):
+        socket_of(SYSTEM_RUNTIME_DIR)  # whoever may not enter it is told so, not: start a kvd
+    return path
 
 
 def socket_of(runtime_dir: Path) -> Path:
@@ -91,27 +108,10 @@ def socket_of(runtime_dir: Path) -> Path:
         SocketDeniedError: there are sockets, and this user may open none.
     """
     found = [runtime_dir / name for name in (OPERATOR_SOCKET, READER_SOCKET)]
-    usable = [path for path in found if os.access(path, _USABLE)]
+    usable = [path for path in found if os.access(path, _USABLE, effective_ids=True)]
     if usable:
         return usable[0]
-    if os.access(runtime_dir, os.F_OK) and not os.access(runtime_dir, os.X_OK):
-        raise SocketDeniedError(
-            f"this user may not enter {runtime_dir}",
-            "become a member of its group, or use sudo",
-        )
-    there = [path for path in found if os.access(path, os.F_OK)]
-    if there:
-        groups = " or ".join(dict.fromkeys(map(_group_of, there)))
-        raise SocketDeniedError(
-            f"this user may not open {there[-1]}",
-            f"become a member of group {groups} (and log in again), or use sudo",
-        )
+    denial = denial_of(*found)
+    if denial is not None:
+        raise SocketDeniedError(*denial)
     return found[0]
-
-
-def _group_of(path: Path) -> str:
-    gid = path.stat().st_gid
-    try:
-        return grp.getgrgid(gid).gr_name
-    except KeyError:
-        return str(gid)

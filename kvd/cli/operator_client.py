@@ -11,6 +11,7 @@ import grpc
 from kvd.errors import NotRunningError, SocketDeniedError
 from shared.access.addresses import UNIX, is_unix
 from shared.access.channels import ClientCredentials, channel_of
+from shared.access.denials import denial_of
 from shared.errors import ReportedError, UnavailableError
 from shared.grpc_status import error_from_rpc
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
@@ -199,15 +200,21 @@ class OperatorClient:
             return self._no_answer(reported)
         code: Any = error
         if code.code() is grpc.StatusCode.UNIMPLEMENTED and self._address.endswith(READER_SOCKET):
+            operators = Path(self._address.removeprefix(UNIX)).with_name(OPERATOR_SOCKET)
+            denial = denial_of(operators)
             return SocketDeniedError(
                 f"{self._address} is for looking only",
-                f"become a member of the group of {OPERATOR_SOCKET}, or use sudo",
+                denial.remedy if denial else f"use {operators}, or sudo",
             )
         return reported
 
-    def _no_answer(self, reported: ReportedError) -> NotRunningError:
+    def _no_answer(self, reported: ReportedError) -> ReportedError:
         if is_unix(self._address):
-            directory = Path(self._address.removeprefix(UNIX)).parent
+            path = Path(self._address.removeprefix(UNIX))
+            denial = denial_of(path)
+            if denial is not None:  # --address may name a socket, too
+                return SocketDeniedError(*denial)
+            directory = path.parent
             return NotRunningError(
                 f"no kvd answers in {directory}",
                 "start it with: kvd serve (or name its directory with --runtime-dir)",

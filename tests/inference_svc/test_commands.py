@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from inference_svc.chat import describe
+from inference_svc.cli_connection import default_address
 from inference_svc.config import load_inference_settings
 from inference_svc.core.counters import COUNTERS
 from inference_svc.core.errors import ListenError
@@ -21,8 +22,17 @@ from inference_svc.turn_defaults import turn_defaults
 from shared.access.addresses import UnguardedError
 from shared.config import InvalidSettingsError
 from shared.pb.inference.v1 import inference_pb2 as pb
+from tests.kvd_as_user import let_others_enter
 
 SHIPPED = Path(__file__).parents[2] / "systemd" / "inference-svc.toml"
+
+AS_NOBODY = """
+import os, sys
+from inference_svc.cli import main  # by root: others may not be able to read it
+os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
+sys.argv[0] = "inference-svc"
+main()
+"""
 
 
 def run(*arguments, **environ):
@@ -258,3 +268,42 @@ def test_little_goes_at_once_where_what_is_kept_costs_nothing(given, keeps, show
     assert str(settings.model_dump(mode="json")["overflow"]["ratio"]) == shown
     defaults = turn_defaults(settings, ModelTraits("paged", keeps_truncated=keeps))
     assert defaults.overflow.ratio == ratio
+
+
+def test_the_only_service_of_the_system_is_found(tmp_path, monkeypatch):
+    """Without a socket of one's own; of several none is taken, and one's own comes first."""
+    own = tmp_path / "own" / "inference-svc" / "inference.sock"
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "own"))
+    run_dir = tmp_path / "run"
+    (run_dir / "inference-svc-demo").mkdir(parents=True)
+    demo = f"unix:{run_dir / 'inference-svc-demo' / 'inference.sock'}"
+    assert default_address(run_dir) == demo
+    (run_dir / "inference-svc-other").mkdir()
+    assert default_address(run_dir) == f"unix:{own}"
+    (run_dir / "inference-svc-other").rmdir()
+    own.parent.mkdir(parents=True)
+    own.touch()
+    assert default_address(run_dir) == f"unix:{own}"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_who_may_not_open_the_socket_is_told_so(short_dir):
+    """Not that nobody answers: whose it is, and what group lets this user in; exit code 7."""
+    let_others_enter(short_dir)
+    path = short_dir / "s"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+        os.chown(path, 0, 1)
+        path.chmod(0o660)
+        done = subprocess.run(
+            [sys.executable, "-c", AS_NOBODY, "status", "--address", f"unix:{path}"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert done.returncode == 7, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert f"nobody may not open {path} (root:" in line
+    assert "usermod -aG" in line

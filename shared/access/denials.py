@@ -1,0 +1,81 @@
+"""What keeps a user from a Unix socket: the directory or socket, whose it is, and the way in."""
+
+import grp
+import os
+import pwd
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+_ENTER = os.X_OK
+_OPEN = os.R_OK | os.W_OK
+
+
+class Denial(NamedTuple):
+    """Why a socket cannot be opened, and what helps; both are parts of a sentence."""
+
+    what: str
+    remedy: str
+
+
+def denial_of(*paths: Path) -> Denial | None:
+    """What this user may not enter or open on the way to a socket; None: nothing, or no such file.
+
+    Directories are looked at from the top: below one that is closed nothing can be told.
+
+    Args:
+        paths: of sockets in one directory, of which one would do.
+    """
+    for directory in reversed(paths[0].parents):
+        if not _may(os.F_OK, directory):
+            return None
+        if not _may(_ENTER, directory):
+            return _denial("enter", [directory], stat.S_IXGRP)
+    there = [path for path in paths if _may(os.F_OK, path)]
+    if not there or any(_may(_OPEN, path) for path in there):
+        return None
+    return _denial("open", there, stat.S_IRGRP | stat.S_IWGRP)
+
+
+def _may(do: int, path: Path) -> bool:
+    return os.access(path, do, effective_ids=True)
+
+
+def _denial(do: str, paths: Sequence[Path], group_mode: int) -> Denial:
+    statuses = [path.stat() for path in paths]
+    groups = [
+        _group(status.st_gid)
+        for status in statuses
+        if status.st_mode & group_mode == group_mode and status.st_gid
+    ]
+    owner = ", ".join(
+        dict.fromkeys(
+            f"{_user(status.st_uid)}:{_group(status.st_gid)}, mode {stat.S_IMODE(status.st_mode):o}"
+            for status in statuses
+        )
+    )
+    who = _user(os.geteuid())
+    what = f"user {who} may not {do} {' or '.join(map(str, paths))} ({owner})"
+    if not groups:
+        return Denial(what, f"use sudo, or be {_user(statuses[0].st_uid)}")
+    names = " or ".join(dict.fromkeys(groups))
+    return Denial(
+        what,
+        f"become a member of group {names} (sudo usermod -aG {groups[0]} {who}, and log in again), "
+        "or use sudo",
+    )
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def _group(gid: int) -> str:
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)
