@@ -30,6 +30,7 @@ from kvd.cli.session_files import export_session, import_session
 from kvd.cli.token import token
 from kvd.cli.top import top
 from kvd.errors import BrokenError
+from shared.config import warn_of_overridden
 from shared.dumps import forbid_dumps
 from shared.errors import ReportedError
 from shared.log import configure_logging
@@ -85,6 +86,8 @@ def serve(
         forbid_dumps()
     _configure_logging(live.settings)
     live.on_change(_configure_logging)
+    warn_of_overridden(live.loaded)
+    live.on_change(lambda _: warn_of_overridden(live.loaded))
     os.umask(PRIVATE_UMASK)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve_until_signal(live))
