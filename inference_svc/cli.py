@@ -25,7 +25,7 @@ from inference_svc.config import LIVE_KEYS, InferenceSettings, load_inference_se
 from inference_svc.demo.cli import demo
 from inference_svc.eval.cli import eval_app
 from inference_svc.status_view import status_tables
-from shared.config import LoadedSettings
+from shared.config import InvalidSettingsError, LoadedSettings, warn_of_overridden
 from shared.errors import ReportedError
 from shared.log import configure_logging
 from shared.pb.inference.v1 import inference_pb2 as pb
@@ -65,7 +65,10 @@ def serve(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ….")] = None,
     threads: Annotated[int | None, typer.Option(help="Compute threads; 0: torch's choice.")] = None,
     attention: Annotated[str | None, typer.Option(help="auto or torch.")] = None,
-    listen: Annotated[str | None, typer.Option(help="unix:/path or host:port.")] = None,
+    listen: Annotated[
+        list[str] | None,
+        typer.Option(help="unix:/path, host:port or auto; as often as there are addresses."),
+    ] = None,
     state_dir: Annotated[str | None, typer.Option(help="Where transcripts are kept.")] = None,
     mode: Annotated[str | None, typer.Option(help="cached, or recompute (never kvd).")] = None,
     load_policy: Annotated[str | None, typer.Option(help="auto, always or never.")] = None,
@@ -88,7 +91,7 @@ def serve(
         "model.device": device,
         "model.threads": threads,
         "model.attention": attention,
-        "server.listen": listen,
+        "server.listen": listen or None,
         "server.state_dir": state_dir,
         "cache.mode": mode,
         "cache.load_policy": load_policy,
@@ -102,6 +105,7 @@ def serve(
     }
     loaded = load_inference_settings(config, flags)
     configure_logging(loaded.settings.log.level, json=loaded.settings.log.json_lines)
+    warn_of_overridden(loaded)
     from inference_svc import server
 
     server.run(loaded, lambda: load_inference_settings(config, flags))
@@ -177,8 +181,13 @@ def config_show(
 
 @config_app.command("check")
 def config_check(config: ConfigOption = None) -> None:
-    """Say whether the service would accept the settings."""
-    load_inference_settings(config, {})
+    """Say whether the service would accept the settings on this machine; a line each problem."""
+    try:
+        load_inference_settings(config, {})
+    except InvalidSettingsError as error:
+        for problem in error.problems:
+            typer.echo(f"inference-svc: {problem}", err=True)
+        raise typer.Exit(error.exit_code) from error
     typer.echo("the settings are right")
 
 

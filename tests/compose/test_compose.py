@@ -144,7 +144,20 @@ def test_settings_are_accepted_and_in_force():
         (environment, service.provenance),
     ):
         given = [key for key, where in loaded.items() if where == "env"]
-        assert len(given) == len(source)
+        settings = [name for name in source if name not in ("RUNTIME_DIRECTORY", "STATE_DIRECTORY")]
+        assert len(given) == len(settings)
+
+
+def test_the_service_is_where_its_volumes_and_its_clients_are(monkeypatch):
+    """The settings' "auto" means the directories that are mounted, and the socket that is asked."""
+    service, files = SERVICES["inference"], mounts("inference")
+    for name in ("RUNTIME_DIRECTORY", "STATE_DIRECTORY"):
+        monkeypatch.setenv(name, service["environment"][name])
+    path = REPOSITORY / files["/etc/kvd/inference-svc.toml"]
+    server = load_inference_settings(path, {}).settings.server
+    assert server.listen == (service["healthcheck"]["test"][-1],)
+    assert files[str(Path(server.listen[0].removeprefix("unix:")).parent)] == "inference-run"
+    assert files[str(server.state_dir)] == "inference-state"
 
 
 def test_users_and_groups_are_those_of_the_system():
