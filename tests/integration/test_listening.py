@@ -25,12 +25,12 @@ async def test_sockets_and_a_port(tiny_model, short_dir):
     token = make_token(None)
     path = short_dir / "inference-svc.toml"
     path.write_text(
-        '[server]\nlisten = "unix:/run/of/the/file.sock"\n'
+        '[server]\nlisten = "unix:/run/of/the/file.sock"\n[scheduler]\nkv_tokens = 64\n'
         f'[clients.web]\ntoken_sha256 = ["{token["token_sha256"]}"]\ntenants = ["acme"]\n'
     )
     second = f"unix:{short_dir}/second.sock"
     flags = ("--config", str(path), "--listen", second, "--listen", "127.0.0.1:0")
-    service = InferenceProcess(tiny_model, short_dir, None, flags)
+    service = InferenceProcess(tiny_model, short_dir, short_dir / "no-kvd", flags)
     async with service:
         (ready,) = told(service, "ready")
         assert ready["listen"][:2] == [service.address, second]
@@ -51,6 +51,9 @@ async def test_sockets_and_a_port(tiny_model, short_dir):
             with pytest.raises(DeniedError):
                 await web.get_session("one", tenant="default")
         (warned,) = told(service, "setting_overridden")
+        (window,) = told(service, "window_chosen")
     assert warned["setting"] == "server.listen"
     assert warned["in_file"] == "unix:/run/of/the/file.sock"
     assert warned["in_force"] == f"{service.address}, {second}, 127.0.0.1:0"
+    assert (window["window_tokens"], window["kv_tokens"]) == (32, 64)
+    assert "half of it" in window["bound_by"]
