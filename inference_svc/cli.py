@@ -58,7 +58,10 @@ def serve(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ….")] = None,
     threads: Annotated[int | None, typer.Option(help="Compute threads; 0: torch's choice.")] = None,
     attention: Annotated[str | None, typer.Option(help="auto or torch.")] = None,
-    listen: Annotated[str | None, typer.Option(help="unix:/path or host:port.")] = None,
+    listen: Annotated[
+        list[str] | None,
+        typer.Option(help="unix:/path, host:port or auto; as often as there are addresses."),
+    ] = None,
     state_dir: Annotated[str | None, typer.Option(help="Where transcripts are kept.")] = None,
     mode: Annotated[str | None, typer.Option(help="cached, or recompute (never kvd).")] = None,
     load_policy: Annotated[str | None, typer.Option(help="auto, always or never.")] = None,
@@ -81,7 +84,7 @@ def serve(
         "model.device": device,
         "model.threads": threads,
         "model.attention": attention,
-        "server.listen": listen,
+        "server.listen": listen or None,
         "server.state_dir": state_dir,
         "cache.mode": mode,
         "cache.load_policy": load_policy,
@@ -95,11 +98,13 @@ def serve(
     }
     from inference_svc.config import load_inference_settings
     from inference_svc.engine_extra import require_engine
+    from shared.config import warn_of_overridden
     from shared.log import configure_logging
 
     loaded = load_inference_settings(config, flags)
     require_engine()
     configure_logging(loaded.settings.log.level, json=loaded.settings.log.json_lines)
+    warn_of_overridden(loaded)
     from inference_svc import server
 
     server.run(loaded, lambda: load_inference_settings(config, flags))
@@ -185,10 +190,16 @@ def config_show(
 
 @config_app.command("check")
 def config_check(config: ConfigOption = None) -> None:
-    """Say whether the service would accept the settings."""
+    """Say whether the service would accept the settings on this machine; a line each problem."""
     from inference_svc.config import load_inference_settings
+    from shared.config import InvalidSettingsError
 
-    load_inference_settings(config, {})
+    try:
+        load_inference_settings(config, {})
+    except InvalidSettingsError as error:
+        for problem in error.problems:
+            typer.echo(f"inference-svc: {problem}", err=True)
+        raise typer.Exit(error.exit_code) from error
     typer.echo("the settings are right")
 
 

@@ -19,6 +19,7 @@ from shared.access.addresses import check_guarded, is_tcp
 from shared.access.settings import ClientName, ClientSettings, Tenants, TlsSettings, distinct
 from shared.config import LoadedSettings, load_settings
 from shared.observing_settings import MetricsSettings, ProcessSettings, TracingSettings
+from shared.room import Asked, check_room
 from shared.runtime_dir import MAX_MESSAGE_BYTES, MAX_SOCKET_PATH, default_runtime_dir
 from shared.session_key import DEFAULT_TENANT
 from shared.setting_types import (
@@ -30,10 +31,16 @@ from shared.setting_types import (
     Section,
     TenantName,
     TenantWeights,
+    TextList,
     to_list,
 )
 
 ENV_PREFIX = "INFERENCE"
+# Of options of the commands, which are no settings (inference_svc/cli_connection.py).
+OTHER_VARIABLES = (
+    *("INFERENCE_ADDRESS", "INFERENCE_TOKEN_FILE"),
+    *("INFERENCE_TLS_CA_FILE", "INFERENCE_TLS_CERT_FILE", "INFERENCE_TLS_KEY_FILE"),
+)
 # What a reload changes in a running service (shared/reload.py); all else waits for the next start.
 LIVE_KEYS: tuple[str, ...] = (
     "server.drain_s",
@@ -52,10 +59,18 @@ LIVE_KEYS: tuple[str, ...] = (
     "clients",
     "log.level",
 )
+AUTO = "auto"  # as an address, as a directory: the one that the supervisor or the system has for it
 MOST_TURNS = 65536
+MIN_KV_TOKENS = 32  # a window of 16 while they are saved: with less no turn would have room
+LEAST_TOKEN_BYTES = 64  # of KV: keys and values of the smallest models are more than that
+MAX_GRPC_BYTES = (1 << 31) - 1  # of a message, as gRPC counts
 MIN_RATE, MAX_RATE = 0.001, 1e12  # a minute: beyond them times to wait are no numbers any more
 RoleList = Annotated[tuple[Literal["client", "reader"], ...], BeforeValidator(to_list)]
 BOUNDS = tuple(known.name for known in fields(TenantBounds))
+
+
+def _state_dir(value: object) -> object:
+    return default_state_dir() if value == AUTO else value
 
 
 class ModelSettings(Section):
@@ -82,28 +97,41 @@ class ServerSettings(Section):
     """Where and how clients are served.
 
     Attributes:
-        listen: "unix:/absolute/path", or "host:port" for clients with a token or a certificate.
+        listen: each "unix:/absolute/path", or "host:port" for clients with a token or a
+            certificate; "auto": the default socket.
+        state_dir: "auto": the default.
         drain_s: how long running turns may go on after SIGTERM.
         socket_tenants: that whoever may open the Unix socket may name; the first is meant if none
             is named; "*": all, for a gateway that knows its own clients.
         socket_group: that may open the Unix socket; "": the group of the service.
     """
 
-    listen: str = Field(default_factory=default_listen)
-    state_dir: Path = Field(default_factory=default_state_dir)
-    max_message_bytes: int = Field(default=MAX_MESSAGE_BYTES, ge=65536)
+    listen: Annotated[TextList, Field(min_length=1)] = Field(
+        default_factory=lambda: (default_listen(),)
+    )
+    state_dir: Annotated[Path, BeforeValidator(_state_dir)] = Field(
+        default_factory=default_state_dir
+    )
+    max_message_bytes: int = Field(default=MAX_MESSAGE_BYTES, ge=65536, le=MAX_GRPC_BYTES)
     drain_s: Duration = Field(default=30.0, ge=0)
     socket_tenants: Tenants = (DEFAULT_TENANT,)
     socket_group: str = ""
 
     @field_validator("listen")
     @classmethod
-    def _usable(cls, value: str) -> str:
-        path = value.removeprefix("unix:")
-        is_socket = value.startswith("unix:/") and len(path.encode()) <= MAX_SOCKET_PATH
-        if not is_socket and not is_tcp(value):
-            raise ValueError(f"write unix:/path (at most {MAX_SOCKET_PATH} bytes) or host:port")
-        return value
+    def _usable(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        addresses = tuple(default_listen() if one == AUTO else one for one in value)
+        for one in addresses:
+            path = one.removeprefix("unix:")
+            is_socket = one.startswith("unix:/") and len(path.encode()) <= MAX_SOCKET_PATH
+            if not is_socket and not is_tcp(one):
+                raise ValueError(
+                    f"{one!r} is no address: write unix:/path (at most {MAX_SOCKET_PATH} bytes), "
+                    "host:port, or auto"
+                )
+        if len(set(addresses)) < len(addresses):
+            raise ValueError("an address is there twice, name it once")
+        return addresses
 
 
 class CacheSettings(Section):
@@ -174,6 +202,15 @@ class CompressionSettings(Section):
     min_tokens: int = Field(default=256, ge=1)
 
 
+def _room_for_a_window(value: int) -> int:
+    if 0 < value < MIN_KV_TOKENS:
+        raise ValueError(
+            f"the window, half of it while KV is saved, would be {value // 2}: write at least "
+            f"{MIN_KV_TOKENS}, or 0 to have it from the memory that is free"
+        )
+    return value
+
+
 class SchedulerSettings(Section):
     """Bounds of what runs at once.
 
@@ -186,7 +223,8 @@ class SchedulerSettings(Section):
         mixed_step_tokens: prompt tokens of one step while anything decodes; more than step_tokens
             counts as step_tokens.
         kv_tokens: KV in memory: of admitted turns (twice what is to be saved) and of resident
-            sessions; 0: from what memory is free.
+            sessions; 0: from what memory is free. So half of it bounds the window (all of it, if
+            nothing is saved).
         answer_tokens: of an answer, that a turn is given room for when it is admitted; it may have
             to find more later.
         default_max_tokens: of an answer, when the client does not say.
@@ -200,7 +238,7 @@ class SchedulerSettings(Section):
     max_turns_per_session: int = Field(default=16, ge=1, le=MOST_TURNS)
     step_tokens: int = Field(default=512, ge=16)
     mixed_step_tokens: int = Field(default=128, ge=16)
-    kv_tokens: int = Field(default=0, ge=0)
+    kv_tokens: Annotated[int, Field(ge=0), AfterValidator(_room_for_a_window)] = 0
     answer_tokens: int = Field(default=256, ge=1)
     default_max_tokens: int = Field(default=256, ge=1)
     tenant_weights: TenantWeights = Field(default_factory=dict)
@@ -292,9 +330,21 @@ def load_inference_settings(
         InvalidSettingsError: listing every problem.
         UnguardedError: anybody could connect.
     """
-    loaded = load_settings(InferenceSettings, toml_path, ENV_PREFIX, flags)
+    loaded = load_settings(
+        InferenceSettings, toml_path, ENV_PREFIX, flags, other_variables=OTHER_VARIABLES
+    )
     settings = loaded.settings
-    check_guarded(settings.server.listen, settings.tls, settings.clients)
+    check_room(
+        (
+            Asked(
+                "scheduler.kv_tokens (at 64 bytes each, the least there is)",
+                settings.scheduler.kv_tokens * LEAST_TOKEN_BYTES,
+            ),
+            Asked("openai.max_body_bytes", settings.openai.max_body_bytes),
+        )
+    )
+    for address in settings.server.listen:
+        check_guarded(address, settings.tls, settings.clients)
     settings.metrics.check_guarded(settings.tls, settings.clients)
     if settings.openai.listen:
         check_guarded(settings.openai.listen, settings.tls, settings.clients)

@@ -9,7 +9,9 @@ SOCKET = "inference.sock"
 
 
 def default_listen(environ: Mapping[str, str] = os.environ) -> str:
-    """The service's Unix socket: the system's for root, else the user's own."""
+    """The service's Unix socket: the supervisor's, the system's for root, else the user's own."""
+    if environ.get("RUNTIME_DIRECTORY"):
+        return f"unix:{environ['RUNTIME_DIRECTORY'].split(':')[0]}/{SOCKET}"
     if os.geteuid() == 0:
         return f"unix:/run/{SYSTEM_NAME}/{SOCKET}"
     if environ.get("XDG_RUNTIME_DIR"):

@@ -1,5 +1,13 @@
-"""The address the service listens on: a Unix socket guarded by its group, or a guarded TCP port."""
+"""Where the service listens: Unix sockets guarded by their group, and guarded TCP ports.
 
+A gRPC server has one answer to who comes without saying so. So there are at most two: one of all
+sockets, whose callers are known by having opened them, and one of all ports, where everybody has to
+say. Both serve the same.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -13,51 +21,89 @@ from shared.access.tls_connections import TlsConnections
 from shared.unix_path import SocketInUseError, claim_path
 
 
-def prepare_socket(listen: str) -> None:
-    """Make way for a Unix socket: its directory exists, nobody serves there, no stale file is left.
+def prepare_sockets(listen: Sequence[str]) -> None:
+    """Make way for Unix sockets: directories exist, nobody serves there, no stale file is left.
 
     Raises:
         ListenError: another service answers there, or the directory cannot be used.
     """
-    if not is_unix(listen):
-        return
-    try:
-        claim_path(Path(listen.removeprefix(UNIX)))
-    except SocketInUseError as error:
-        raise ListenError(
-            error.message, "give --listen another path, in a directory this user may write"
-        ) from error
+    for address in filter(is_unix, listen):
+        try:
+            claim_path(Path(address.removeprefix(UNIX)))
+        except SocketInUseError as error:
+            remedy = f'{error.remedy}, with --listen or server.listen ("auto": the unit\'s own)'
+            raise ListenError(error.message, remedy) from error
 
 
-def bind(
-    server: grpc.aio.Server,
-    listen: str,
+@dataclass(frozen=True)
+class Servers:
+    """The gRPC servers of the service.
+
+    Attributes:
+        bound: their addresses, with the ports that were chosen for port 0.
+    """
+
+    servers: tuple[grpc.aio.Server, ...]
+    bound: tuple[str, ...]
+
+    async def start(self) -> None:
+        """Serve."""
+        for server in self.servers:
+            await server.start()
+
+    async def stop(self, grace_s: float | None) -> None:
+        """End; calls still running after grace_s are cancelled. A second time changes nothing."""
+        await asyncio.gather(*(server.stop(grace_s) for server in self.servers))
+
+
+def bind_servers(
+    make: Callable[[bool], grpc.aio.Server],
+    listen: Sequence[str],
     tls: TlsSettings,
     group: str = "",
     connections: TlsConnections | None = None,
-) -> int:
-    """Bind the server; return the port, which is chosen for port 0.
+) -> Servers:
+    """Make the servers that the addresses need, and bind them.
 
     Args:
-        server: not started yet.
-        listen: "unix:/path" or "host:port".
-        tls: of a TCP port.
+        make: a server; of TCP ports, if told so.
+        listen: each "unix:/path" or "host:port".
+        tls: of TCP ports.
         group: that may open a Unix socket; "": the group it has.
         connections: is told of each TLS connection.
 
     Raises:
-        ConfigError: the address cannot be bound, the group or the TLS files cannot be used.
+        ConfigError: an address cannot be bound, the group or the TLS files cannot be used.
     """
+    servers, bound = [], {}
+    for is_tcp in (False, True):
+        addresses = [address for address in listen if is_unix(address) is not is_tcp]
+        if addresses:
+            server = make(is_tcp)
+            servers.append(server)
+            for address in addresses:
+                bound[address] = _bind(server, address, tls, group, connections)
+    return Servers(tuple(servers), tuple(bound[address] for address in listen))
+
+
+def _bind(
+    server: grpc.aio.Server,
+    address: str,
+    tls: TlsSettings,
+    group: str,
+    connections: TlsConnections | None,
+) -> str:
     try:
-        if is_unix(listen):
-            port: int = server.add_insecure_port(listen)
-            open_to_group(Path(listen.removeprefix(UNIX)), group)
-        elif tls.is_on:
-            port = server.add_secure_port(listen, server_credentials(tls, connections))
+        if is_unix(address):
+            server.add_insecure_port(address)
+            open_to_group(Path(address.removeprefix(UNIX)), group)
+            return address
+        if tls.is_on:
+            port = server.add_secure_port(address, server_credentials(tls, connections))
         else:
-            port = server.add_insecure_port(listen)
+            port = server.add_insecure_port(address)
     except (RuntimeError, OSError) as error:
         raise ListenError(
-            f"cannot listen on {listen}", "choose an address that is free, with --listen"
+            f"cannot listen on {address}", "choose an address that is free, with --listen"
         ) from error
-    return port
+    return f"{address.rpartition(':')[0]}:{port}"

@@ -17,16 +17,15 @@ from grpc_reflection.v1alpha import reflection
 
 from inference_svc.config import LIVE_KEYS, InferenceSettings, ModelSettings
 from inference_svc.core.errors import UnknownModelError
-from inference_svc.listening import bind, prepare_socket
+from inference_svc.listening import bind_servers, prepare_sockets
 from inference_svc.runtime.model.model_directory import check_model
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from shared import systemd
-from shared.access.addresses import is_unix
 from shared.access.clients import ClientBook, Clients
 from shared.access.identity import Identity, socket_identity
 from shared.access.interceptor import AccessInterceptor
 from shared.access.server_options import server_options
-from shared.config import LoadedSettings
+from shared.config import LoadedSettings, warn_of_overridden
 from shared.dumps import forbid_dumps
 from shared.errors import ConfigError
 from shared.grpc_status import ReportedErrorInterceptor
@@ -72,7 +71,7 @@ def run(
     check_model(settings.model.path)
     if not settings.process.dumps:
         forbid_dumps()
-    prepare_socket(settings.server.listen)
+    prepare_sockets(settings.server.listen)
     transcripts = TranscriptStore(settings.server.state_dir / "sessions")
     transcripts.open()
     tracing = start_tracing(settings.tracing, "inference-svc", __version__)
@@ -142,7 +141,9 @@ async def _serve(
     signals.listen()
     await asyncio.to_thread(transcripts.count_sessions)
     parts = assemble(settings, model, transcripts)
+    _tell_window(settings, model, parts)
     live_settings.follow(live, parts)
+    live.on_change(lambda _: warn_of_overridden(live.loaded))
     book = ClientBook(Clients(settings.clients))
     live.on_change(lambda changed: book.use(Clients(changed.clients)))
     calls = Calls()
@@ -152,10 +153,24 @@ async def _serve(
         book,
         calls.connections,
     )
-    server, health_servicer = _make_server(settings, parts, book, calls.rpcs)
+    health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
+
+    def make_server(is_tcp: bool) -> grpc.aio.Server:
+        own = None if is_tcp else _own(settings)
+        return _make_server(settings, parts, book, calls.rpcs, health_servicer, own)
+
     try:
-        address = settings.server.listen, settings.tls, settings.server.socket_group
-        bind(server, *address, calls.rpcs.tls)
+        servers = bind_servers(
+            make_server,
+            settings.server.listen,
+            settings.tls,
+            settings.server.socket_group,
+            calls.rpcs.tls,
+        )
+    except BaseException:
+        parts.close()
+        raise
+    try:
         async with asyncio.TaskGroup() as tasks:
             lives = [tasks.create_task(parts.engine.run()), tasks.create_task(parts.turns.run())]
             if parts.client is not None:
@@ -174,53 +189,71 @@ async def _serve(
                     calls.connections,
                 ),
             ):
-                await server.start()  # last: who finds gRPC serving finds the rest, too
+                await servers.start()  # last: who finds gRPC serving finds the rest, too
                 await _set_health(health_servicer, is_ready=True)
-                log.info("ready", listen=settings.server.listen, model=model.loaded.name)
+                log.info("ready", listen=servers.bound, model=model.loaded.name)
                 systemd.notify(systemd.READY)
                 await signals.stop.wait()
                 systemd.notify(systemd.STOPPING)
                 await _set_health(health_servicer, is_ready=False)
                 drain_s = live.loaded.settings.server.drain_s
                 await life.drain(parts.turns, parts.engine, drain_s, signals)
-                await server.stop(STOP_GRACE_S)
+                await servers.stop(STOP_GRACE_S)
             for task in lives:
                 task.cancel()
     finally:
-        await server.stop(None)
+        await servers.stop(None)
         parts.close()
     log.info("stopped")
 
 
 def _make_server(
-    settings: InferenceSettings, parts: "ServiceParts", book: ClientBook, rpcs: RpcMetrics
-) -> tuple[grpc.aio.Server, Any]:
+    settings: InferenceSettings,
+    parts: "ServiceParts",
+    book: ClientBook,
+    rpcs: RpcMetrics,
+    health_servicer: Any,
+    own: Identity | None,
+) -> grpc.aio.Server:
+    """A server that is not bound yet; `own` as for AccessInterceptor."""
     server = grpc.aio.server(
         interceptors=[
             RpcObserver(rpcs),
             ReportedErrorInterceptor("inference"),
-            AccessInterceptor(book, {SERVICE: "client"}, _own(settings), metrics=rpcs),
+            AccessInterceptor(book, {SERVICE: "client"}, own, metrics=rpcs),
         ],
         options=server_options(
             settings.server.max_message_bytes,
             MAX_CONNECTIONS,
-            is_tcp=not is_unix(settings.server.listen),
+            is_tcp=own is None,
         ),
         maximum_concurrent_rpcs=2 * settings.scheduler.max_turns + SPARE_RPCS,
     )
-    health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     inference_pb2_grpc.add_InferenceServicer_to_server(parts.service, server)
     reflection.enable_server_reflection(
         (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server
     )
-    return server, health_servicer
+    return server
 
 
-def _own(settings: InferenceSettings) -> Identity | None:
-    """Who comes by the Unix socket; None for TCP, where everybody has to say."""
-    if not is_unix(settings.server.listen):
-        return None
+def _tell_window(settings: InferenceSettings, model: "Model", parts: "ServiceParts") -> None:
+    """Log the window and what bounds it: nobody expects half of kv_tokens."""
+    window, of_model = parts.engine_parts.window_tokens, model.loaded.context_window
+    bound = "the model" if window == of_model else "scheduler.kv_tokens"
+    if window != of_model and parts.engine_parts.store.saves:
+        bound += ": half of it, for what is to be saved has a second row until kvd has it"
+    log.info(
+        "window_chosen",
+        window_tokens=window,
+        model_tokens=of_model,
+        kv_tokens=settings.scheduler.kv_tokens or "from free memory",
+        bound_by=bound,
+    )
+
+
+def _own(settings: InferenceSettings) -> Identity:
+    """Who comes by a Unix socket."""
     return socket_identity("socket", settings.server.socket_tenants, {"client", "reader"})
 
 

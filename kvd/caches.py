@@ -265,6 +265,7 @@ class Caches:
         self.unavailable.close()
         for cache in self._caches.values():
             await cache.close(keep_dram=keep_dram)
+        self._arenas.tell_kept()
 
     # -------------------------------------------------------------------------------------- inside
 

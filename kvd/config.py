@@ -16,6 +16,7 @@ from shared.config import LoadedSettings, load_settings
 from shared.kv_layout import KVLayout
 from shared.observing_settings import MetricsSettings, ProcessSettings, TracingSettings
 from shared.reload import LiveSettings
+from shared.room import Asked, check_room
 from shared.runtime_dir import default_runtime_dir, default_state_dir
 from shared.setting_types import (
     ByteSize,
@@ -31,6 +32,11 @@ from shared.setting_types import (
 from shared.units import GIB, MIB, NS_PER_S
 
 ENV_PREFIX = "KVD"
+# Of options of the commands, which are no settings (kvd/cli/options.py, connection.py).
+OTHER_VARIABLES = (
+    *("KVD_CONFIG", "KVD_ADDRESS", "KVD_TOKEN_FILE"),
+    *("KVD_TLS_CA_FILE", "KVD_TLS_CERT_FILE", "KVD_TLS_KEY_FILE"),
+)
 # What a reload changes in a running kvd (shared/reload.py); all else waits for the next start.
 LIVE_KEYS = (
     "ssd.admission",
@@ -284,6 +290,28 @@ def check_access(settings: Settings) -> None:
     settings.metrics.check_guarded(settings.tls, settings.clients)
 
 
+def check_possible(settings: Settings) -> None:
+    """Refuse sizes that no kvd on this machine could ever have.
+
+    Raises:
+        InvalidSettingsError: naming each.
+    """
+    dram, ssd, disk = settings.dram, settings.ssd, settings.state_dir
+    check_room(
+        (
+            Asked("dram.bytes", dram.bytes, instead='"auto"'),
+            Asked("dram.total_bytes", dram.total_bytes, instead='"none"'),
+            Asked("ssd.bytes", ssd.bytes, disk, '"auto"'),
+            Asked("ssd.reserve_bytes", ssd.reserve_bytes, disk),
+            Asked("ssd.segment_bytes", ssd.segment_bytes, disk),
+            Asked("ssd.in_flight_bytes", ssd.in_flight_bytes),
+            Asked("prefetch.in_flight_bytes", settings.prefetch.in_flight_bytes),
+            *(Asked(f"layouts.{k}.dram", v.dram) for k, v in settings.layouts.items()),
+            *(Asked(f"layouts.{k}.ssd", v.ssd, disk) for k, v in settings.layouts.items()),
+        )
+    )
+
+
 def load(config_path: Path | None, flags: dict[str, object]) -> LoadedSettings[Settings]:
     """Read kvd's settings; see shared/config.py.
 
@@ -291,7 +319,10 @@ def load(config_path: Path | None, flags: dict[str, object]) -> LoadedSettings[S
         InvalidSettingsError: naming every problem.
         UnguardedError: anybody could connect.
     """
-    loaded = load_settings(Settings, config_path, ENV_PREFIX, flags)
+    loaded = load_settings(
+        Settings, config_path, ENV_PREFIX, flags, other_variables=OTHER_VARIABLES
+    )
+    check_possible(loaded.settings)
     check_access(loaded.settings)
     return loaded
 
@@ -306,5 +337,6 @@ def load_live(config_path: Path | None, flags: dict[str, object]) -> LiveSetting
 
     Raises:
         InvalidSettingsError: naming every problem.
+        UnguardedError: anybody could connect.
     """
     return LiveSettings(load(config_path, flags), lambda: load(config_path, flags), LIVE_KEYS)

@@ -5,14 +5,17 @@ import os
 from pathlib import Path
 
 from kvd.errors import RunningError, UnusableDirectoryError
+from shared.log import get_logger
 from shared.runtime_dir import MAX_SOCKET_PATH, OPERATOR_SOCKET
 
 LOCK_NAME = "kvd.lock"
 ENTER = 0o011  # group and others: who is in the group is not looked at as one of the others
 
+log = get_logger(__name__)
+
 
 def claim_directory(path: Path, purpose: str, flag: str) -> int:
-    """Make a directory (mode 0700) and lock it for this process.
+    """Make a directory (mode 0700), which is logged, and lock it for this process.
 
     Args:
         path: the directory.
@@ -28,11 +31,10 @@ def claim_directory(path: Path, purpose: str, flag: str) -> int:
     """
     remedy = f"name a directory of your own with {flag}"
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = path.stat()
-        trusted = os.geteuid() == 0 or status.st_uid in (0, os.geteuid())
-        if not trusted or status.st_mode & 0o002:
-            raise UnusableDirectoryError(f"others may write to {purpose} directory {path}", remedy)
+        if not path.is_dir():
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            log.info("directory_made", directory=str(path), reason=f"{purpose} directory")
+        _check_ours_alone(path, purpose, remedy)
         lock_fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise UnusableDirectoryError(
@@ -46,6 +48,20 @@ def claim_directory(path: Path, purpose: str, flag: str) -> int:
             f"another kvd uses {purpose} directory {path}", f"stop it, or {remedy}"
         ) from error
     return lock_fd
+
+
+def _check_ours_alone(path: Path, purpose: str, remedy: str) -> None:
+    status = path.stat()
+    if os.geteuid() != 0 and status.st_uid not in (0, os.geteuid()):
+        raise UnusableDirectoryError(
+            f"{purpose} directory {path} is another user's (uid {status.st_uid})",
+            f"chown it to this one, or {remedy}",
+        )
+    if status.st_mode & 0o002:
+        raise UnusableDirectoryError(
+            f"others may write to {purpose} directory {path}",
+            f"chmod 700 {path}, if it is for kvd alone, or {remedy}",
+        )
 
 
 def let_others_enter(path: Path) -> None:

@@ -9,7 +9,7 @@ class ArenaFacts:
 
     Attributes:
         keep: what holds it when this process ends: "fdstore", "file", "none".
-        pages: "hugetlb", "thp" (asked for), "small".
+        pages: "hugetlb", "thp" (seen in smaps), "small"; "": not allocated yet.
         epoch: one more each time it is taken over.
         num_adopted: blocks taken over at this start.
         physical_bytes: memory that is allocated for its slots.

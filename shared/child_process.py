@@ -25,7 +25,10 @@ READY_DEADLINE_S = 120.0  # a loaded machine imports slowly
 STOP_DEADLINE_S = 30.0
 # What would configure the child, whose arguments say all, or tie it to our supervisor.
 SETTINGS_PREFIXES = ("KVD_", "INFERENCE_")
-SUPERVISION = ("NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PID", "STATE_DIRECTORY")
+SUPERVISION = (
+    *("NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PID"),
+    *("STATE_DIRECTORY", "RUNTIME_DIRECTORY"),
+)
 # A child is not there yet when we first connect: retry soon (grpc waits 1 s and more by default),
 # and on a connection of our own, whose back-off nobody else has driven up.
 CHANNEL_OPTIONS = (

@@ -15,12 +15,15 @@ a table in the file, and what its type makes of a text in the environment.
 A bad value or an unknown key anywhere refuses the start, and the one-line error lists every problem
 with what is accepted. A flag that is None was not given. The value of a setting marked HIDDEN is in
 neither an error nor what `config show` prints.
+
+Whoever edits the file expects it to count: what the command line says in its place is told
+(warn_of_overridden). The environment is not: to come before the file is what it is for.
 """
 
 import difflib
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_args, get_origin
@@ -28,20 +31,53 @@ from typing import Any, Generic, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from shared.errors import ConfigError
+from shared.log import get_logger
 from shared.setting_types import HIDDEN, Section
 
 SOURCES = ("default", "file", "env", "flag")  # weakest first
 ANY_NAME = "*"  # stands for the name of a table in known keys
 HIDDEN_TEXT = "(hidden)"
+NEAR = 0.8  # likeness from which a name is a slip of the pen, and no stranger's: KVD_STATE_DRI
+
+log = get_logger(__name__)
 
 
 class InvalidSettingsError(ConfigError):
-    """A setting is unknown or unusable, or the settings file cannot be read."""
+    """A setting is unknown or unusable, or the settings file cannot be read.
+
+    Attributes:
+        problems: each of them, for whoever has a line for each.
+    """
 
     reason = "invalid_settings"
 
+    def __init__(self, message: str, remedy: str, problems: Sequence[str] = ()) -> None:
+        super().__init__(message, remedy)
+        self.problems = tuple(problems) or (str(self),)
+
+
+def invalid(problems: Sequence[str]) -> InvalidSettingsError:
+    """The error that names every problem."""
+    remedy = "correct the settings and start again"
+    return InvalidSettingsError("; ".join(problems), remedy, problems)
+
 
 S = TypeVar("S", bound=Section)
+
+
+@dataclass(frozen=True)
+class Overridden:
+    """A key of the file that does not count, because the command line says otherwise.
+
+    Attributes:
+        key: dotted.
+        in_file: its value there.
+        in_force: that of the command line.
+    """
+
+    key: str
+    in_file: str
+    in_force: str
 
 
 @dataclass(frozen=True)
@@ -53,11 +89,13 @@ class LoadedSettings(Generic[S]):
         provenance: dotted key → one of SOURCES, for every key of the model; of tables by name, for
             those keys that were given.
         file: that "file" means; None if there is none.
+        overridden: keys of the file in whose place the command line says something else.
     """
 
     settings: S
     provenance: Mapping[str, str]
     file: Path | None = None
+    overridden: tuple[Overridden, ...] = ()
 
     def rows(self) -> Iterator[tuple[str, str, str]]:
         """Every setting as (dotted key, value for people, source), in the model's order."""
@@ -78,6 +116,7 @@ def load_settings(
     env_prefix: str,
     flags: Mapping[str, object],
     environ: Mapping[str, str] = os.environ,
+    other_variables: Collection[str] = (),
 ) -> LoadedSettings[S]:
     """Read and check the settings of one process.
 
@@ -87,6 +126,7 @@ def load_settings(
         env_prefix: "KVD" for variables such as KVD_DRAM__BYTES.
         flags: dotted key → value from the command line; None values were not given.
         environ: for tests.
+        other_variables: with the prefix, that are no settings: those of the command's options.
 
     Raises:
         InvalidSettingsError: naming every problem, separated by "; ".
@@ -94,10 +134,12 @@ def load_settings(
     known = tuple(_leaf_keys(model))
     given: dict[str, tuple[str, object]] = {}
     problems: list[str] = []
+    in_file = _flatten(_read_toml(toml_path), known)
+    by_flag = {key: value for key, value in flags.items() if value is not None}
     for source, values in (
-        ("file", _flatten(_read_toml(toml_path), known)),
-        ("env", _from_environ(env_prefix, known, environ, problems)),
-        ("flag", {key: value for key, value in flags.items() if value is not None}),
+        ("file", in_file),
+        ("env", _from_environ(env_prefix, known, environ, other_variables, problems)),
+        ("flag", by_flag),
     ):
         given.update({key: (source, value) for key, value in values.items()})
     problems += [
@@ -106,14 +148,46 @@ def load_settings(
         if not _path(key, known)
     ]
     usable = {key: value for key, value in given.items() if _path(key, known)}
-    settings, invalid = _validate(model, usable, known)
-    problems += invalid
+    settings, unusable = _validate(model, usable, known)
+    problems += unusable
     if problems or settings is None:
-        raise InvalidSettingsError("; ".join(problems), "correct the settings and start again")
+        raise invalid(problems)
     fixed = [key for key in known if ANY_NAME not in key]
     named = sorted(set(given) - set(fixed))
     provenance = {key: given[key][0] if key in given else "default" for key in (*fixed, *named)}
-    return LoadedSettings(settings, provenance, toml_path)
+    overridden = tuple(_overridden(model, known, in_file, by_flag))
+    return LoadedSettings(settings, provenance, toml_path, overridden)
+
+
+def warn_of_overridden(loaded: LoadedSettings[S]) -> None:
+    """Log each key of the file that does not count, because the command line says otherwise."""
+    for one in loaded.overridden:
+        log.warning(
+            "setting_overridden",
+            setting=one.key,
+            file=str(loaded.file),
+            in_file=one.in_file,
+            in_force=one.in_force,
+            remedy="the command line comes before the file: take it from one of them",
+        )
+
+
+def _overridden(
+    model: type[S],
+    known: tuple[str, ...],
+    in_file: Mapping[str, object],
+    by_flag: Mapping[str, object],
+) -> Iterator[Overridden]:
+    hidden = frozenset(_leaf_keys(model, only_hidden=True))
+    for key in in_file:
+        if key in by_flag and (texts := (_told(in_file[key]), _told(by_flag[key])))[0] != texts[1]:
+            is_hidden = _pattern(key, known) in hidden
+            yield Overridden(key, *((HIDDEN_TEXT, HIDDEN_TEXT) if is_hidden else texts))
+
+
+def _told(value: object) -> str:
+    """A value as it was given; one is as good as a list of one."""
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _validate(
@@ -215,24 +289,34 @@ def _flatten(
 
 
 def _from_environ(
-    prefix: str, known: tuple[str, ...], environ: Mapping[str, str], problems: list[str]
+    prefix: str,
+    known: tuple[str, ...],
+    environ: Mapping[str, str],
+    others: Collection[str],
+    problems: list[str],
 ) -> dict[str, object]:
-    """Variables that are ours; a near miss (one underscore where two belong) is a problem.
+    """Variables that are ours; a near miss is a problem: one underscore for two, a slip of the pen.
 
     A stranger's is not: orchestrators put names such as KVD_SERVICE_HOST into every environment.
     """
-    written_once = {key.replace(".", "_"): key for key in known if "." in key}
+    right = {key.replace(".", "_"): _variable(prefix, key) for key in known if ANY_NAME not in key}
+    right |= {name.removeprefix(f"{prefix}_").lower(): name for name in others}
     found: dict[str, object] = {}
     for variable, value in environ.items():
-        if not variable.startswith(prefix + "_"):
+        if not variable.startswith(prefix + "_") or variable in others:
             continue
         name = variable.removeprefix(prefix + "_").lower()
         if "__" in name or name in known:
             found[name.replace("__", ".")] = value
-        elif name in written_once:
-            right = f"{prefix}_{written_once[name].replace('.', '__').upper()}"
-            problems.append(f"{variable} (env): write it as {right}")
+        elif name in right:
+            problems.append(f"{variable} (env): write it as {right[name]}")
+        elif near := difflib.get_close_matches(name, right, n=1, cutoff=NEAR):
+            problems.append(f"{variable} (env): no such setting, did you mean {right[near[0]]}?")
     return found
+
+
+def _variable(prefix: str, key: str) -> str:
+    return f"{prefix}_{key.replace('.', '__').upper()}"
 
 
 def _unknown(key: str, known: tuple[str, ...]) -> str:

@@ -7,7 +7,7 @@ changes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -59,7 +59,7 @@ def changes(old: LoadedSettings[S], new: LoadedSettings[S], live: Sequence[str])
     ]
     applied = tuple(key for key in different if is_live(key, live))
     if not applied:
-        return Changes(old, (), tuple(different))
+        return Changes(replace(old, overridden=new.overridden), (), tuple(different))
     try:
         settings = type(old.settings).model_validate(_merged(old.settings, new.settings, live))
     except ValidationError as error:
@@ -70,7 +70,7 @@ def changes(old: LoadedSettings[S], new: LoadedSettings[S], live: Sequence[str])
     provenance = {key: where for key, where in old.provenance.items() if not is_live(key, live)}
     provenance |= {key: where for key, where in new.provenance.items() if is_live(key, live)}
     rest = tuple(key for key in different if key not in applied)
-    loaded = LoadedSettings(settings, _in_order(provenance, old, new), new.file)
+    loaded = LoadedSettings(settings, _in_order(provenance, old, new), new.file, new.overridden)
     return Changes(loaded, applied, rest)
 
 

@@ -1,4 +1,8 @@
-"""Claims the path of a Unix socket that is about to be listened at."""
+"""Claims the path of a Unix socket that is about to be listened at.
+
+The directory of a socket is made if the one above it is there, and that is logged: a slip of the
+pen is not to become a tree of directories in which nobody looks for a socket.
+"""
 
 import errno
 import os
@@ -6,6 +10,9 @@ import socket
 from pathlib import Path
 
 from shared.errors import ConfigError
+from shared.log import get_logger
+
+log = get_logger(__name__)
 
 
 class SocketInUseError(ConfigError):
@@ -20,9 +27,12 @@ def claim_path(path: Path) -> None:
     Raises:
         SocketInUseError: another process answers there, or the directory cannot be used.
     """
+    directory = path.parent
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not os.access(path.parent, os.W_OK | os.X_OK):
+        if not directory.is_dir():
+            directory.mkdir(mode=0o700, exist_ok=True)
+            log.info("directory_made", directory=str(directory), reason=f"for the socket {path}")
+        if not os.access(directory, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "the directory is not writable")
         if not path.exists():
             return
@@ -31,6 +41,11 @@ def claim_path(path: Path) -> None:
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(1.0)  # a full backlog must not hold the start
             probe.connect(str(path))
+    except FileNotFoundError as error:
+        raise SocketInUseError(
+            f"the socket {path} cannot be used: there is no directory {directory.parent}",
+            f"mkdir -p -m 700 {directory}, or name a path in a directory that is there",
+        ) from error
     except ConnectionRefusedError:
         path.unlink(missing_ok=True)  # left behind by a process that was killed
     except OSError as error:

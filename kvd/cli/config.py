@@ -8,6 +8,7 @@ import typer
 from kvd import config
 from kvd.cli.connection import open_client
 from kvd.cli.options import AsJson, Config, RuntimeDir, print_json
+from shared.config import InvalidSettingsError
 
 config_app = typer.Typer(help="Show, check or reload the settings.", no_args_is_help=True)
 
@@ -46,7 +47,12 @@ def config_show(
 @config_app.command("check")
 def config_check(config_file: Config = None) -> None:
     """Exit 0 if the settings can be used, else list every problem."""
-    config.load(config_file, {})
+    try:
+        config.load(config_file, {})
+    except InvalidSettingsError as error:
+        for problem in error.problems:
+            typer.echo(f"kvd: {problem}", err=True)
+        raise typer.Exit(error.exit_code) from error
     typer.echo("the settings are fine")
 
 

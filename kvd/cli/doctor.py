@@ -11,7 +11,7 @@ from rich.table import Table
 from kvd.cli.connection import open_client
 from kvd.cli.options import AsJson, Config, RuntimeDir, print_json
 from kvd.doctor.finding import Finding, Level, worst
-from kvd.doctor.machine import Machine, limits_of_this_process
+from kvd.doctor.machine import Machine, limits_of_this_process, may_read
 from shared.errors import ReportedError
 
 EXIT_PROBLEM = 1
@@ -54,7 +54,8 @@ def _file_in_use(runtime_dir: Path | None) -> Path | None:
         with open_client(runtime_dir) as client:
             name = client.settings().file
     except ReportedError:
-        return SYSTEM_CONFIG if os.access(SYSTEM_CONFIG, os.F_OK) else None
+        is_there = os.access(SYSTEM_CONFIG, os.F_OK) or not may_read(SYSTEM_CONFIG)
+        return SYSTEM_CONFIG if is_there else None
     return Path(name) if name else None
 
 

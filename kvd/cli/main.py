@@ -71,6 +71,7 @@ def serve(
     import uvloop
 
     from kvd import config
+    from shared.config import warn_of_overridden
     from shared.dumps import forbid_dumps
 
     live = config.load_live(config_file, flags)
@@ -78,6 +79,8 @@ def serve(
         forbid_dumps()
     _configure_logging(live.settings)
     live.on_change(_configure_logging)
+    warn_of_overridden(live.loaded)
+    live.on_change(lambda _: warn_of_overridden(live.loaded))
     os.umask(PRIVATE_UMASK)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve_until_signal(live))

@@ -118,7 +118,7 @@ def _arena(arena: kvd_pb2.ArenaStats) -> str:
     """What the DRAM tier is made of, and what became of the last kvd's."""
     if not arena.arena_id:
         return "no arena: no engine yet"
-    words = [f"kept: {arena.keep}", f"{arena.pages} pages"]
+    words = [f"kept: {arena.keep}"] + ([f"{arena.pages} pages"] if arena.pages else [])
     if arena.adopted_blocks:
         words.append(f"{arena.adopted_blocks} blocks adopted")
     return ", ".join(words)

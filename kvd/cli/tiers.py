@@ -100,6 +100,8 @@ def leases(
         found = client.leases(model)
     if as_json:
         print_json({"leases": [printing.plain(lease) for lease in found]})
+    elif not found:
+        typer.echo("no leases: nobody loads or stores just now")
     else:
         console = printing.console()
         console.print(views.leases_table(found, console.width))

@@ -80,9 +80,11 @@ def may_open(path: Path) -> bool:
 
 
 def may_read(path: Path) -> bool:
-    """Whether this process may read a file that is there; one that is not is another matter."""
-    is_there = os.access(path, os.F_OK, effective_ids=True)
-    return not is_there or os.access(path, os.R_OK, effective_ids=True)
+    """Whether this process may read a file, or may see that it is not there: another matter."""
+    if os.access(path, os.F_OK, effective_ids=True):
+        return os.access(path, os.R_OK, effective_ids=True)
+    seen = next(p for p in path.absolute().parents if os.access(p, os.F_OK, effective_ids=True))
+    return os.access(seen, os.X_OK, effective_ids=True)
 
 
 def is_directory(path: Path) -> bool:

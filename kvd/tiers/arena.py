@@ -5,6 +5,7 @@ descriptor can neither shrink it under us (SIGBUS) nor grow it. Who creates, fin
 arenas is kvd/tiers/arena_store.py.
 """
 
+import contextlib
 import errno
 import os
 import threading
@@ -64,7 +65,8 @@ class Arena:
         journal: see kvd/tiers/journal.py.
         progress: see kvd/tiers/progress.py.
         epoch: how many kvds have used the arena, from a random start.
-        pages: "hugetlb", "thp" or "small": what the memory is made of.
+        pages: what the memory is made of: "hugetlb"; once it is allocated, "thp" where the kernel
+            says that it has transparent huge pages, else "small"; "" while nobody has looked.
     """
 
     def __init__(
@@ -116,6 +118,9 @@ class Arena:
                 return start
             if not self._allocate(memory, start):
                 return start
+        if not self.pages:
+            with contextlib.suppress(OSError):
+                self.pages = "thp" if page_advice.huge_bytes(memory) else "small"
         return memory.nbytes
 
     @property

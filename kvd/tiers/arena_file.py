@@ -24,7 +24,7 @@ _OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 @dataclass(frozen=True)
 class SlotsFile:
-    """Fresh memory for slots, mapped; `pages` as in Arena."""
+    """Memory for slots, mapped; `pages` as in Arena."""
 
     fd: int
     slots: ArenaMap

@@ -150,6 +150,13 @@ class ArenaDirectory:
                 self._faults.reach(WritePoint.ARENA_REMOVED)
             self.path.rmdir()
 
+    def kept_bytes(self) -> int:
+        """Memory that its files take up."""
+        try:
+            return sum(path.stat().st_blocks * 512 for path in self.path.iterdir())
+        except OSError:  # there is none, or it is not ours to look at
+            return 0
+
     @contextmanager
     def _opened(self) -> Iterator[int]:
         directory_fd = arena_file.private_directory(self.path)

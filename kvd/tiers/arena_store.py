@@ -186,7 +186,8 @@ class ArenaStore:
         except (UnfitArenaError, ValueError) as error:
             self.discard(kept, str(error))
             return None
-        pages = "hugetlb" if os.fstat(kept.slots_fd).st_blksize > SECTOR_BYTES else "thp"
+        # Of its file system: st_blksize may be that of huge pages which the kernel only tries.
+        pages = "hugetlb" if os.fstatvfs(kept.slots_fd).f_bsize > SECTOR_BYTES else ""
         memory = SlotsFile(kept.slots_fd, slots, pages)
         self._advise(memory)
         arena = self._arena(layout, memory, journal, self._places[kept.place])
@@ -207,6 +208,18 @@ class ArenaStore:
             if fd >= 0:
                 os.close(fd)
         self._places[kept.place].remove(kept.fingerprint)
+
+    def tell_kept(self) -> None:
+        """Log what stays behind in memory when this process has ended, and how to remove it."""
+        for place in self._places.values():
+            if isinstance(place, ArenaDirectory) and (kept_bytes := place.kept_bytes()):
+                log.info(
+                    "dram_kept",
+                    directory=str(place.path),
+                    bytes=kept_bytes,
+                    reason="the next kvd with this state directory takes it over",
+                    remedy=f"rm -r {place.path}, if there is to be none (SIGINT leaves nothing)",
+                )
 
     # --------------------------------------------------------------------------------- creating
 
@@ -271,7 +284,7 @@ class ArenaStore:
                     ) from error
         fd = place.new_file(name, "slots", align_up(num_bytes, SECTOR_BYTES))
         try:
-            return SlotsFile(fd, ArenaMap(fd, layout.block_bytes, num_slots), "thp")
+            return SlotsFile(fd, ArenaMap(fd, layout.block_bytes, num_slots), "")
         except BaseException:
             os.close(fd)
             raise
@@ -302,7 +315,7 @@ class ArenaStore:
                 log.warning(
                     "numa_node_not_bound", node=self._options.numa_node, error=error.strerror
                 )
-        if memory.pages == "thp" and self._options.hugepages != "off":
+        if memory.pages != "hugetlb" and self._options.hugepages != "off":
             try:
                 page_advice.ask_huge_pages(memory.slots.memory)
             except OSError as error:

@@ -1,11 +1,14 @@
 """compose.yaml, compose.gpu.yaml and the Dockerfile name only what exists beside them."""
 
+import json
 import re
+from importlib import resources
 from pathlib import Path
 
 import pytest
 import typer
 import yaml
+from jsonschema.validators import validator_for
 
 from inference_svc.cli import app as inference_app
 from inference_svc.config import InferenceSettings, load_inference_settings
@@ -21,18 +24,12 @@ COMPOSE = yaml.safe_load((REPOSITORY / "compose.yaml").read_text())
 GPU = yaml.safe_load((REPOSITORY / "compose.gpu.yaml").read_text())
 DOCKERFILE = (REPOSITORY / "Dockerfile").read_text()
 SERVICES = COMPOSE["services"]
+SPECIFICATION = json.loads(
+    (resources.files("check_jsonschema") / "builtin_schemas/vendor/compose-spec.json").read_bytes()
+)
+SCHEMA = validator_for(SPECIFICATION)(SPECIFICATION)  # of the draft that it names
 OURS = ("namespaces", "kvd", "inference")
 PROGRAMS = {"kvd": kvd_app, "inference-svc": inference_app}
-# Of the Compose specification, what is used here; a slip of the pen is not among it.
-SERVICE_KEYS = frozenset(
-    (
-        *("build", "cap_drop", "command", "depends_on", "deploy", "environment", "healthcheck"),
-        *("image", "init", "ipc", "network_mode", "pid", "ports", "profiles", "read_only"),
-        *("restart", "security_opt", "shm_size", "stop_grace_period", "tmpfs", "ulimits", "user"),
-        "volumes",
-    )
-)
-HEALTH_KEYS = frozenset(("test", "interval", "timeout", "start_period", "retries"))
 HOST_MEMORY = "/dev/shm/cachedattention"  # noqa: S108
 
 
@@ -62,15 +59,37 @@ def commands() -> list[tuple[str, list[str]]]:
     return found
 
 
+def problems_of(document) -> list[str]:
+    """Where a document is not as the Compose specification's own schema has it."""
+    return [
+        f"{'/'.join(map(str, error.absolute_path))}: {error.message}"
+        for error in SCHEMA.iter_errors(document)
+    ]
+
+
 @pytest.mark.parametrize("document", [COMPOSE, GPU], ids=["compose.yaml", "compose.gpu.yaml"])
-def test_every_key_is_of_the_specification(document):
-    """No service has a key that compose does not know, and each is of the right shape."""
-    for name, service in document["services"].items():
-        assert set(service) <= SERVICE_KEYS, name
-        assert set(service.get("healthcheck", {})) <= HEALTH_KEYS, name
-        assert isinstance(service.get("environment", {}), dict)
+def test_they_are_as_the_specification_says(document):
+    """Every key is known to it and of the right shape; what is in the environment is text."""
+    assert problems_of(document) == []
+    for service in document["services"].values():
         assert all(isinstance(value, str) for value in service.get("environment", {}).values())
-    assert set(document) <= {"name", "services", "volumes", "x-image", "x-shared"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("stop_grace_perod", "60s"),
+        ("cap_drop", "ALL"),
+        ("healthcheck", {"test": ["CMD", "true"], "intervall": "1s"}),
+        ("ulimits", {"core": [0]}),
+        ("volumes", [{"source": "a", "target": "/a"}]),
+    ],
+)
+def test_a_slip_of_the_pen_is_found(key, value):
+    """A schema that took anything would prove nothing."""
+    service = {**SERVICES["kvd"], key: value}
+    (problem, *_) = problems_of({**COMPOSE, "services": {"kvd": service}})
+    assert problem.startswith("services/kvd")
 
 
 def test_what_refers_to_something_finds_it():
@@ -144,7 +163,20 @@ def test_settings_are_accepted_and_in_force():
         (environment, service.provenance),
     ):
         given = [key for key, where in loaded.items() if where == "env"]
-        assert len(given) == len(source)
+        settings = [name for name in source if name not in ("RUNTIME_DIRECTORY", "STATE_DIRECTORY")]
+        assert len(given) == len(settings)
+
+
+def test_the_service_is_where_its_volumes_and_its_clients_are(monkeypatch):
+    """The settings' "auto" means the directories that are mounted, and the socket that is asked."""
+    service, files = SERVICES["inference"], mounts("inference")
+    for name in ("RUNTIME_DIRECTORY", "STATE_DIRECTORY"):
+        monkeypatch.setenv(name, service["environment"][name])
+    path = REPOSITORY / files["/etc/kvd/inference-svc.toml"]
+    server = load_inference_settings(path, {}).settings.server
+    assert server.listen == (service["healthcheck"]["test"][-1],)
+    assert files[str(Path(server.listen[0].removeprefix("unix:")).parent)] == "inference-run"
+    assert files[str(server.state_dir)] == "inference-state"
 
 
 def test_users_and_groups_are_those_of_the_system():

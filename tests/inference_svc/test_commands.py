@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from structlog.testing import capture_logs
 
 from inference_svc.chat import describe
 from inference_svc.cli_connection import default_address
@@ -16,7 +17,8 @@ from inference_svc.config import load_inference_settings
 from inference_svc.core.counters import COUNTERS
 from inference_svc.core.errors import ListenError
 from inference_svc.core.submission import ModelTraits
-from inference_svc.listening import prepare_socket
+from inference_svc.default_places import default_listen
+from inference_svc.listening import prepare_sockets
 from inference_svc.status_view import format_gauge, status_tables
 from inference_svc.turn_defaults import turn_defaults
 from shared.access.addresses import UnguardedError
@@ -57,15 +59,23 @@ def test_flags_win_over_the_environment():
     assert settings.scheduler.max_running == 5
 
 
-def test_config_check_lists_every_problem_in_one_line(tmp_path):
+def test_config_check_lists_every_problem_on_a_line(tmp_path):
     """Unknown keys, bad values and bad addresses, each with what is accepted."""
     path = tmp_path / "inference.toml"
     path.write_text('[cache]\nmodus = "x"\nmode = "fast"\n[server]\nlisten = "anywhere"\n')
     checked = run("config", "check", "--config", str(path))
     assert checked.returncode == 78
-    (line,) = checked.stderr.splitlines()
-    for said in ("cache.modus", "did you mean cache.mode", "'fast'", "anywhere", "host:port"):
-        assert said in line
+    for line, said in zip(
+        checked.stderr.splitlines(),
+        (
+            ("cache.modus", "did you mean cache.mode"),
+            ("server.listen", "anywhere", "host:port"),
+            ("cache.mode", "'fast'"),
+        ),
+        strict=True,
+    ):
+        assert line.startswith("inference-svc: ")
+        assert all(part in line for part in said), line
 
 
 def test_the_shipped_settings_file_has_every_key():
@@ -98,6 +108,9 @@ def test_the_shipped_settings_file_says_the_defaults():
         ("model.attention", "flash9", "'torch'"),
         ("scheduler.mixed_step_tokens", 1, "16"),
         ("scheduler.answer_tokens", 0, "1"),
+        ("scheduler.kv_tokens", 3, "the window, half of it while KV is saved, would be 1"),
+        ("scheduler.kv_tokens", 1 << 50, "this machine has"),
+        ("server.max_message_bytes", 1 << 31, "less than or equal to"),
         ("scheduler.tenant_weights", "acme=-1", "greater than 0"),
         ("overflow.sink_tokens", -1, "greater than or equal to 0"),
         ("overflow.sink_tokens", "few", "valid integer"),
@@ -109,6 +122,35 @@ def test_values_that_cannot_be_are_named_with_what_is_accepted(key, value, said)
         load_inference_settings(None, {key: value})
     assert key in str(refused.value)
     assert said in str(refused.value)
+
+
+def test_sockets_and_ports_in_a_list(tmp_path):
+    """In the file a list or one address, in the environment a,b; "auto" is the usual socket."""
+    client = {"clients.a.token_sha256": ("0" * 64,), "clients.a.tenants": ("a",)}
+    path = tmp_path / "inference.toml"
+    for text, listen in (
+        ('["auto", "127.0.0.1:1"]', (default_listen(), "127.0.0.1:1")),
+        ('"unix:/run/a.sock"', ("unix:/run/a.sock",)),
+        ('"unix:/run/a.sock, [::1]:2"', ("unix:/run/a.sock", "[::1]:2")),
+    ):
+        path.write_text(f"[server]\nlisten = {text}\n")
+        assert load_inference_settings(path, client).settings.server.listen == listen
+    path.write_text('[server]\nlisten = ["auto", "10.0.0.1:1"]\n')
+    with pytest.raises(UnguardedError, match=r"10\.0\.0\.1"):  # whatever stands before it
+        load_inference_settings(path, client)
+    for text in ("[]", '["auto", "auto"]'):
+        path.write_text(f"[server]\nlisten = {text}\n")
+        with pytest.raises(InvalidSettingsError, match=r"server\.listen"):
+            load_inference_settings(path, {})
+
+
+def test_auto_is_what_the_supervisor_has_made(monkeypatch):
+    """Each instance of the unit has directories of its own, under the one file of settings."""
+    monkeypatch.setenv("RUNTIME_DIRECTORY", "/run/inference-svc-a")
+    monkeypatch.setenv("STATE_DIRECTORY", "/var/lib/inference-svc/a")
+    server = load_inference_settings(SHIPPED, {}).settings.server
+    assert server.listen == ("unix:/run/inference-svc-a/inference.sock",)
+    assert server.state_dir == Path("/var/lib/inference-svc/a")
 
 
 @pytest.mark.parametrize("listen", ["unix:relative", "unix:/" + "x" * 120, "host:port", "80"])
@@ -176,10 +218,24 @@ def test_a_socket_in_use_is_refused_and_a_stale_one_replaced(short_dir):
         server.bind(str(path))
         server.listen()
         with pytest.raises(ListenError, match="in use"):
-            prepare_socket(f"unix:{path}")
+            prepare_sockets([f"unix:{path}"])
         assert path.exists()
-    prepare_socket(f"unix:{path}")
+    prepare_sockets([f"unix:{path}"])
     assert not path.exists()
+
+
+def test_a_socket_far_from_any_directory_is_refused(short_dir):
+    """One directory is made for it, and told; a path that is wrong from the start is not."""
+    with pytest.raises(ListenError, match="there is no directory") as refused:
+        prepare_sockets([f"unix:{short_dir}/a/b/s"])
+    assert f"mkdir -p -m 700 {short_dir}/a/b" in str(refused.value)
+    assert not list(short_dir.iterdir())
+    with capture_logs() as lines:
+        prepare_sockets([f"unix:{short_dir}/a/s"])
+        prepare_sockets([f"unix:{short_dir}/a/t"])
+    told = [line["directory"] for line in lines if line["event"] == "directory_made"]
+    assert told == [str(short_dir / "a")]
+    assert (short_dir / "a").stat().st_mode & 0o777 == 0o700
 
 
 def test_a_file_in_the_way_is_not_removed(short_dir):
@@ -187,7 +243,7 @@ def test_a_file_in_the_way_is_not_removed(short_dir):
     path = Path(short_dir / "s")
     path.write_text("precious")
     with pytest.raises(ListenError):
-        prepare_socket(f"unix:{path}")
+        prepare_sockets([f"unix:{path}"])
     assert path.read_text() == "precious"
 
 

@@ -1,6 +1,7 @@
 """DRAM and leases over the ends of processes: kvd killed, engines stopped, killed, left alone."""
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -103,6 +104,10 @@ async def until_no_leases(kvd):
 
 def arena_files(kvd):
     return sorted(path.suffix for path in (kvd.state_dir.parent / "shm").rglob("*.*"))
+
+
+def bytes_in(directory):
+    return sum(path.stat().st_blocks * 512 for path in Path(directory).iterdir())
 
 
 async def test_dram_outlives_a_kill_of_kvd(tmp_path: Path) -> None:
@@ -228,3 +233,19 @@ async def test_an_engine_may_leave_ssd_alone(tmp_path: Path) -> None:
             assert {span.tier for span in grant.spans} == {"dram"}
             await engine.client.complete_load(grant)
         assert not await leases(kvd)
+
+
+@pytest.mark.parametrize(
+    ("number", "is_kept"), [(signal.SIGTERM, True), (signal.SIGINT, False)], ids=str
+)
+async def test_what_stays_in_memory_is_told(tmp_path: Path, number, is_kept: bool) -> None:
+    """After SIGTERM the log says where the arena's file is, how large, and how to remove it."""
+    async with running_kvd(tmp_path, *FLAGS) as kvd, attached_engine(kvd.runtime_dir) as engine:
+        await engine.store(key_of("a"), TOKENS)
+        await kvd.signal(number)
+    lines = [json.loads(line) for line in kvd.log().splitlines()]
+    told = [line for line in lines if line["event"] == "dram_kept"]
+    assert len(told) == is_kept
+    for line in told:
+        assert line["bytes"] == bytes_in(line["directory"]) > 0
+        assert line["remedy"].startswith(f"rm -r {line['directory']}")

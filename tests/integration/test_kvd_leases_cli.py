@@ -75,12 +75,14 @@ async def test_leases_are_listed_with_their_holder(tmp_path: Path) -> None:
         await engine.client.complete_load(load)
         await engine.client.complete_store(store, success=False)
         left = await _leases(kvd)
+        told = (await run_cli("leases", "--runtime-dir", str(kvd.runtime_dir)))[1]
     facts = [(lease["kind"], lease["session"]["session_id"], lease["num_slots"]) for lease in held]
     assert facts == [("load", "a", 4), ("store", "b", 3)]
     assert {lease["pid"] for lease in held} == {os.getpid()}
     assert not any(lease["quarantined"] for lease in held)
     assert table.count("engine-under-test") == 2
     assert left == []
+    assert told == "no leases: nobody loads or stores just now\n"
 
 
 async def test_a_stopped_writer_is_quarantined_over_a_restart_and_can_be_killed(

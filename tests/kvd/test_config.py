@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kvd.cli.main import main
 from kvd.config import (
     ENV_PREFIX,
     EngineUserSettings,
@@ -138,6 +139,32 @@ def test_bad_values_name_what_is_accepted(key, value, accepted):
         load(None, {key: value})
     for part in (key, value, accepted):
         assert part in str(error.value)
+
+
+def test_more_than_the_machine_has_is_refused(tmp_path, capsys):
+    """`config check` has a line for each size that cannot be, layouts' own included."""
+    path = tmp_path / "kvd.toml"
+    path.write_text(
+        f'state_dir = "{tmp_path}"\n[dram]\nbytes = "999TB"\n[ssd]\nbytes = "999TB"\n'
+        '[layouts.ab]\ndram = "999TB"\n'
+    )
+    with pytest.raises(SystemExit) as ended:
+        main(["config", "check", "--config", str(path)])
+    assert ended.value.code == 78
+    lines = capsys.readouterr().err.splitlines()
+    keys = ("dram.bytes", "ssd.bytes", "layouts.ab.dram")
+    for line, key in zip(lines, keys, strict=True):
+        assert line.startswith(f"kvd: {key} = 999.0 TB: this machine has ")
+        assert "write less" in line
+
+
+def test_a_mistyped_variable_is_refused(monkeypatch):
+    """One underscore or letter off, it would count for nothing; the options' own may be there."""
+    monkeypatch.setenv("KVD_TLS_KEY_FILE", "key.pem")
+    load(None, {})
+    monkeypatch.setenv("KVD_RUNTIME_DRI", "/run/other")
+    with pytest.raises(InvalidSettingsError, match=r"KVD_RUNTIME_DRI .*KVD_RUNTIME_DIR\?"):
+        load(None, {})
 
 
 def test_what_a_client_or_a_user_cannot_be(tmp_path):

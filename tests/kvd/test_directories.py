@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from kvd.directories import check_socket_paths, claim_directory
 from kvd.errors import RunningError, UnusableDirectoryError
@@ -37,6 +38,29 @@ def test_unusable_directories(tmp_path):
     for path in (open_to_all, tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(UnusableDirectoryError, match="--state-dir"):
             claim_directory(path, "state", "--state-dir")
+
+
+def test_a_directory_that_others_write_to_can_be_mended(tmp_path):
+    """The remedy is the command; after it the directory is taken."""
+    path = tmp_path / "open"
+    path.mkdir()
+    path.chmod(0o777)
+    with pytest.raises(UnusableDirectoryError, match=f"chmod 700 {path}"):
+        claim_directory(path, "state", "--state-dir")
+    path.chmod(0o700)
+    os.close(claim_directory(path, "state", "--state-dir"))
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_directory_that_is_made_is_told(tmp_path, is_there):
+    """A slip of the pen makes one where nobody looks for it."""
+    path = tmp_path / "a" / "b"
+    if is_there:
+        path.mkdir(parents=True)
+    with capture_logs() as lines:
+        os.close(claim_directory(path, "runtime", "--runtime-dir"))
+    made = [line["directory"] for line in lines if line["event"] == "directory_made"]
+    assert made == ([] if is_there else [str(path)])
 
 
 def test_socket_paths_have_a_limit():

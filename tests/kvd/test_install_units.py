@@ -1,6 +1,7 @@
 """`kvd install-units`: what it puts where, and what it leaves alone."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -148,6 +149,34 @@ def test_installed_settings_are_the_reference_with_the_systems_users(tmp_path):
     # Of its users, this machine need not have any.
     config.load(tmp_path / "etc/kvd/kvd.toml", {"access.allowed_uids": ["root"]})
     load_inference_settings(tmp_path / "etc/kvd/inference-svc.toml", {})
+
+
+TOOLS = [shutil.which(name) for name in ("systemd-sysusers", "systemd-tmpfiles")]
+
+
+@pytest.mark.skipif(None in TOOLS or os.geteuid() != 0, reason="needs root and systemd's tools")
+def test_settings_are_for_the_services_alone(tmp_path):
+    """Tokens' digests and TLS keys may lie in /etc/kvd: only root and both services may enter."""
+    install("--root", str(tmp_path))
+    for tool in TOOLS:
+        more = ("--create",) if tool.endswith("tmpfiles") else ()
+        done = subprocess.run(
+            [tool, f"--root={tmp_path}", *more, "cachedattention.conf"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+    status = (tmp_path / "etc/kvd").stat()
+    assert (status.st_uid, status.st_mode & 0o777) == (0, 0o750)
+    groups = [line.split(":") for line in (tmp_path / "etc/group").read_text().splitlines()]
+    (config,) = [group for group in groups if int(group[2]) == status.st_gid]
+    assert config[0] == "kvd-config"
+    assert set(config[3].split(",")) == {"kvd", "inference"}
+    for unit in ("kvd.service", "inference-svc@.service"):
+        said = dict(_directives(read_shipped()[unit]))
+        assert said["ConfigurationDirectoryMode"] == "0750"  # else systemd would warn of it
+        assert "kvd-config" in said["SupplementaryGroups"].split()
 
 
 def test_every_user_and_group_that_is_named_is_made():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import Field
 
-from shared.config import InvalidSettingsError, load_settings
+from shared.config import InvalidSettingsError, Overridden, load_settings
 from shared.setting_types import (
     ByteSize,
     ByteSizeOrAuto,
@@ -197,6 +197,50 @@ def test_problems_in_a_map_of_plain_values(tmp_path, weights, problem):
 def test_strangers_in_the_environment_are_ignored(tmp_path):
     """Variables that only share the prefix are not ours."""
     assert _load(tmp_path, environ={"EX_SERVICE_HOST": "10.0.0.1"}).settings == Example()
+
+
+@pytest.mark.parametrize(
+    ("variable", "right"),
+    [
+        ("EX_NAM", "EX_NAME"),
+        ("EX_DRAM_SLT", "EX_DRAM__SLOT"),
+        ("EX_SESSION_TTL", "EX_SESSIONS__TTL"),
+        ("EX_TOKN_FILE", "EX_TOKEN_FILE"),
+    ],
+)
+def test_a_slip_of_the_pen_in_a_variable_is_a_problem(variable, right):
+    """It would count for nothing, and nobody would know; what the command takes is let be."""
+    others = ("EX_TOKEN_FILE",)
+    with pytest.raises(InvalidSettingsError, match=rf"{variable} \(env\): .*{right}\?"):
+        load_settings(Example, None, "EX", {}, {variable: "x"}, others)
+    loaded = load_settings(Example, None, "EX", {}, {"EX_TOKEN_FILE": "x"}, others)
+    assert loaded.settings == Example()
+
+
+def test_what_the_command_line_overrides_is_known(tmp_path):
+    """Each key of the file with both values; not what is the same there, nor the environment's."""
+    loaded = _load(
+        tmp_path,
+        'name = "a"\n[dram]\nbytes = "1GB"\nslot = "1KB"\n[sessions]\nuids = [1, 2]\n',
+        {"name": "b", "dram.slot": "1KB", "sessions.uids": ("1", "2", "3")},
+        {"EX_DRAM__BYTES": "2GB"},
+    )
+    assert loaded.overridden == (
+        Overridden("name", "a", "b"),
+        Overridden("sessions.uids", "1, 2", "1, 2, 3"),
+    )
+    assert not _load(tmp_path, 'name = "a"').overridden
+
+
+def test_every_problem_can_have_its_line(tmp_path):
+    """The error has them in one line for a log, and apart for a command."""
+    with pytest.raises(InvalidSettingsError) as refused:
+        _load(tmp_path, "[dram]\nbyts = 1\nnum_pools = 0\n")
+    assert len(refused.value.problems) == 2
+    assert all(problem in str(refused.value) for problem in refused.value.problems)
+    with pytest.raises(InvalidSettingsError) as refused:
+        _load(tmp_path, "[dram")
+    assert refused.value.problems == (str(refused.value),)
 
 
 def test_top_level_keys(tmp_path):

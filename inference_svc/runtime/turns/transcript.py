@@ -73,7 +73,9 @@ class TranscriptStore:
             TranscriptError: it cannot be written, or another service uses it.
         """
         try:
-            self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not self._directory.is_dir():
+                self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+                log.info("directory_made", directory=str(self._directory), reason="transcripts")
             self._lock_file = os.open(self._directory / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -12,7 +12,7 @@ import pytest
 from kvd.config import AccessSettings, DramSettings, LimitSettings, Settings, SsdSettings
 from kvd.doctor.finding import Finding, Level, worst
 from kvd.doctor.kernel import check_cuda, check_kernel, check_numa
-from kvd.doctor.machine import Machine, ProcessLimits
+from kvd.doctor.machine import Machine, ProcessLimits, may_read
 from kvd.doctor.memory import (
     check_huge_pages,
     check_locked_memory,
@@ -330,3 +330,18 @@ def test_swap(machine: Machine) -> None:
     assert [found.level for found in check_swap(machine, {"MemorySwapMax": "0"})] == [Level.OK]
     _write(machine.sys / "fs/cgroup/kvd.slice/memory.swap.max", "0")
     assert [found.level for found in check_swap(machine, {})] == [Level.OK]
+
+
+def test_a_file_in_a_closed_directory_is_not_taken_for_missing(tmp_path):
+    """Settings in /etc/kvd, which others may not enter, are hidden, not absent."""
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    (closed / "kvd.toml").write_text("")
+    closed.chmod(0)
+    with _as_nobody(tmp_path):
+        assert not may_read(closed / "kvd.toml")
+        assert not may_read(closed / "kvd" / "kvd.toml")
+        assert may_read(tmp_path / "missing.toml")
+        assert may_read(tmp_path / "missing" / "kvd.toml")
+    closed.chmod(0o700)
+    assert may_read(closed / "kvd.toml")

@@ -1,5 +1,6 @@
 """One arena: its size, its seals, its pages."""
 
+import mmap
 import os
 import resource
 from pathlib import Path
@@ -15,6 +16,7 @@ from kvd.tiers.arena_store import (
     HugepagesUnavailableError,
     resolve_keep,
 )
+from shared import machine
 from shared.kv_layout import Component, KVLayout, Layer
 from tests.synthetic_engine import MODEL, small_layout
 
@@ -96,8 +98,38 @@ def test_huge_pages_that_are_not_there(tmp_path):
     with pytest.raises(HugepagesUnavailableError, match=r"vm\.nr_hugepages"):
         store_of(tmp_path, hugepages="on").create(HUGE_LAYOUT, num_slots)
     arena = store_of(tmp_path, hugepages="auto").create(HUGE_LAYOUT, num_slots)
-    assert arena.pages == "thp"
+    assert not arena.pages  # as long as none is there
     arena.close()
+
+
+@pytest.mark.parametrize("keep", ["none", "file"])
+def test_pages_are_what_the_kernel_shows(tmp_path, keep):
+    """Transparent huge pages were asked for: whether there are any is known when they are taken."""
+    options = {"keep": keep, "directory": Path("/dev/shm"), "hugepages": "auto"}  # noqa: S108
+    arena = store_of(tmp_path, **options).create(small_layout(), 1024)
+    if arena.pages != "hugetlb":  # no pool of them on this machine
+        assert not arena.pages
+        arena.prefault()
+        shown = page_advice.huge_bytes(arena.slots.memory)
+        assert arena.pages == ("thp" if shown else "small")
+        if machine.shared_huge_pages() in ("never", "deny"):
+            assert arena.pages == "small"
+    arena.close()
+
+
+@pytest.mark.skipif(machine.private_huge_pages() == "never", reason="the kernel gives none")
+def test_huge_pages_are_counted_in_their_own_mapping():
+    """Private memory may have some where shared memory has none; a neighbour's do not count."""
+    private = mmap.mmap(-1, 32 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    shared = mmap.mmap(-1, 1 << 20, mmap.MAP_SHARED)
+    with private, shared, memoryview(private) as memory, memoryview(shared) as neighbour:
+        page_advice.ask_huge_pages(memory)
+        assert page_advice.huge_bytes(memory) == 0
+        page_advice.populate(memory)
+        page_advice.populate(neighbour)
+        assert page_advice.huge_bytes(memory) > 0
+        if machine.shared_huge_pages() in ("never", "deny", "advise"):
+            assert page_advice.huge_bytes(neighbour) == 0
 
 
 def test_files_cannot_promise_huge_pages(tmp_path):
