@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -350,14 +351,19 @@ def _describe_now(
     about: inference_pb2.Model, parts: EngineParts
 ) -> Callable[[], inference_pb2.Model]:
     """A call that adds what does change."""
+    start_s = time.monotonic()
 
     def describe() -> inference_pb2.Model:
+        uptime = {"uptime_s": time.monotonic() - start_s}
         now = inference_pb2.Model(
             kvd_state=parts.store.state,
             running_turns=parts.engine.num_running,
             waiting_turns=parts.engine.num_waiting,
             counters=parts.counters.snapshot(),
-            gauges={**parts.engine.gauges(), **parts.rates.as_dict()},
+            gauges=uptime
+            | parts.engine.gauges()
+            | parts.rates.as_dict()
+            | parts.measures.as_gauges(),
         )
         now.MergeFrom(about)
         return now

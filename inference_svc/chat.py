@@ -1,16 +1,22 @@
-"""`inference-svc chat`: a terminal chat against a running service, showing reuse per turn."""
+"""`inference-svc chat`: talk to a running service on a terminal, seeing reuse; or in a pipe."""
 
 import asyncio
+import sys
+from collections.abc import Callable
 from contextlib import aclosing
 
 from rich.console import Console
 
 from inference_svc.client import InferenceClient, turn_request
+from inference_svc.word_wrap import WordWrap
+from shared import printing
 from shared.errors import ReportedError
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.units import format_duration
 
 HELP = "an empty line or Ctrl-D leaves; the session stays and can be continued with --session"
+
+RequestOf = Callable[[str, str], pb.SubmitTurnRequest]
 
 
 async def chat(
@@ -18,23 +24,59 @@ async def chat(
 ) -> None:
     """Talk until the user leaves, and close the client.
 
+    Without a terminal at both ends it is a filter: each line is a question, its answer comes out
+    and nothing else. There an error ends it; a person may go on after one.
+
     Raises:
-        ReportedError: the service cannot be reached.
+        ReportedError: the service cannot be reached; or, of a filter, has not answered.
     """
-    console = Console(highlight=False)
     sampling = pb.Sampling(max_tokens=max_tokens, temperature=temperature)
     async with client:
         model = await client.get_model()
-        console.print(f"[bold]{model.name}[/] {model.mode}, kvd {model.kvd_state} — {HELP}")
-        while line := await _ask(console):
+
+        def request_of(line: str, session_id: str) -> pb.SubmitTurnRequest:
             given = [pb.ChatMessage(role="user", content=line)] if model.has_chat_template else line
-            request = turn_request(given, session_id, sampling=sampling, wait=True)
-            try:
-                session_id = await _answer(console, client, request)
-            except ReportedError as error:
-                console.print(str(error), style="red", markup=False)
-        if session_id:
-            console.print(f"[dim]session {session_id}[/]")
+            return turn_request(given, session_id, sampling=sampling, wait=True)
+
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            await _converse(client, model, request_of, session_id)
+        else:
+            await _filter(client, request_of, session_id)
+
+
+async def _converse(
+    client: InferenceClient, model: pb.Model, request_of: RequestOf, session_id: str
+) -> None:
+    """Ask a person for the next line, until it is empty."""
+    console = printing.console()
+    console.print(f"[bold]{model.name}[/] {model.mode}, kvd {model.kvd_state} — {HELP}")
+    while line := await _ask(console):
+        try:
+            session_id = await _answer(console, client, request_of(line, session_id))
+        except ReportedError as error:
+            console.print(str(error), style="red", markup=False)
+    if session_id:
+        console.print(f"[dim]session {session_id}[/]")
+
+
+async def _filter(client: InferenceClient, request_of: RequestOf, session_id: str) -> None:
+    """Answer line by line; blank lines are no questions."""
+    while line := await asyncio.to_thread(sys.stdin.buffer.readline):
+        question = line.decode(errors="replace").strip()
+        if not question:
+            continue
+        async with aclosing(client.stream_turn(request_of(question, session_id))) as events:
+            async for event in events:
+                if event.HasField("accepted"):
+                    session_id = event.accepted.session_id
+                elif event.HasField("tokens"):
+                    _write("".join(token.text for token in event.tokens.tokens))
+        _write("\n")
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 async def _ask(console: Console) -> str:
@@ -48,16 +90,16 @@ async def _ask(console: Console) -> str:
 async def _answer(console: Console, client: InferenceClient, request: pb.SubmitTurnRequest) -> str:
     """Show the answer as it comes, then what it cost; return the session's id."""
     session_id = request.session_id
+    wrap = WordWrap(console.width)
     async with aclosing(client.stream_turn(request)) as events:
         async for event in events:
             kind = event.WhichOneof("event")
             if kind == "accepted":
                 session_id = event.accepted.session_id
             elif kind == "tokens":
-                text = "".join(token.text for token in event.tokens.tokens)
-                console.print(text, end="", markup=False)
+                _write(wrap.feed("".join(token.text for token in event.tokens.tokens)))
             elif kind == "finished":
-                console.print()
+                _write(wrap.end() + "\n")
                 console.print(describe(event.finished.usage), style="dim", markup=False)
     return session_id
 

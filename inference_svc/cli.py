@@ -8,6 +8,7 @@ import typer
 
 from inference_svc.cli_commands import COMMANDS
 from inference_svc.cli_connection import (
+    MOVABLE,
     Address,
     TlsCa,
     TlsCert,
@@ -15,7 +16,9 @@ from inference_svc.cli_connection import (
     TokenFile,
     client_of,
 )
-from shared.errors import ReportedError
+from shared.command_line import arranged
+from shared.errors import InvalidInputError, ReportedError
+from shared.group_help import WholeHelp
 from shared.lazy_commands import lazy_group
 from shared.version import __version__
 
@@ -29,26 +32,37 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     cls=lazy_group(COMMANDS),
-    help="Serve a model over multi-turn sessions, reusing the KV that kvd keeps.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-config_app = typer.Typer(help="Look at the settings.", no_args_is_help=True)
+config_app = typer.Typer(
+    cls=WholeHelp, help="Look at the settings.", rich_markup_mode=None, no_args_is_help=True
+)
 
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document.")]
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="Settings file (TOML).", show_default=False)
 ]
 
 
-@app.callback(invoke_without_command=True)
-def top(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-) -> None:
-    """Options of the command itself."""
-    if version:
+def _say_version(is_asked: bool) -> None:
+    if is_asked:
         typer.echo(__version__)
         raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_say_version, help="Print the version."),
+    ] = False,
+) -> None:
+    """Serve a model over multi-turn sessions, reusing the KV that kvd keeps.
+
+    --address, with what belongs to it, stands before or after the command.
+    """
 
 
 def serve(
@@ -76,6 +90,9 @@ def serve(
     ] = None,
     kv_tokens: Annotated[int | None, typer.Option(help="KV in memory; 0: by free memory.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning, error.")] = None,
+    log_format: Annotated[
+        str | None, typer.Option(help="auto (text on a terminal), json or text.")
+    ] = None,
 ) -> None:
     """Serve a model until SIGTERM."""
     flags = {
@@ -95,6 +112,7 @@ def serve(
         "scheduler.max_turns": max_turns,
         "scheduler.kv_tokens": kv_tokens,
         "log.level": log_level,
+        "log.format": log_format,
     }
     from inference_svc.config import load_inference_settings
     from inference_svc.engine_extra import require_engine
@@ -120,7 +138,10 @@ def chat(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
 ) -> None:
-    """Talk to a running service; each answer shows what was reused."""
+    """Talk to a running service; each answer shows what was reused.
+
+    In a pipe it is a filter: each line of stdin is a question, and only answers come out.
+    """
     import asyncio
 
     from inference_svc.chat import chat as talk
@@ -134,34 +155,73 @@ def chat(
 
 def status(
     address: Address,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Every gauge and count, with its meaning.")
+    ] = False,
+    as_json: AsJson = False,
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
 ) -> None:
-    """Say what a running service serves; exit code 69 if nobody answers."""
+    """Say what a running service serves, and how it goes; exit code 69 if nobody answers."""
     import asyncio
     import json
 
-    from google.protobuf.json_format import MessageToDict
-    from rich.console import Console
-
-    from inference_svc.status_view import status_tables
+    from inference_svc.status_view import status_lines, status_tables
+    from shared import printing
 
     async def get_model() -> "pb.Model":
         async with client_of(address, token_file, tls_ca, tls_cert, tls_key) as client:
             return await client.get_model()
 
     model = asyncio.run(get_model())
-    fields = MessageToDict(
-        model, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
     if as_json:
-        typer.echo(json.dumps(fields, indent=2))
+        typer.echo(json.dumps(printing.plain(model), indent=2))
         return
-    for table in status_tables(model):
-        Console().print(table)
+    console = printing.console()
+    if everything:
+        console.print(*status_tables(model), sep="")
+        return
+    for line in status_lines(model, console.width):
+        typer.echo(line)
+
+
+def top(
+    address: Address,
+    interval: Annotated[
+        str, typer.Option("--interval", metavar="TIME", help="Time between two looks.")
+    ] = "2s",
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Watch a running service: tokens a second, hit rate, first tokens, turns; live."""
+    import asyncio
+
+    from inference_svc.top import LEAST_INTERVAL_S
+    from inference_svc.top import top as watch
+    from shared.units import parse_duration_s
+
+    try:
+        every_s = parse_duration_s(interval)
+    except ValueError as error:
+        raise InvalidInputError(f"--interval: {error}", 'as in "2s"') from error
+    if every_s < LEAST_INTERVAL_S:
+        raise InvalidInputError(
+            f"--interval {interval} is too short", f"give {LEAST_INTERVAL_S} s or more"
+        )
+
+    async def watched() -> None:
+        await watch(client_of(address, token_file, tls_ca, tls_cert, tls_key), every_s)
+
+    asyncio.run(watched())
+
+
+def version() -> None:
+    """Print the version."""
+    typer.echo(__version__)
 
 
 @config_app.command("show")
@@ -172,9 +232,8 @@ def config_show(
     """Print every setting, where it comes from, and whether a reload (SIGHUP) changes it."""
     import json
 
-    from rich.console import Console
-
     from inference_svc.config import LIVE_KEYS, load_inference_settings
+    from shared import printing
     from shared.reload import is_live
 
     loaded = load_inference_settings(config, {})
@@ -185,7 +244,7 @@ def config_show(
         }
         typer.echo(json.dumps(rows, indent=2))
     else:
-        Console().print(_table(loaded))
+        printing.console().print(_table(loaded, printing.console().width))
 
 
 @config_app.command("check")
@@ -203,24 +262,39 @@ def config_check(config: ConfigOption = None) -> None:
     typer.echo("the settings are right")
 
 
-def _table(loaded: "LoadedSettings[InferenceSettings]") -> "Table":
-    from rich.table import Table
-
+def _table(loaded: "LoadedSettings[InferenceSettings]", width: int) -> "Table":
     from inference_svc.config import LIVE_KEYS
     from shared.reload import is_live
+    from shared.tables import Column, fitted
 
-    table = Table(box=None)
-    for name in ("setting", "value", "from", ""):
-        table.add_column(name, overflow="fold")
-    for key, value, source in loaded.rows():
-        table.add_row(key, value, source, "live" if is_live(key, LIVE_KEYS) else "")
-    return table
+    columns = (
+        Column("setting"),
+        Column("value", may_be_cut=True, least=16),
+        Column("from", rank=2),
+        Column("reload", rank=1),
+    )
+    rows = [
+        (key, value, source, "live" if is_live(key, LIVE_KEYS) else "")
+        for key, value, source in loaded.rows()
+    ]
+    return fitted(columns, rows, width)
 
 
-def main() -> None:
-    """Entry point: run the command, turn errors into one line and an exit code."""
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point: run the command, turn errors into one line and an exit code.
+
+    Args:
+        arguments: of the command; None: those of the process.
+
+    Raises:
+        SystemExit: always.
+    """
     try:
-        app()
+        root = typer.main.get_command(app)
+        root(
+            arranged(root, sys.argv[1:] if arguments is None else arguments, MOVABLE),
+            prog_name="inference-svc",
+        )
     except ReportedError as error:
         print(f"inference-svc: {error}", file=sys.stderr)  # noqa: T201
         sys.exit(error.exit_code)

@@ -12,6 +12,8 @@ from shared.access.addresses import UNIX
 if TYPE_CHECKING:
     from inference_svc.client import InferenceClient
 
+# May stand before or after the command's name.
+MOVABLE = ("--address", "--token-file", "--tls-ca", "--tls-cert", "--tls-key")
 SYSTEM_DIRECTORIES = "inference-svc*"  # of the units in systemd/, one a service
 _RUN = Path("/run")
 
@@ -32,6 +34,7 @@ Address = Annotated[
         envvar="INFERENCE_ADDRESS",
         help="Where the service listens: unix:/path or host:port.",
         default_factory=default_address,
+        show_default="of your own service, or the only one of the system",
     ),
 ]
 TokenFile = Annotated[

@@ -1,37 +1,123 @@
-"""What `inference-svc status` shows a person: the service, its gauges, its counters. Pure."""
+"""What `inference-svc status` shows a person: one screen, or everything with its meaning. Pure.
 
-from collections.abc import Iterator
+The screen answers what is asked first: what is served, what goes on, how much of the history was
+not computed again, how soon first tokens come, how many tokens a second, and what went wrong.
+"""
 
-from google.protobuf.json_format import MessageToDict
+from collections.abc import Iterator, Mapping
+
 from rich.table import Table
 
 from inference_svc.core.counters import COUNTERS
 from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.printing import hanging, plain
 from shared.units import format_bytes, format_duration
 
 MAPS = ("gauges", "counters")  # fields of Model that have tables of their own
+TROUBLES = (  # counts that are nothing to worry about only while they are 0
+    *("turns_failed", "turns_refused", "expired", "steps_failed"),
+    *("load_errors", "loads_retried", "save_errors", "save_dropped", "saves_refused"),
+    *("shifts_failed", "store_discards_failed"),
+)
+_INDENT = 13
+
+
+def status_lines(model: pb.Model, width: int) -> Iterator[str]:
+    """One screen: what is served and how it goes, a line or two each."""
+    for label, text in _facts(model, model.counters, model.gauges):
+        yield hanging(label, text, width, _INDENT)
+
+
+def _facts(
+    model: pb.Model, counts: Mapping[str, int], gauges: Mapping[str, float]
+) -> Iterator[tuple[str, str]]:
+    yield "model", f"{model.name} ({model.architecture}, {model.dtype} on {model.device})"
+    uptime = f", up {format_duration(gauges['uptime_s'])}" if "uptime_s" in gauges else ""
+    yield "service", f"{model.version}{uptime}, mode {model.mode}, kvd {model.kvd_state}"
+    kv = f"{format_bytes(model.kv_bytes_per_token)} of KV a token"
+    yield "context", f"{model.context_window:,} tokens, then {model.overflow or 'reject'}; {kv}"
+    ended = (("turns_finished", "answered"), ("turns_cancelled", "cancelled"))
+    yield (
+        "turns",
+        f"{model.running_turns} run, {model.waiting_turns} wait; "
+        + ", ".join(f"{counts.get(name, 0):,} {word}" for name, word in ended),
+    )
+    yield "hit rate", _hit_rate(counts)
+    yield "first token", _ttft(gauges)
+    yield "answers", _answers(counts, gauges)
+    yield "KV in memory", _memory(gauges)
+    troubles = [f"{counts[name]:,} {COUNTERS[name]}" for name in TROUBLES if counts.get(name)]
+    for index, trouble in enumerate(troubles or ["none"]):
+        yield "" if index else "troubles", trouble
+
+
+def hit_rate(counts: Mapping[str, int]) -> float | None:
+    """The share of history that was not computed again; None: there was no history."""
+    history = counts.get("history_tokens", 0)
+    return counts.get("reused_tokens", 0) / history if history else None
+
+
+def _hit_rate(counts: Mapping[str, int]) -> str:
+    share = hit_rate(counts)
+    if share is None:
+        return "no turn had a history yet"
+    return (
+        f"{share:.1%} of {counts['history_tokens']:,} tokens of history were reused, "
+        f"{counts.get('recomputed_tokens', 0):,} computed again; "
+        f"{counts.get('new_tokens', 0):,} were new"
+    )
+
+
+def _ttft(gauges: Mapping[str, float]) -> str:
+    if "ttft_p50_s" not in gauges:
+        return "none yet"
+    half, most = (format_duration(gauges[f"ttft_{name}_s"]) for name in ("p50", "p95"))
+    return f"after {half} for half of the turns, {most} for 95 %"
+
+
+def _answers(counts: Mapping[str, int], gauges: Mapping[str, float]) -> str:
+    num_tokens = counts.get("output_tokens", 0)
+    words = [f"{num_tokens:,} tokens"]
+    if num_tokens and gauges.get("compute_busy_s"):
+        words.append(f"{num_tokens / gauges['compute_busy_s']:,.3g} tokens/s while it computes")
+    if num_tokens and gauges.get("uptime_s"):
+        words.append(f"{num_tokens / gauges['uptime_s']:,.3g}/s since the start")
+    if "tpot_p50_s" in gauges:
+        words.append(f"{format_duration(gauges['tpot_p50_s'])} a token")
+    return ", ".join(words)
+
+
+def _memory(gauges: Mapping[str, float]) -> str:
+    rows, free = (int(gauges.get(name, 0)) for name in ("pool_rows", "pool_free_rows"))
+    share = f" ({(rows - free) / rows:.0%})" if rows else ""
+    return (
+        f"{rows - free:,} of {rows:,} rows{share}; "
+        f"{int(gauges.get('resident_sessions', 0)):,} sessions rest in it"
+    )
 
 
 def status_tables(model: pb.Model) -> Iterator[Table]:
     """One table each of what is served, how it goes, and what was counted since the start."""
-    served = Table("what", "value", box=None)
-    fields = MessageToDict(
-        model, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
-    for name, value in fields.items():
+    served = _table("what", "value")
+    for name, value in plain(model).items():
         if name not in MAPS:
             served.add_row(name, str(value))
     yield served
     if model.gauges:
-        gauges = Table("\nnow", "\nvalue", box=None)
+        gauges = _table("\nnow", "\nvalue")
         for name, number in sorted(model.gauges.items()):
             gauges.add_row(name, format_gauge(name, number))
         yield gauges
-    counted = Table("\nsince the start", "\ncount", "\nwhat", box=None)
+    counted = _table("\nsince the start", "\ncount", "\nwhat")
     for name in (*COUNTERS, *sorted(set(model.counters) - set(COUNTERS))):
         if name in model.counters:  # a service of another version counts other things
             counted.add_row(name, f"{model.counters[name]:,}", COUNTERS.get(name, ""))
     yield counted
+
+
+def _table(*headings: str) -> Table:
+    """As kvd's tables look."""
+    return Table(*headings, box=None, pad_edge=False, padding=(0, 2, 0, 0))
 
 
 def format_gauge(name: str, value: float) -> str:

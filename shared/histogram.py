@@ -59,6 +59,30 @@ class Histogram:
         series.total += value
 
     @property
+    def total(self) -> Series:
+        """What was measured, whatever the labels."""
+        every = Series([0] * (len(self.bounds) + 1))
+        for series in self._series.values():
+            every.counts = [a + b for a, b in zip(every.counts, series.counts, strict=True)]
+            every.total += series.total
+        return every
+
+    def quantile(self, share: float) -> float | None:
+        """The value that so large a share does not exceed, as well as buckets tell; None: no value.
+
+        Within a bucket values are taken to lie evenly; above the last bound it is that bound.
+        """
+        counts = self.total.counts
+        wanted = share * sum(counts)
+        num_before = 0
+        for index, count in enumerate(counts[:-1]):
+            if count and num_before + count >= wanted:
+                low = self.bounds[index - 1] if index else 0.0
+                return low + (self.bounds[index] - low) * (wanted - num_before) / count
+            num_before += count
+        return self.bounds[-1] if counts[-1] else None
+
+    @property
     def series(self) -> Mapping[Labels, Series]:
         """Label values -> what was measured."""
         return self._series

@@ -13,6 +13,8 @@ from typing import Any
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
+from shared.group_help import NO_HEADING, write_commands
+
 
 @dataclass(frozen=True, slots=True)
 class LazyCommand:
@@ -22,11 +24,13 @@ class LazyCommand:
         target: "module:name" of its function, or of the Typer app of a group.
         summary: the first sentence of its help, without the full stop.
         hidden: it is left out of --help.
+        heading: what it stands under in the list of --help.
     """
 
     target: str
     summary: str = ""
     hidden: bool = False
+    heading: str = NO_HEADING
 
 
 Prepare = Callable[[typer.Typer], None]
@@ -102,9 +106,10 @@ def lazy_group(
         def format_commands(self, ctx: Any, formatter: Any) -> None:
             """Write the list of commands of --help."""
             del ctx
-            rows = [(name, f"{summary}.") for name, summary in self.summaries.items()]
-            with formatter.section("Commands"):
-                formatter.write_dl(rows)
+            summaries = self.summaries.items()
+            write_commands(
+                formatter, ((lazy[name].heading, name, text) for name, text in summaries)
+            )
 
     return LazyGroup
 

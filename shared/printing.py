@@ -5,6 +5,7 @@ rich is imported when a console is asked for: most commands print a line, and st
 
 import io
 import sys
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import Message
@@ -45,3 +46,23 @@ def _plain_value(field: Any, value: Any) -> Any:
     if field.enum_type is not None:
         return field.enum_type.values_by_number[value].name.rpartition("_")[2].lower()
     return value
+
+
+def hanging(label: str, text: str, width: int, indent: int = 0) -> str:
+    """A label and its text, wrapped below itself; a word is never broken, however long.
+
+    Args:
+        label: stands first.
+        text: behind it; newlines are blanks.
+        width: of the terminal; PIPE_WIDTH where there is none.
+        indent: where the text begins; 0: behind the label.
+    """
+    first = f"{label:<{indent}}"
+    return textwrap.fill(
+        text,
+        max(width, len(first) + 20),  # a terminal as narrow as that wraps by itself
+        initial_indent=first,
+        subsequent_indent=" " * len(first),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

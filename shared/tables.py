@@ -39,15 +39,12 @@ def fitted(
         for index, column in enumerate(columns)
     ]
     kept = _kept(columns, widths, width)
-    num_over = _total(widths, kept) - width
+    fit = _cut(columns, widths, kept, width)
     table = Table(
         box=None, padding=(0, _GAP, 0, 0), pad_edge=False, title=title or None, title_justify="left"
     )
     for index in kept:
-        column, most = columns[index], widths[index]
-        if num_over > 0 and column.may_be_cut:
-            most = max(min(most, MIN_CUT), most - num_over)
-            num_over -= widths[index] - most
+        column, most = columns[index], fit[index]
         justify: Literal["left", "right"] = "right" if column.is_number else "left"
         table.add_column(
             column.heading, justify=justify, no_wrap=True, overflow="ellipsis", width=most
@@ -66,6 +63,23 @@ def _kept(columns: Sequence[Column], widths: Sequence[int], width: int) -> list[
             break
         kept.remove(index)
     return kept
+
+
+def _cut(
+    columns: Sequence[Column], widths: Sequence[int], kept: Sequence[int], width: int
+) -> list[int]:
+    """How wide each column is: what matters least is cut first, and none below its least.
+
+    If that is too wide still, columns that are always there are cut below it.
+    """
+    fit = list(widths)
+    ordered = sorted(kept, key=lambda index: columns[index].rank, reverse=True)
+    for least in (_least(columns, widths), [min(MIN_CUT, width) for width in widths]):
+        for index in ordered:
+            num_over = _total(fit, kept) - width
+            if num_over > 0 and columns[index].may_be_cut:
+                fit[index] = max(min(fit[index], least[index]), fit[index] - num_over)
+    return fit
 
 
 def _least(columns: Sequence[Column], widths: Sequence[int]) -> list[int]:

@@ -79,13 +79,15 @@ class Terminal:
 
 
 @contextmanager
-def on_terminal(*command: str, width: int = 80, height: int = 24) -> Iterator[Terminal]:
-    """Run `python -m kvd` on a terminal of its own; killed at the end if it still runs."""
+def on_terminal(
+    *command: str, width: int = 80, height: int = 24, module: str = "kvd"
+) -> Iterator[Terminal]:
+    """Run `python -m MODULE` on a terminal of its own; killed at the end if it still runs."""
     ours, theirs = pty.openpty()
     _set_size(theirs, width, height)
     environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES", "NO_COLOR")}
     process = subprocess.Popen(
-        [sys.executable, "-m", "kvd", *command],
+        [sys.executable, "-m", module, *command],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,

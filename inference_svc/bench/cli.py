@@ -23,8 +23,11 @@ from inference_svc.bench.options import (
 )
 from inference_svc.runtime.model.model_directory import check_model
 from shared.errors import InvalidInputError
+from shared.group_help import WholeHelp
 
 bench_app = typer.Typer(
+    cls=WholeHelp,
+    rich_markup_mode=None,
     help="Measure the engine in this process, with a kvd of the bench's own.",
     no_args_is_help=True,
 )

@@ -90,6 +90,21 @@ class TurnMeasures:
         self.step_tokens.observe(num_tokens)
         self.step_s.observe(seconds)
 
+    def as_gauges(self) -> dict[str, float]:
+        """Times of answered turns since the start, for people; what was not measured is left out.
+
+        The totals and the number of turns are for whoever takes differences of two looks.
+        """
+        ttft, tpot = self.ttft_s.total, self.tpot_s.total
+        found: dict[str, float | None] = {
+            "timed_turns": ttft.count,
+            "ttft_total_s": ttft.total,
+            "ttft_p50_s": self.ttft_s.quantile(0.5),
+            "ttft_p95_s": self.ttft_s.quantile(0.95),
+            "tpot_p50_s": self.tpot_s.quantile(0.5) if tpot.count else None,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
     def _time(self, usage: Usage) -> None:
         history = _history_of(usage)
         self.ttft_s.observe(usage.ttft_s, history)

@@ -20,6 +20,7 @@ from inference_svc.eval.options import (
 from inference_svc.runtime.model.model_directory import check_model
 from shared import printing
 from shared.errors import InvalidInputError
+from shared.group_help import WholeHelp
 from shared.log import configure_logging
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 
 eval_app = typer.Typer(
+    cls=WholeHelp,
+    rich_markup_mode=None,
     help="Measure what truncating a context costs in quality, by ways to truncate.",
     no_args_is_help=True,
 )

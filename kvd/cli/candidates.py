@@ -10,6 +10,7 @@ from typing import Any
 
 from kvd.cli.filters import SortName, TierName
 from kvd.core import actions
+from shared.group_help import first_sentence, summary
 
 SHELLS = ("bash", "zsh", "fish")
 # What an option or argument of this name may be, in all commands.
@@ -74,17 +75,6 @@ def _commands(group: Any) -> Iterator[Candidate]:
         return (Candidate(name, about) for name, about in group.summaries.items())
     commands = group.commands.items()
     return (Candidate(name, summary(sub)) for name, sub in commands if not sub.hidden)
-
-
-def summary(command: Any) -> str:
-    """The first sentence of a command's help."""
-    return first_sentence(command.help or "")
-
-
-def first_sentence(text: str) -> str:
-    """The first sentence of a text, without its full stop."""
-    paragraph = " ".join(text.split("\n\n", maxsplit=1)[0].split())
-    return paragraph.split(". ")[0].removesuffix(".")
 
 
 def _walk(root: Any, typed: Sequence[str]) -> tuple[Any, int, Any]:

@@ -8,9 +8,24 @@ import typer
 from kvd import config
 from kvd.cli.connection import open_client
 from kvd.cli.options import AsJson, Config, RuntimeDir, print_json
+from shared import printing
 from shared.config import InvalidSettingsError
+from shared.group_help import WholeHelp
+from shared.tables import Column, fitted
 
-config_app = typer.Typer(help="Show, check or reload the settings.", no_args_is_help=True)
+config_app = typer.Typer(
+    cls=WholeHelp,
+    help="Show, check or reload the settings.",
+    rich_markup_mode=None,
+    no_args_is_help=True,
+)
+
+_COLUMNS = (
+    Column("setting"),
+    Column("value", may_be_cut=True, least=16),
+    Column("from", rank=2),
+    Column("reload", rank=1),
+)
 
 Running = Annotated[
     bool, typer.Option("--running", help="Those in force in the running kvd, not the file's.")
@@ -40,8 +55,9 @@ def config_show(
             }
         )
         return
-    for key, value, source, live in rows:
-        typer.echo(f"{key:<28} {value:<32} {source:<8}{'live' if live else ''}".rstrip())
+    console = printing.console()
+    cells = [(key, value, source, "live" if live else "") for key, value, source, live in rows]
+    console.print(fitted(_COLUMNS, cells, console.width))
 
 
 @config_app.command("check")

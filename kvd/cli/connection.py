@@ -18,12 +18,15 @@ from shared.runtime_dir import (
     SYSTEM_RUNTIME_DIR,
     default_runtime_dir,
 )
+from shared.version import __version__
 
 # Imported where they are used: --help and version do without gRPC.
 if TYPE_CHECKING:
     from kvd.cli.operator_client import OperatorClient
     from shared.access.channels import ClientCredentials
 
+# May stand before or after the command's name: who types a command twice changes its end.
+MOVABLE = ("--runtime-dir", "--address", "--token-file", "--tls-ca", "--tls-cert", "--tls-key")
 _USABLE = os.R_OK | os.W_OK
 
 
@@ -40,6 +43,12 @@ class Connection:
 
 
 _CONNECTION: ContextVar[Connection] = ContextVar("connection")  # set once, by what stands first
+
+
+def _say_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(__version__)
+        raise typer.Exit
 
 
 def connection_options(
@@ -64,8 +73,12 @@ def connection_options(
     tls_key: Annotated[
         Path | None, typer.Option(envvar="KVD_TLS_KEY_FILE", help="PEM: key of the certificate.")
     ] = None,
+    version: Annotated[  # noqa: ARG001
+        bool,
+        typer.Option("--version", is_eager=True, callback=_say_version, help="Print the version."),
+    ] = False,
 ) -> None:
-    """Keeps the keys and values of conversations in DRAM and on SSD."""
+    """Keep what stands at the program itself for open_client."""
     credentials = None
     if any((token_file, tls_ca, tls_cert, tls_key)):
         from shared.access.channels import read_credentials

@@ -1,17 +1,17 @@
 """kvd doctor: look at the machine, the settings and the running kvd, and say what to do."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from kvd.cli.connection import open_client
 from kvd.cli.options import AsJson, Config, RuntimeDir, print_json
 from kvd.doctor.finding import Finding, Level, worst
 from kvd.doctor.machine import Machine, limits_of_this_process, may_read
+from shared import printing
 from shared.errors import ReportedError
 
 EXIT_PROBLEM = 1
@@ -69,22 +69,19 @@ def _row(finding: Finding) -> dict[str, str]:
 
 
 def _print(findings: list[Finding]) -> None:
-    console = Console()
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    console = printing.console()
     for finding in findings:
-        style = _STYLES[finding.level]
-        table.add_row(f"[{style}]{_SIGNS[finding.level]}[/]", finding.check, _text(finding))
-    console.print(table)
+        for line, style in finding_lines(finding, console.width):
+            console.print(line, style=style, markup=False, soft_wrap=True)
     num_problems = sum(finding.level is Level.PROBLEM for finding in findings)
     num_warnings = sum(finding.level is Level.WARNING for finding in findings)
     console.print(f"{num_problems} problems, {num_warnings} warnings")
 
 
-def _text(finding: Finding) -> str:
-    from rich.markup import escape
-
-    what = escape(finding.what)
-    return f"{what}\n  [bold]→ {escape(finding.remedy)}[/]" if finding.remedy else what
+def finding_lines(finding: Finding, width: int) -> Iterator[tuple[str, str]]:
+    """A finding and its remedy, wrapped between words, with their styles; paths stay whole."""
+    label = f"{_SIGNS[finding.level]:<8} {finding.check:<15} "
+    style = "" if finding.level is Level.OK else _STYLES[finding.level]
+    yield printing.hanging(label, finding.what, width), style
+    if finding.remedy:
+        yield printing.hanging("", f"→ {finding.remedy}", width, len(label)), "bold"

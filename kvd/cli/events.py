@@ -1,8 +1,8 @@
 """kvd events: what happened lately, and what happens."""
 
-import time
 from collections.abc import Iterator
-from typing import Annotated
+from datetime import UTC, datetime
+from typing import Annotated, Any
 
 import typer
 
@@ -10,7 +10,9 @@ from kvd.cli.connection import open_client
 from kvd.cli.naming import name_of
 from kvd.cli.options import AsJson, RuntimeDir, print_json, print_json_line
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.printing import plain
+from shared.printing import PIPE_WIDTH, console, hanging, plain
+
+_IDS = frozenset({"block", "layout"})  # hexadecimal: some have no letter
 
 
 def events(
@@ -43,24 +45,35 @@ def events(
     with open_client(runtime_dir) as client:
         found = client.events(request)
         if as_json and not follow:
-            print_json({"events": [plain(event) for event in found]})
+            print_json({"events": [event_document(event) for event in found]})
         else:
             _print(found, as_json=as_json)
 
 
 def _print(events: Iterator[kvd_pb2.Event], *, as_json: bool) -> None:
+    width = console().width
     for event in events:
         if as_json:
-            print_json_line(plain(event))
+            print_json_line(event_document(event))
         else:
-            typer.echo(event_line(event, time.time()))
+            typer.echo(event_line(event, width))
 
 
-def event_line(event: kvd_pb2.Event, now_s: float) -> str:
-    """An event for people: local time, with the date if it was not today; name, session, facts."""
-    key, at = event.session, time.localtime(event.unix_s)
-    is_today = at[:3] == time.localtime(now_s)[:3]
-    clock = time.strftime("%H:%M:%S" if is_today else "%m-%d %H:%M:%S", at)
+def event_document(event: kvd_pb2.Event) -> dict[str, Any]:
+    """An event for programs: counts and sizes are numbers; ids are text, also if of digits."""
+    document = plain(event)
+    document["fields"] = {
+        name: int(text) if text.isdecimal() and name not in _IDS else text
+        for name, text in document["fields"].items()
+    }
+    return document
+
+
+def event_line(event: kvd_pb2.Event, width: int = PIPE_WIDTH) -> str:
+    """An event for people: local time with its zone, name, session, facts; wrapped if need be."""
+    at = datetime.fromtimestamp(event.unix_s, UTC).astimezone()
+    clock = at.isoformat(sep=" ", timespec="seconds")
     fields = sorted(event.fields.items())
     facts = " ".join(f"{field.removeprefix('num_')}={value}" for field, value in fields)
-    return f"{clock}  {event.name:<17}  {name_of(key) or '-'}  {facts}".rstrip()
+    what = f"{event.name:<17}  {name_of(event.session) or '-'}  {facts}"
+    return hanging(f"{clock}  ", what.rstrip(), width)

@@ -11,8 +11,14 @@ import typer
 from kvd import config
 from kvd.cli.options import AsJson, Config, print_json
 from kvd.encryption.errors import KeyFileError
+from shared.group_help import WholeHelp
 
-key_app = typer.Typer(help="Make and change the key that encrypts SSD.", no_args_is_help=True)
+key_app = typer.Typer(
+    cls=WholeHelp,
+    help="Make and change the key that encrypts SSD.",
+    rich_markup_mode=None,
+    no_args_is_help=True,
+)
 
 KeyFile = Annotated[Path, typer.Argument(metavar="FILE", help="A new file for the key.")]
 StateDir = Annotated[Path | None, typer.Option(help="Directory of index and volumes.")]

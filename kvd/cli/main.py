@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvd.cli.commands import COMMANDS
-from kvd.cli.connection import connection_options
+from kvd.cli.connection import MOVABLE, connection_options
 from kvd.cli.examples import add_examples
 from kvd.cli.exit_codes import exit_codes_help
 from kvd.cli.options import Config, RuntimeDir
 from kvd.errors import BrokenError
+from shared.command_line import arranged
 from shared.errors import ReportedError
 from shared.lazy_commands import lazy_group
 from shared.version import __version__
@@ -29,7 +30,8 @@ PRIVATE_UMASK = 0o077  # files of the daemon are its own; sockets get their mode
 app = typer.Typer(
     name="kvd",
     cls=lazy_group(COMMANDS, add_examples),
-    help="KV-cache daemon: keeps the keys and values of conversations in DRAM and on SSD.",
+    help="KV-cache daemon: keeps the keys and values of conversations in DRAM and on SSD.\n\n"
+    "--runtime-dir, and --address with what belongs to it, stand before or after the command.",
     epilog=exit_codes_help(),
     rich_markup_mode=None,
     no_args_is_help=True,
@@ -51,7 +53,9 @@ def serve(
         str | None, typer.Option(help="Serve clients of [clients.NAME] at host:port.")
     ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
-    log_format: Annotated[str | None, typer.Option(help="auto, json or text.")] = None,
+    log_format: Annotated[
+        str | None, typer.Option(help="auto (text on a terminal), json or text.")
+    ] = None,
 ) -> None:
     """Run the daemon until SIGTERM (DRAM is kept for the next start) or SIGINT (it is not)."""
     flags: dict[str, object] = {
@@ -137,7 +141,11 @@ def main(arguments: list[str] | None = None) -> None:
         SystemExit: always.
     """
     try:
-        app(arguments)
+        root = root_command()
+        root(
+            arranged(root, sys.argv[1:] if arguments is None else arguments, MOVABLE),
+            prog_name="kvd",
+        )
     except ReportedError as error:
         typer.echo(f"kvd: {error}", err=True)
         sys.exit(error.exit_code)

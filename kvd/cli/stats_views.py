@@ -94,8 +94,8 @@ def _tiers_table(stats: kvd_pb2.GetStatsResponse, width: int) -> Table:
         Column("capacity", is_number=True),
         Column("allocated", is_number=True, rank=2),
         Column("blocks", is_number=True, rank=1),
-        Column("kind", rank=3, may_be_cut=True),
-        Column("state", may_be_cut=True),
+        Column("kind", rank=3, may_be_cut=True, least=24),
+        Column("state", may_be_cut=True, least=24),
     )
     rows = [
         (
@@ -299,7 +299,12 @@ def _counters_table(stats: kvd_pb2.GetStatsResponse, rates: Rates, width: int) -
         Column("a second", is_number=True),
     ]
     rows: list[tuple[str, ...]] = [
-        (name, layout.model[:12], str(count), f"{rates.per_second(layout.layout, name):.1f}")
+        (
+            name,
+            layout.model[:12],
+            _count(name, count),
+            f"{rates.per_second(layout.layout, name):.1f}",
+        )
         for layout in stats.layouts
         for name, count in sorted(layout.counters.items())
         if count
@@ -307,6 +312,11 @@ def _counters_table(stats: kvd_pb2.GetStatsResponse, rates: Rates, width: int) -
     if not rates.is_of_interval:
         columns, rows = columns[:3], [row[:3] for row in rows]
     return _table("counters that are not 0", columns, rows, width)
+
+
+def _count(name: str, count: int) -> str:
+    """A counter for people; the end of its name tells the unit."""
+    return format_bytes(count) if name.endswith("_bytes") else str(count)
 
 
 def _table(

@@ -25,7 +25,7 @@ from kvd.cli.options import AsJson, OfModel, RuntimeDir, print_json
 from kvd.cli.rates import Rates
 from kvd.errors import NoTerminalError
 from kvd.top.loop import MOST_SESSIONS, Top
-from kvd.top.screen import Screen
+from kvd.top.screen import Screen, starts_reversed
 from shared import printing
 from shared.pb.kvd.v1 import kvd_pb2
 
@@ -47,12 +47,13 @@ def top(
     """Watch tiers, hit rates, queues, engines and sessions, live.
 
     Keys: arrows choose a session, Enter shows it, f flushes, p pins, u unpins (each asks first),
-    i, b, t, e sort by idle time, bytes, tokens, expiry, r reverses, Space holds still, h helps,
+    i, b, t, e sort by last use, bytes, tokens, expiry, r reverses, Space holds still, h helps,
     q quits. Without a terminal --json prints one document, with the rates of one interval.
     """
     wanted = filter_of(tenant, model, tier, idle, larger_than, pinned=pinned, ended=ended)
     every_s = interval_s(interval)
-    screen = Screen(order=ORDERS[sort], is_reversed=reverse)
+    order = ORDERS[sort]
+    screen = Screen(order=order, is_reversed=reverse != starts_reversed(order))
     with open_client(runtime_dir) as client:
         if as_json:
             print_json(_snapshot(client, wanted, screen, every_s))

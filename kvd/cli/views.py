@@ -10,8 +10,8 @@ from shared.tables import Column, fitted
 from shared.units import format_bytes, format_duration
 
 SESSION_COLUMNS = (
-    Column("session", may_be_cut=True, least=24),
-    Column("tenant", rank=2, may_be_cut=True),
+    Column("session", may_be_cut=True, least=36),  # a UUID
+    Column("tenant", rank=2, may_be_cut=True, least=12),
     Column("model", rank=6),
     Column("tokens", is_number=True),
     Column("blocks", is_number=True, rank=8),
@@ -32,7 +32,7 @@ _LEASE_COLUMNS = (
     Column("bytes", is_number=True, rank=4),
     Column("age", is_number=True),
     Column("pid", is_number=True),
-    Column("process", rank=2, may_be_cut=True),
+    Column("process", rank=2, may_be_cut=True, least=16),
     Column("state"),
 )
 
@@ -91,7 +91,7 @@ def verify_line(progress: kvd_pb2.VerifyProgress) -> str:
 
 def verify_table(report: kvd_pb2.VerifyProgress) -> Table:
     """What a verification found."""
-    table = Table("tier", box=None)
+    table = Table("tier", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("copies checked", "bytes", "corrupt"):
         table.add_column(heading, justify="right")
     for name, tier in (("dram", report.dram), ("ssd", report.ssd)):

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -27,7 +28,7 @@ def show_in_place(views: Iterator[Callable[[int], Sequence[RenderableType]]]) ->
     screen = console()
     if not sys.stdout.isatty():
         for view in views:
-            screen.print(f"\n{time.strftime('%Y-%m-%d %H:%M:%S')}")
+            screen.print(f"\n{datetime.now().astimezone().isoformat(sep=' ', timespec='seconds')}")
             screen.print(*view(screen.width), sep="\n")
         return
     with Live(console=screen, screen=True, auto_refresh=False, vertical_overflow="crop") as live:

@@ -8,10 +8,10 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from kvd.cli.operator_client import OperatorClient
-from kvd.top.keyboard import Keyboard, keyboard
 from kvd.top.screen import Act, Command, Name, Screen, name_of, pressed
 from kvd.top.views import Seen, top_view
 from shared.errors import NotFoundError, ReportedError
+from shared.keyboard import Keyboard, keyboard
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.units import format_bytes
 

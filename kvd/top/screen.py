@@ -3,7 +3,7 @@
 A question (flush? pin?) takes the next key: `y` says yes, any other key says no.
 
     ↑ ↓ j k, Page Up and Down, Home, End   choose a session
-    i b t e                                sort by idle time, bytes, tokens, expiry
+    i b t e                                sort by last use, bytes, tokens, expiry
     r                                      the other way round
     Enter                                  show the session, or the list again
     f p s u                                flush, pin, pin softly, unpin
@@ -74,7 +74,7 @@ class Screen:
     """
 
     order: kvd_pb2.SessionOrder = kvd_pb2.SESSION_ORDER_IDLE
-    is_reversed: bool = False
+    is_reversed: bool = True
     chosen: Name | None = None
     question: Command | None = None
     message: str = ""
@@ -82,6 +82,11 @@ class Screen:
     shows_help: bool = False
     is_held: bool = False
     is_over: bool = False
+
+
+def starts_reversed(order: kvd_pb2.SessionOrder) -> bool:
+    """Whether what is busiest stands at the other end of an order of kvd's."""
+    return order == kvd_pb2.SESSION_ORDER_IDLE
 
 
 def name_of(info: kvd_pb2.SessionInfo) -> Name:
@@ -124,7 +129,8 @@ def _on_screen(screen: Screen, key: str, names: Sequence[Name]) -> Screen:
         moved = min(max(index + _STEPS[key], 0), len(names) - 1)
         return replace(screen, chosen=names[moved])
     if key in ORDERS:
-        return replace(screen, order=ORDERS[key], is_reversed=False, chosen=None)
+        order = ORDERS[key]
+        return replace(screen, order=order, is_reversed=starts_reversed(order), chosen=None)
     if key == "r":
         return replace(screen, is_reversed=not screen.is_reversed, chosen=None)
     if key in _ACTS and names:

@@ -11,7 +11,7 @@ from kvd.cli.session_views import history_table
 from kvd.cli.stats_views import percent, process_line
 from kvd.cli.views import SESSION_COLUMNS, expiry, session_row, state
 from kvd.top import screen as screens
-from kvd.top.screen import Screen, index_of, name_of
+from kvd.top.screen import Screen, index_of, name_of, starts_reversed
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.printing import plain
 from shared.tables import fitted
@@ -21,7 +21,7 @@ _BAR_WIDTH = 20
 _WARN, _BAD = 0.9, 0.98  # shares of a tier from which on its bar is yellow, red
 _HEADING = "bold"
 _ORDER_NAMES = {
-    kvd_pb2.SESSION_ORDER_IDLE: "idle time",
+    kvd_pb2.SESSION_ORDER_IDLE: "last use",
     kvd_pb2.SESSION_ORDER_BYTES: "bytes",
     kvd_pb2.SESSION_ORDER_TOKENS: "tokens",
     kvd_pb2.SESSION_ORDER_TTL: "expiry",
@@ -161,7 +161,8 @@ def _rate_lines(key: str, rates: Rates) -> Iterator[Text]:
 
 def _sessions(seen: Seen, screen: Screen, width: int, room: int) -> RenderableType:
     """The part of the list around the chosen session."""
-    how = _ORDER_NAMES[screen.order] + (", reversed" if screen.is_reversed else "")
+    turned = screen.is_reversed != starts_reversed(screen.order)
+    how = _ORDER_NAMES[screen.order] + (", reversed" if turned else "")
     title = Text(f"{seen.total} sessions by {how}", style=_HEADING)
     if not seen.sessions:
         return Group(title)

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvd.cli.candidates import CHOICES, summary
+from kvd.cli.candidates import CHOICES
+from shared.group_help import summary
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from inference_svc.core.errors import ListenError
 from inference_svc.core.submission import ModelTraits
 from inference_svc.default_places import default_listen
 from inference_svc.listening import prepare_sockets
-from inference_svc.status_view import format_gauge, status_tables
+from inference_svc.status_view import format_gauge, status_lines, status_tables
 from inference_svc.turn_defaults import turn_defaults
 from shared.access.addresses import UnguardedError
 from shared.config import InvalidSettingsError
@@ -285,6 +285,25 @@ def test_status_shows_gauges_and_counters_with_their_meaning():
     for said in ("tiny", "1.0 MB", "250 ms", "1,234", COUNTERS["turns_finished"], "future"):
         assert said in shown
     assert shown.index("turns_finished") < shown.index("future")
+
+
+def test_status_is_one_screen():
+    """What is asked first, in 80 columns and 24 lines; of a service that has just begun, too."""
+    counts = {"turns_finished": 12, "history_tokens": 2000, "reused_tokens": 1900}
+    counts |= {"recomputed_tokens": 100, "output_tokens": 600, "load_errors": 2, "expired": 0}
+    gauges = {"uptime_s": 507.0, "compute_busy_s": 20.0, "ttft_p50_s": 0.025, "ttft_p95_s": 0.2}
+    model = pb.Model(name="tiny", counters=counts, gauges=gauges)
+    lines = list(status_lines(model, 80))
+    shown = " ".join(" ".join(lines).split())
+    for said in ("95.0% of 2,000", "after 25 ms", "30 tokens/s", "up 8m27s", "12 answered"):
+        assert said in shown
+    assert f"troubles 2 {COUNTERS['load_errors']}" in shown
+    screens = (lines, list(status_lines(pb.Model(name="new"), 80)))
+    for screen in screens:
+        rows = "\n".join(screen).splitlines()
+        assert len(rows) < 24
+        assert max(map(len, rows)) <= 80
+    assert "none yet" in "".join(screens[1])
 
 
 @pytest.mark.parametrize(

@@ -268,7 +268,7 @@ async def test_top_lives_on_a_terminal(stage):
 
     def watch() -> int:
         with on_terminal(*of_ours, width=80, height=24) as terminal:
-            terminal.until("engine-under-test", "2 sessions by idle time", "q quit")
+            terminal.until("engine-under-test", "2 sessions by last use", "q quit")
             assert not terminal.echoes()
             terminal.type("b")
             terminal.until("2 sessions by bytes", "top-1")

@@ -4,11 +4,12 @@ import shlex
 
 import pytest
 
-from kvd.cli.candidates import CHOICES, EVENT_NAMES, candidates, first_sentence
+from kvd.cli.candidates import CHOICES, EVENT_NAMES, candidates
 from kvd.cli.completion import Shell
 from kvd.cli.filters import SortName, TierName
 from kvd.cli.main import root_command
 from kvd.core.actions import SESSION_CUT
+from shared.group_help import first_sentence
 
 STORED = {"session": ["a:1", "b"], "tenant": ["acme"], "model": ["5e"]}
 

@@ -10,9 +10,9 @@ import typer
 
 from inference_svc import cli as inference_cli
 from inference_svc.cli_commands import COMMANDS as INFERENCE_COMMANDS
-from kvd.cli.candidates import summary
 from kvd.cli.commands import COMMANDS as KVD_COMMANDS
 from kvd.cli.main import root_command
+from shared.group_help import summary
 from tests.processes import running_kvd
 
 PROGRAMS = {"kvd": "kvd.cli.main", "inference-svc": "inference_svc.cli"}

@@ -47,6 +47,21 @@ def test_names_are_cut_before_a_table_is_too_wide():
     assert "s" * 30 in shown(80)[1]
 
 
+def test_what_matters_least_is_cut_first():
+    """None below its least while another may be cut: a name that tells sessions apart stays."""
+    columns = (
+        Column("session", may_be_cut=True, least=14),
+        Column("process", rank=1, may_be_cut=True, least=8),
+        Column("state", may_be_cut=True),
+    )
+    out = io.StringIO()
+    row = ("conversation-17", "inference-svc", "attached, waits")
+    Console(file=out, width=40).print(fitted(columns, [row], 40))
+    cells = out.getvalue().splitlines()[1].split("  ")
+    assert [cell.strip() for cell in cells[:2]] == ["conversation-…", "inferen…"]
+    assert cells[2].startswith("attached, w")
+
+
 def test_an_empty_table_has_its_headings():
     """Nothing stored is no error."""
     assert shown(80, [])[0].split() == ["session", "tenant", "model", "tokens"]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvd.top.keyboard import split_keys
 from kvd.top.screen import PAGE, Act, Command, Screen, index_of, pressed
+from shared.keyboard import split_keys
 from shared.pb.kvd.v1 import kvd_pb2
 
 NAMES = [("default", "m", str(number)) for number in range(30)]
@@ -71,6 +71,8 @@ def test_sorting_begins_at_the_top():
     assert after(["r"], screen)[0].is_reversed
     again, _ = after(["r", "t"], screen)
     assert (again.order, again.is_reversed) == (kvd_pb2.SESSION_ORDER_TOKENS, False)
+    for busiest in (Screen(), after(["t", "i"], screen)[0]):  # what was used last stands first
+        assert (busiest.order, busiest.is_reversed) == (kvd_pb2.SESSION_ORDER_IDLE, True)
     assert after(["e"])[0].order == kvd_pb2.SESSION_ORDER_TTL
     assert after(["b", "i"])[0].order == kvd_pb2.SESSION_ORDER_IDLE
 

@@ -1,0 +1,274 @@
+"""A kvd and a service that always answer the same, over real sockets."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+
+from shared.pb.inference.v1 import inference_pb2, inference_pb2_grpc
+from shared.pb.kvd.v1 import kvd_pb2 as pb
+from shared.pb.kvd.v1 import kvd_pb2_grpc
+from shared.runtime_dir import OPERATOR_SOCKET
+
+MIB = 1 << 20
+MODEL = "5e5e5e5e5e5e5e5e5e5e5e5e5e5e5e5e"
+LAYOUT = "ab12ab12ab12ab12"
+NOON_S = 1_767_265_200.0  # 2026-01-01 12:00 in Berlin
+
+
+def key(session_id: str, tenant: str = "default") -> pb.SessionKey:
+    return pb.SessionKey(tenant=tenant, model=MODEL, session_id=session_id)
+
+
+SESSIONS = (
+    pb.SessionInfo(
+        session=key("conversation-17"),
+        layout=LAYOUT,
+        num_tokens=12_345,
+        num_blocks=772,
+        bytes=193 * MIB,
+        dram_bytes=193 * MIB,
+        dirty_bytes=MIB // 2,
+        idle_s=507.0,
+        expires_in_s=601_200.0,
+        leases=1,
+    ),
+    pb.SessionInfo(
+        session=key("9f3c1e7a-5d0b-4b8e-a1c4-0d6f2b9e8a77:assistant", "acme-industries"),
+        layout=LAYOUT,
+        num_tokens=801,
+        num_blocks=51,
+        bytes=13 * MIB,
+        dram_bytes=6 * MIB,
+        ssd_bytes=13 * MIB,
+        idle_s=0.25,
+        expires_in_s=-1,
+        pin=pb.PIN_HARD,
+    ),
+    pb.SessionInfo(
+        session=key("old", "acme-industries"),
+        layout=LAYOUT,
+        num_tokens=16,
+        num_blocks=1,
+        bytes=MIB // 4,
+        ssd_bytes=MIB // 4,
+        idle_s=86_400.0 * 3,
+        expires_in_s=59.0,
+        ended=True,
+    ),
+)
+LEASE = pb.LeaseInfo(
+    lease_id=5,
+    kind=pb.LEASE_KIND_LOAD,
+    session=key("conversation-17"),
+    pid=4711,
+    engine_name="inference-svc@demo",
+    process_status="sleeping",
+    num_slots=772,
+    bytes=193 * MIB,
+    age_s=75.0,
+)
+BLOCKS = (
+    pb.BlockInfo(
+        key="00ff" * 8, num_tokens=16, tiers=[pb.TIER_DRAM], dirty=True, slot_id=3, sessions=2
+    ),
+    pb.BlockInfo(
+        key="11ee" * 8,
+        token_offset=16,
+        num_tokens=9,
+        tiers=[pb.TIER_DRAM, pb.TIER_SSD],
+        hashed=True,
+        verified=True,
+        slot_id=4,
+        extent=70,
+        sessions=1,
+    ),
+)
+MOVES = (
+    pb.SessionMove(kind="stored", age_s=5400.0, num_blocks=772, num_tokens=12_345, duration_s=1.5),
+    pb.SessionMove(kind="loaded", why="dram", age_s=507.0, num_blocks=772, num_tokens=12_345),
+)
+STATS = pb.GetStatsResponse(
+    version="0.1.0",
+    process=pb.ProcessStats(
+        pid=812,
+        uptime_s=90_061.0,
+        rss_bytes=310 * MIB,
+        cpu_s=4503.0,
+        memory_available_bytes=20 << 30,
+        threads=12,
+        open_files=48,
+    ),
+    layouts=[
+        pb.LayoutStats(
+            model=MODEL,
+            layout=LAYOUT,
+            num_sessions=3,
+            hard_pins=1,
+            dirty_bytes=MIB // 2,
+            leases=1,
+            counters={
+                "load_hits": 95,
+                "load_misses": 5,
+                "load_tokens_dram": 1_234_567,
+                "load_tokens_ssd": 89_012,
+                "store_tokens": 456_789,
+                "ssd_read_bytes": 3 << 30,
+                "ssd_written_bytes": 5 << 30,
+                "prefetch_blocks": 41,
+                "prefetch_hits": 29,
+            },
+            tiers=[
+                pb.TierStats(
+                    tier=pb.TIER_DRAM, used_bytes=199 * MIB, capacity_bytes=8 << 30, num_blocks=796
+                ),
+                pb.TierStats(
+                    tier=pb.TIER_SSD,
+                    used_bytes=13 * MIB,
+                    capacity_bytes=100 << 30,
+                    physical_bytes=16 * MIB,
+                    num_blocks=52,
+                    degraded=True,
+                    degraded_reason="full",
+                ),
+            ],
+            tenants=[
+                pb.TenantStats(tenant="default", used_bytes=193 * MIB, num_sessions=1),
+                pb.TenantStats(
+                    tenant="acme-industries",
+                    used_bytes=13 * MIB,
+                    quota_bytes=64 << 30,
+                    has_quota=True,
+                    num_sessions=2,
+                ),
+            ],
+        )
+    ],
+    engines=[
+        pb.EngineInfo(
+            name="inference-svc@demo",
+            pid=4711,
+            rss_bytes=4 << 30,
+            queue_jobs=2,
+            running_jobs=1,
+            attached_s=86_000.0,
+        )
+    ],
+)
+EVENTS = (
+    pb.Event(unix_s=NOON_S, name="restored", fields={"num_sessions": "3", "num_blocks": "823"}),
+    pb.Event(
+        unix_s=NOON_S + 86_400.5,
+        name="session_cut",
+        session=key("old", "acme-industries"),
+        fields={"num_tokens": "16", "why": "corrupt"},
+    ),
+)
+SETTINGS = pb.GetSettingsResponse(
+    settings=[
+        pb.Setting(key="runtime_dir", value="/run/kvd", source="default"),
+        pb.Setting(key="sessions.default_ttl", value="7d", source="file", live=True),
+        pb.Setting(
+            key="tenants.acme-industries.quota", value="64.0 GB", source="environment", live=True
+        ),
+        pb.Setting(key="ssd.volumes", value="/srv/kv-a/volume, /srv/kv-b/volume, " * 3, source="f"),
+    ]
+)
+SERVED = inference_pb2.Model(
+    name="smollm2-135m",
+    fingerprint=MODEL,
+    architecture="LlamaForCausalLM",
+    dtype="float32",
+    device="cpu",
+    context_window=2048,
+    vocab_size=49152,
+    has_chat_template=True,
+    mode="cached",
+    kvd_state="attached",
+    attention_mode="paged",
+    kv_bytes_per_token=46080,
+    block_tokens=16,
+    num_layers=30,
+    running_turns=2,
+    waiting_turns=1,
+    version="0.1.0",
+    overflow="half",
+    counters={
+        "turns_finished": 1234,
+        "turns_cancelled": 5,
+        "history_tokens": 2_000_000,
+        "reused_tokens": 1_900_000,
+        "recomputed_tokens": 100_000,
+        "new_tokens": 345_678,
+        "output_tokens": 60_000,
+        "load_errors": 2,
+    },
+    gauges={
+        "uptime_s": 90_061.0,
+        "compute_busy_s": 2000.0,
+        "ttft_p50_s": 0.025,
+        "ttft_p95_s": 0.4,
+        "tpot_p50_s": 0.031,
+        "pool_rows": 8192,
+        "pool_free_rows": 2048,
+        "resident_sessions": 7,
+        "prefill_tokens_per_s": 2345.6,
+    },
+)
+
+
+class Reader(kvd_pb2_grpc.ReaderServicer):
+    def ListSessions(self, request, context):  # noqa: N802
+        return pb.ListSessionsResponse(sessions=SESSIONS, total=len(SESSIONS))
+
+    def DescribeSession(self, request, context):  # noqa: N802
+        return pb.DescribeSessionResponse(
+            info=SESSIONS[0], blocks=BLOCKS, history=MOVES, leases=[LEASE]
+        )
+
+    def ListLeases(self, request, context):  # noqa: N802
+        return pb.ListLeasesResponse(leases=[LEASE])
+
+    def GetStats(self, request, context):  # noqa: N802
+        return STATS
+
+    def GetSettings(self, request, context):  # noqa: N802
+        return SETTINGS
+
+    def WatchEvents(self, request, context):  # noqa: N802
+        yield from EVENTS
+
+
+class Operator(kvd_pb2_grpc.OperatorServicer):
+    def Flush(self, request, context):  # noqa: N802
+        return pb.FlushResponse(sessions=2, bytes=13 * MIB, skipped_leased=[SESSIONS[0].session])
+
+    def Verify(self, request, context):  # noqa: N802
+        yield pb.VerifyProgress(
+            num_copies=848,
+            dram=pb.TierVerified(num_blocks=796, bytes=199 * MIB),
+            ssd=pb.TierVerified(num_blocks=52, bytes=13 * MIB),
+            done=True,
+        )
+
+
+class Service(inference_pb2_grpc.InferenceServicer):
+    def GetModel(self, request, context):  # noqa: N802
+        return SERVED
+
+
+@contextmanager
+def answering(directory: Path) -> Iterator[None]:
+    """Let all of them listen at one socket, kvd's operators', in a directory."""
+    server = grpc.server(ThreadPoolExecutor(2))
+    kvd_pb2_grpc.add_ReaderServicer_to_server(Reader(), server)
+    kvd_pb2_grpc.add_OperatorServicer_to_server(Operator(), server)
+    inference_pb2_grpc.add_InferenceServicer_to_server(Service(), server)
+    server.add_insecure_port(f"unix:{directory / OPERATOR_SOCKET}")
+    server.start()
+    try:
+        yield
+    finally:
+        server.stop(None).wait()

@@ -1,0 +1,59 @@
+"""Commands show what was looked at and found good: tests/cli/golden has it."""
+
+import pytest
+
+from inference_svc.cli import main as inference_svc
+from shared.runtime_dir import OPERATOR_SOCKET
+from tests.cli.captures import COMMANDS, GOLDEN, KINDS, capture, golden_path
+from tests.cli.fixed_kvd import answering
+from tests.terminal import on_terminal
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """Of daemons that always answer the same."""
+    made = tmp_path_factory.mktemp("fixed")
+    with answering(made):
+        yield made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_shows_what_it_did(name, kind, directory):
+    """If it is to show something else: python -m tests.cli.captures, and look at the difference."""
+    expected = golden_path(name, kind).read_text(encoding="utf-8")
+    assert capture(COMMANDS[name], KINDS[kind], directory) == expected
+
+
+def test_a_service_is_watched_on_a_terminal(directory):
+    """Until q: how it goes, and a line for each rate."""
+    at = f"unix:{directory / OPERATOR_SOCKET}"
+    with on_terminal("top", "--address", at, module="inference_svc.cli") as terminal:
+        terminal.until("smollm2-135m", "tokens/s", "q quits")
+        terminal.type("q")
+        assert terminal.exit_code() == 0
+        assert terminal.echoes()
+
+
+def test_a_service_is_not_watched_in_a_pipe(directory, capsys):
+    """There is nobody to press q."""
+    with pytest.raises(SystemExit) as ended:
+        inference_svc(["top", "--address", f"unix:{directory / OPERATOR_SOCKET}"])
+    assert ended.value.code == 2
+    assert "status --json" in capsys.readouterr().err
+
+
+def test_each_capture_is_of_a_command():
+    """Nothing is kept that nothing compares."""
+    names = {golden_path(name, kind) for name in COMMANDS for kind in KINDS}
+    assert set(GOLDEN.iterdir()) == names
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_pipe_has_no_width_and_a_terminal_has(name):
+    """In a pipe nothing is cut off; on a terminal no line is longer than that is wide."""
+    assert "…" not in golden_path(name, "pipe").read_text(encoding="utf-8")
+    for kind, width in KINDS.items():
+        lines = golden_path(name, kind).read_text(encoding="utf-8").splitlines()
+        if width and not name.endswith("-json"):
+            assert max(map(len, lines)) <= width, kind

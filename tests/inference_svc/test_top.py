@@ -1,0 +1,53 @@
+"""What `inference-svc top` shows of several looks."""
+
+from inference_svc.top_view import sparkline, top_lines
+from shared.pb.inference.v1 import inference_pb2 as pb
+
+
+def look(uptime_s, num_tokens, num_turns=0, ttft_total_s=0.0, running=1):
+    """At a service whose history is found all."""
+    return pb.Model(
+        name="tiny",
+        running_turns=running,
+        counters={
+            "output_tokens": num_tokens,
+            "turns_finished": num_turns,
+            "history_tokens": num_turns * 10,
+            "reused_tokens": num_turns * 9,
+        },
+        gauges={"uptime_s": uptime_s, "timed_turns": num_turns, "ttft_total_s": ttft_total_s},
+    )
+
+
+def rates(looks, width=80):
+    """The lines of bars, by their label."""
+    lines = "\n".join(top_lines(looks, width)).splitlines()
+    drawn = lines[lines.index("") + 1 :]
+    assert max(map(len, lines)) <= width
+    return {line[:13].strip(): line[13:].split() for line in drawn}
+
+
+def test_rates_are_those_between_two_looks():
+    """By the service's own clock; the newest bar is at the right."""
+    found = rates([look(10, 100), look(12, 140, 2, 0.5), look(14, 220, 4, 1.5)])
+    assert found["tokens/s"] == ["40", "▅█", "most", "40"]
+    assert found["turns/s"][0] == "1"
+    assert found["hit rate"][0] == "90%"
+    assert found["first token"][:2] == ["500", "ms"]
+    assert found["turns run"][:2] == ["1", "███"]
+
+
+def test_one_look_has_no_rates_yet():
+    """Nor has the first one after a restart of the service: nothing is counted backwards."""
+    assert rates([look(10, 100)])["tokens/s"] == ["-"]
+    assert rates([look(10, 100), look(12, 200), look(1, 5)])["tokens/s"] == ["-"]
+    after = rates([look(10, 100), look(1, 5), look(2, 15)])
+    assert after["tokens/s"][:2] == ["10", "█"]
+
+
+def test_bars_fit_their_room():
+    """The newest stay; what is not known is a blank."""
+    assert sparkline([1.0, 8.0, None, 4.0], 3) == "█ ▅"
+    assert sparkline([0.0, 0.0], 5) == "▁▁"
+    assert sparkline([1.0], 0) == ""
+    assert rates([look(n, 100 * n) for n in range(1, 200)], 60)["tokens/s"][0] == "100"

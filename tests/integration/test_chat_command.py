@@ -1,0 +1,84 @@
+"""`inference-svc chat` and `status` against the real service."""
+
+import asyncio
+import json
+import sys
+
+import pytest
+import pytest_asyncio
+
+from inference_svc.client import turn_request
+from shared.pb.inference.v1 import inference_pb2 as pb
+from tests.inference_processes import InferenceProcess
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+QUESTIONS = ("What is a cache?", "And what is in it?")
+COMMAND_S = 120.0
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def service(tiny_model, tmp_path_factory):
+    async with InferenceProcess(tiny_model, tmp_path_factory.mktemp("service")) as process:
+        yield process
+
+
+async def piped(*arguments: str, given: str = "") -> tuple[int, bytes, str]:
+    """Run `inference-svc` between two pipes."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "inference_svc.cli", *arguments),
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+    )
+    async with asyncio.timeout(COMMAND_S):
+        out, err = await process.communicate(given.encode())
+    assert process.returncode is not None
+    return process.returncode, out, err.decode()
+
+
+async def test_chat_is_a_filter(service):
+    """Each line is a question of one conversation; out come the answers, and nothing else."""
+    sampling = pb.Sampling(max_tokens=8)
+    answers = []
+    async with service.client() as client:
+        for question in QUESTIONS:
+            given = [pb.ChatMessage(role="user", content=question)]
+            turn = await client.submit(turn_request(given, "as-a-client", sampling=sampling))
+            answers.append(turn.text)
+    told = f"{QUESTIONS[0]}\n\n{QUESTIONS[1]}\n"
+    options = ("--max-tokens", "8", "--session", "in-a-pipe", "--address", service.address)
+    code, out, err = await piped("chat", *options, given=told)
+    assert (code, err) == (0, "")
+    assert out.decode() == "".join(f"{answer}\n" for answer in answers)
+    async with service.client() as client:
+        session = await client.get_session("in-a-pipe")
+    assert session.turns == len(QUESTIONS)
+
+
+async def test_a_filter_ends_with_an_error(service):
+    """As any other command: one line, and an exit code."""
+    at = ("--session", "not/a session", "--address", service.address)
+    code, out, err = await piped("chat", *at, given=f"{QUESTIONS[0]}\n")
+    assert code == 2
+    assert out == b""
+    assert err.startswith("inference-svc: ")
+    assert err.count("\n") == 1
+
+
+async def test_status_has_numbers(service):
+    """In JSON as numbers, large ones too; for people on a screen, with what was measured."""
+    async with service.client() as client:
+        await client.submit(turn_request("Once", sampling=pb.Sampling(max_tokens=4)))
+    code, out, err = await piped("status", "--json", "--address", service.address)
+    assert code == 0, err
+    told = json.loads(out)
+    assert told["counters"]["turns_finished"] >= 1
+    assert told["kv_bytes_per_token"] > 0
+    assert 0 < told["gauges"]["ttft_p50_s"] <= told["gauges"]["ttft_p95_s"]
+    code, out, err = await piped("--address", service.address, "status")
+    assert code == 0, err
+    shown = out.decode()
+    for words in ("first token  after", "tokens/s while it computes", "hit rate"):
+        assert words in shown
+    assert len(shown.splitlines()) < 24
