@@ -69,8 +69,9 @@ test-systemd: $(VENV)/.installed
 	SYSTEMD_CACHE='$(SYSTEMD_CACHE)' SYSTEMD_SUITE=$(SYSTEMD_SUITE) $(BIN)/pytest -m systemd -rP tests/systemd
 
 # What `pip install cachedattention` is made of, in dist/: for hosts without a checkout.
+DIST ?= dist
 wheel: $(VENV)/.installed
-	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir '$(DIST)' .
 
 check: $(VENV)/.installed $(PROTO_VENV)/.installed
 	$(BIN)/ruff check
