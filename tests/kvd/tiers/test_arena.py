@@ -10,6 +10,7 @@ import pytest
 
 from kvd.tiers import page_advice
 from kvd.tiers.arena import AUTO_FRACTION, ArenaTooSmallError, dram_bytes, num_slots_for
+from kvd.tiers.arena_file import sealed_memfd
 from kvd.tiers.arena_store import (
     ArenaOptions,
     ArenaStore,
@@ -41,6 +42,14 @@ def test_the_arena_cannot_be_resized(arena):
     for size in (0, 1 << 30):
         with pytest.raises(PermissionError):
             os.ftruncate(arena.fd, size)
+
+
+def test_memory_that_cannot_be_had_leaves_no_descriptor():
+    """The reason is raised, and nothing is left of it."""
+    before = psutil.Process().num_fds()
+    with pytest.raises(OSError, match="Invalid argument"):
+        sealed_memfd("arena", -1)
+    assert psutil.Process().num_fds() == before
 
 
 @pytest.mark.parametrize("hugepages", ["auto", "off"])

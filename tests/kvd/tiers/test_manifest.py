@@ -232,6 +232,14 @@ def test_a_file_that_is_no_database_is_moved_aside(make, tmp_path):
         assert aside.read_bytes() == b"junk" * 1000
 
 
+def test_the_log_of_a_damaged_index_goes_with_it(make, tmp_path):
+    """The new one must not be taken for what it is the log of."""
+    (tmp_path / "manifest.db").write_bytes(b"junk" * 1000)
+    (tmp_path / "manifest.db-wal").write_bytes(b"log")
+    assert make().layouts() == []
+    assert (tmp_path / "manifest.db.corrupt-1-wal").read_bytes() == b"log"
+
+
 def test_foreign_tables_are_damage(make, tmp_path):
     """A table whose columns are not ours cannot be used."""
     _fill(make())

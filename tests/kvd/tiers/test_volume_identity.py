@@ -1,0 +1,28 @@
+"""Which volume a directory holds: told by a file in it, and never guessed."""
+
+import pytest
+
+from kvd.tiers.faults import NoFaults
+from kvd.tiers.volume_identity import ID_BYTES, ID_NAME, UnusableVolumeError, identify
+
+
+def identified(directory, expected="", *, holds_rows=False):
+    return identify(directory, expected, NoFaults(), holds_rows=holds_rows)
+
+
+def test_a_new_volume_has_an_id_of_its_own(tmp_path):
+    """It is found again, and told from every other."""
+    first, second = identified(tmp_path / "a"), identified(tmp_path / "b")
+    assert len(first) == len(second) == 2 * ID_BYTES
+    assert first != second
+    assert identified(tmp_path / "a", first, holds_rows=True) == first
+    with pytest.raises(UnusableVolumeError, match="another volume"):
+        identified(tmp_path / "a", second)
+
+
+def test_an_id_that_cannot_be_written_is_no_volume_without_one(tmp_path):
+    """Only a full disk goes without; whatever else is wrong is told."""
+    directory = tmp_path / "volume"
+    (directory / ID_NAME).with_suffix(".new").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        identified(directory)
