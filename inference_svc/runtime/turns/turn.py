@@ -50,9 +50,10 @@ class Turn:
         self._news = asyncio.Event()
 
     def publish(self, *events: TurnEvent) -> None:
-        """Append events."""
-        self._events += events
-        self._wake_followers()
+        """Append events, until the last one: of a turn that was cancelled more may be under way."""
+        if not self.is_answered:
+            self._events += events
+            self._wake_followers()
 
     def close(self, error: ReportedError | None = None) -> None:
         """End the log; followers get the error after the last event, unless that is Finished."""

@@ -5,8 +5,11 @@ import time
 
 import pytest
 
+from inference_svc.core.errors import TurnCancelledError
 from inference_svc.core.sampling_params import SamplingParams
 from inference_svc.core.submission import Submission, TextInput
+from inference_svc.core.turn_events import Finished, Started
+from inference_svc.core.turn_record import Usage
 from inference_svc.runtime.turns.turn import Turn
 from shared.session_key import SessionKey
 from shared.units import NS_PER_S
@@ -40,6 +43,17 @@ def test_the_latest_deadline_of_its_submissions_is_the_turns(first, second, expe
     joined = turn(first)
     joined.allow_until(second)
     assert joined.deadline_ns == expected
+
+
+async def test_nothing_comes_after_the_last_event():
+    """A load or a step of a turn that was cancelled may still be under way."""
+    over = turn()
+    last = Finished("cancelled", "", Usage(), 1)
+    over.publish(last)
+    over.publish(Started(0, 0, 0.0))
+    assert over.is_answered
+    over.close(TurnCancelledError("it was cancelled", "submit it again"))
+    assert [event async for event in over.follow()] == [last]
 
 
 async def test_a_turn_whose_session_is_free_does_not_wait():

@@ -1,0 +1,104 @@
+"""What turns give up: when their window is full, and by compression when they are over."""
+
+from dataclasses import replace
+
+import pytest
+
+from inference_svc.core.compression.registry import make_compression
+from inference_svc.core.truncation import OverflowPolicy
+from tests.memory_engine import loaded_model
+from tests.turn_service import KEY, LIMITS, asked, serving, token_ids_of
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return loaded_model(tiny_model)
+
+
+async def test_a_full_window_makes_the_context_give_tokens_up(model, tmp_path):
+    """Before a turn; it is counted and recorded, and the turn goes on from what is left."""
+    limits = replace(LIMITS, window_tokens=64)
+    async with serving(model, tmp_path, limits) as service:
+        first = await service.run(range(20, 60))
+        usage = (await service.run(range(70, 90)))[-1].usage
+        context = [*range(20, 60), *token_ids_of(first)]
+        (discard,) = (await service.transcript()).turns[1].discards
+        ((start, end),) = discard.ranges
+        assert (discard.reason, start, usage.dropped_tokens) == ("overflow", 0, end)
+        assert usage.history_tokens == usage.reused_tokens == 47 - end
+        assert usage.new_tokens == 21
+        assert (await service.transcript()).context_ids[:20] == (*context[end:], 70)[:20]
+        assert await service.counts("overflows", "dropped_tokens", "shifts") == (1, end, 1)
+
+
+async def test_an_answer_that_fills_the_window_gives_tokens_up_and_goes_on(model, tmp_path):
+    """Unless nothing may go: then it ends where the window does."""
+    limits = replace(LIMITS, window_tokens=64)
+    async with serving(model, tmp_path, limits) as service:
+        usage = (await service.run(range(20, 60), 60))[-1].usage
+        assert usage.output_tokens == 60
+        assert usage.dropped_tokens > 0
+        overflows, dropped = await service.counts("overflows", "dropped_tokens")
+        assert (overflows, dropped) == (
+            len((await service.transcript()).turns[0].discards),
+            usage.dropped_tokens,
+        )
+        rigid = asked(
+            range(20, 60),
+            60,
+            key=KEY._replace(session_id="rigid"),
+            overflow=OverflowPolicy("reject"),
+            has_max_tokens=False,
+        )
+        turn = await service.turns.submit(rigid)
+        last = [event async for event in turn.follow()][-1]
+        assert (last.finish_reason, last.usage.output_tokens) == ("length", 24)
+
+
+@pytest.mark.parametrize("name", ["sinks_recent", "snapkv", "h2o"])
+async def test_a_compression_policy_gives_up_part_of_the_context_after_the_turn(
+    model, tmp_path, name
+):
+    """It is recorded and counted, and the next turn's history is what is left."""
+    async with serving(model, tmp_path) as service:
+        events = await service.run(range(20, 100), compression=make_compression(name, 0.5))
+        usage = events[-1].usage
+        (discard,) = (await service.transcript()).turns[0].discards
+        assert (discard.reason, discard.after_tokens) == (f"compression:{name}", 88)
+        assert 35 <= usage.compressed_tokens <= 44
+        context = (await service.transcript()).context
+        assert len(context.token_ids) == 88 - usage.compressed_tokens
+        assert context.token_ids[-8:] == tuple(token_ids_of(events))
+        assert await service.counts("compressed_tokens", "overflows") == (
+            usage.compressed_tokens,
+            0,
+        )
+        following = (await service.run([50]))[-1].usage
+        assert following.history_tokens == 87 - usage.compressed_tokens
+        assert following.reused_tokens == following.history_tokens
+        assert following.compressed_tokens == 0
+
+
+async def test_what_is_protected_stays_whatever_the_policy_says(model, tmp_path):
+    """The sinks that the turn's window keeps."""
+    async with serving(model, tmp_path) as service:
+        compression = make_compression("snapkv", 0.1)
+        overflow = OverflowPolicy(sink_tokens=20)
+        await service.run(range(20, 100), compression=compression, overflow=overflow)
+        assert (await service.transcript()).context_ids[:20] == tuple(range(20, 40))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "is_final", "is_compressed"),
+    [(22, False, True), (21, False, False), (60, True, False)],
+)
+async def test_short_contexts_and_final_turns_are_not_compressed(
+    model, tmp_path, num_tokens, is_final, is_compressed
+):
+    """It is not worth it; with its answer of 8 tokens the first one has as many as it takes."""
+    async with serving(model, tmp_path) as service:
+        compression = make_compression("sinks_recent", 0.5)
+        fields = {"compression": compression, "is_final": is_final}
+        usage = (await service.run(range(20, 20 + num_tokens), **fields))[-1].usage
+        assert (usage.compressed_tokens > 0) == is_compressed
+        assert ((await service.transcript()).turns[0].discards != ()) == is_compressed

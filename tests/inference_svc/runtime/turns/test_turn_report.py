@@ -1,0 +1,70 @@
+"""What is said of turns: their spans, and the measures of those that were turned away."""
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from inference_svc.core.errors import TurnMismatchError
+from inference_svc.core.turn_events import Finished
+from inference_svc.core.turn_measures import TurnMeasures
+from inference_svc.runtime.turns.turn_report import TurnReport
+from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.units import NS_PER_S
+from tests.memory_engine import loaded_model
+from tests.turn_service import asked, serving
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return loaded_model(tiny_model)
+
+
+async def test_a_turns_span_has_its_phases(model, tmp_path, monkeypatch):
+    """And says what it read and wrote."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr("shared.tracing._TRACER", provider.get_tracer("test"))
+    async with serving(model, tmp_path) as service:
+        usages = [(await service.run(new))[-1].usage for new in (range(20, 40), [50, 51])]
+        turn = await service.turns.submit(asked([60]))
+        events = turn.follow()
+        await anext(events)
+        turn.cancel()
+        rest = [event async for event in events]
+    assert [type(event) for event in rest] == [Finished], "nothing comes after the last event"
+    *whole, cancelled = [span for span in exporter.get_finished_spans() if span.name == "turn"]
+    assert [span.attributes["gen_ai.usage.input_tokens"] for span in whole] == [20, 27 + 3]
+    assert [span.attributes["kv.reused_tokens"] for span in whole] == [0, 27]
+    assert [span.attributes["gen_ai.usage.output_tokens"] for span in whole] == [8, 8]
+    for span, usage in zip(whole, usages, strict=True):
+        seconds = phases(exporter, span)
+        assert seconds["queue"] == pytest.approx(usage.queue_s, abs=1e-6)
+        assert seconds["prefill"] == pytest.approx(usage.prefill_s, abs=1e-6)
+        assert seconds["decode"] == pytest.approx(usage.tpot_s * 7, abs=1e-6)
+    assert not {"prefill", "decode"} & phases(exporter, cancelled).keys()
+    assert cancelled.attributes["gen_ai.response.finish_reasons"] == ("cancelled",)
+
+
+def phases(exporter, turn):
+    """Seconds of the spans under a turn's."""
+    return {
+        span.name: (span.end_time - span.start_time) / NS_PER_S
+        for span in exporter.get_finished_spans()
+        if span.parent is not None and span.parent.span_id == turn.context.span_id
+    }
+
+
+def test_who_is_turned_away_is_measured_by_its_tenant():
+    """The default one if it names none; ten a second are logged of each client."""
+    measures = TurnMeasures({"acme"})
+    report = TurnReport(measures)
+    error = TurnMismatchError("it is not so", "look")
+    for tenant in ("", "acme", "unknown"):
+        report.turned_away("client", pb.SubmitTurnRequest(tenant=tenant), error)
+    assert measures.refused.counts == {(error.reason,): 3}
+    assert measures.tenant_turns.counts == {
+        ("default", "refused"): 1,
+        ("acme", "refused"): 1,
+        ("other", "refused"): 1,
+    }

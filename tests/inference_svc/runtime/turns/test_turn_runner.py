@@ -1,0 +1,199 @@
+"""Whole turns over a real engine: what clients see of them, what is recorded, how they end."""
+
+import asyncio
+import errno
+from dataclasses import replace
+
+import pytest
+
+from inference_svc.core.errors import RequestIdReusedError, SessionEndedError, TurnMismatchError
+from inference_svc.core.sampling_params import SamplingParams
+from inference_svc.core.turn_events import Accepted, Finished, Started, Tokens
+from inference_svc.runtime.turns.disk_trouble import PROBE_FILE
+from shared.errors import ReportedError
+from tests.memory_engine import alone, loaded_model
+from tests.turn_service import KEY, asked, failure_of, first_token, serving, token_ids_of
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return loaded_model(tiny_model)
+
+
+# -------------------------------------------------------------------------------- what is answered
+
+
+async def test_a_turn_is_accepted_started_answered_and_recorded(model, tmp_path):
+    """In this order; its history is what the turns before it left, and nothing else."""
+    async with serving(model, tmp_path) as service:
+        accepted, started, *tokens, finished = await service.run(range(20, 40), request_id="a")
+        assert accepted == Accepted("s", 0, "a", 0, is_replayed=False)
+        assert (started.history_tokens, started.reused_tokens) == (0, 0)
+        answer = await alone(model, range(20, 40))
+        assert token_ids_of(tokens) == answer
+        text = "".join(token.text for e in tokens for token in e.tokens)
+        assert (finished.finish_reason, finished.text, finished.turns) == ("length", text, 1)
+        record = (await service.transcript()).turns[0]
+        assert (record.input_ids, list(record.output_ids)) == (tuple(range(20, 40)), answer)
+        assert (record.turn, record.request_id, record.usage) == (0, "a", finished.usage)
+        assert (record.text, record.uncomputed_tokens) == (text, 1)
+
+        events = await service.run([50, 51, 52])
+        assert events[0].turn == 1
+        usage = events[-1].usage
+        assert (usage.history_tokens, usage.reused_tokens, usage.new_tokens) == (27, 27, 4)
+        assert events[-1].turns == 2
+        assert token_ids_of(events) == await alone(model, [*range(20, 40), *answer, 50, 51, 52])
+        names = ("turns_finished", "history_tokens", "reused_tokens", "new_tokens")
+        assert await service.counts(*names) == (2, 27, 27, 24)
+        names = ("output_tokens", "recomputed_tokens", "overflows", "turns_failed")
+        assert await service.counts(*names) == (16, 0, 0, 0)
+        assert service.measures.ended.counts == {("length",): 2}
+
+
+async def test_history_that_nobody_kept_is_counted_as_computed_again(model, tmp_path):
+    """The store lost it."""
+    async with serving(model, tmp_path, keeps_residents=False) as service:
+        await service.run(range(20, 40))
+        await service.engine.loop.wait_idle()
+        service.engine.store.rows.clear()
+        usage = (await service.run([50]))[-1].usage
+        assert (usage.history_tokens, usage.reused_tokens) == (27, 0)
+        assert (usage.recomputed_tokens, usage.recompute_reason) == (27, "miss")
+        assert await service.counts("recomputed_tokens", "reused_tokens") == (27, 0)
+
+
+@pytest.mark.parametrize("logprobs", [0, 2])
+async def test_a_repeat_is_answered_from_the_record(model, tmp_path, logprobs):
+    """With the same answer, whatever was reported of each token; it is counted apart."""
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=logprobs)
+    async with serving(model, tmp_path) as service:
+        first = await service.run(range(20, 40), request_id="a", sampling=sampling)
+        usage = first[-1].usage
+        again = await service.run(range(20, 40), request_id="a", sampling=sampling)
+        shown = tuple(token for e in first if isinstance(e, Tokens) for token in e.tokens)
+        assert all((token.logprob is not None) == bool(logprobs) for token in shown)
+        assert again == [
+            Accepted("s", 0, "a", 0, is_replayed=True),
+            Started(usage.history_tokens, usage.reused_tokens, usage.queue_s),
+            Tokens(shown),
+            first[-1],
+        ]
+        with pytest.raises(RequestIdReusedError):
+            await service.turns.submit(asked([99], request_id="a"))
+        assert len((await service.transcript()).turns) == 1
+        assert await service.counts("turns_replayed", "turns_finished") == (1, 1)
+        assert service.measures.ended.counts == {("length",): 1, ("replayed",): 1}
+
+
+async def test_a_turn_that_expects_another_session_is_refused(model, tmp_path):
+    """Nothing is computed for it, and nothing is recorded."""
+    async with serving(model, tmp_path) as service:
+        await service.run(range(20, 40))
+        turn = await service.turns.submit(asked([50], expected_turn=0))
+        assert isinstance(await failure_of(turn), TurnMismatchError)
+        await service.run([50], expected_turn=1)
+        assert len((await service.transcript()).turns) == 2
+        assert await service.counts("turns_failed", "output_tokens") == (1, 16)
+
+
+async def test_after_its_final_turn_a_session_is_over(model, tmp_path):
+    """The store is told, nothing stays in memory, no turn is taken."""
+    async with serving(model, tmp_path) as service:
+        await service.run(range(20, 40), is_final=True)
+        await service.engine.loop.wait_idle()
+        assert service.engine.store.ended == [KEY]
+        assert not service.engine.scheduler.num_resident
+        turn = await service.turns.submit(asked([50]))
+        assert isinstance(await failure_of(turn), SessionEndedError)
+
+
+async def test_a_session_that_ends_between_turns_gives_its_memory_back(model, tmp_path):
+    """After the save of its last turn, which the store is told the end behind."""
+    async with serving(model, tmp_path) as service:
+        service.engine.store.may_end.clear()
+        await service.run(range(20, 40))
+        ending = asyncio.create_task(service.turns.end(KEY))
+        await service.run([20], key=KEY._replace(session_id="other"))
+        assert service.engine.store.ended == []
+        assert KEY not in service.engine.scheduler.residents
+        service.engine.store.may_end.set()
+        await ending
+        order = service.engine.store.order
+        assert order.index("save") < order.index("end")
+
+
+async def test_a_session_is_not_opened_where_it_could_not_be_recorded(model, tmp_path):
+    """A disk that had no room is tried before the answer; sessions that are there go on."""
+    async with serving(model, tmp_path) as service:
+        await service.run(range(20, 40))
+        service.store.trouble.failed("s", tmp_path, OSError(errno.ENOSPC, ""), "write")
+        (tmp_path / PROBE_FILE).mkdir()  # what is written there fails
+        other = KEY._replace(session_id="other")
+        turn = await service.turns.submit(asked([50], key=other))
+        assert (await failure_of(turn)).reason == "transcript_unavailable"
+        assert await service.counts("output_tokens") == (8,)
+        await service.run([50])
+        (tmp_path / PROBE_FILE).rmdir()
+        assert (await service.run([51], key=other))[-1].turns == 1
+
+
+# --------------------------------------------------------------------------- who stops, and waits
+
+
+async def test_a_turn_that_is_cancelled_ends_with_what_there_was(model, tmp_path):
+    """Its transcript is as before; those who follow it hear why it ended."""
+    async with serving(model, tmp_path) as service:
+        await service.run(range(20, 40))
+        turn = await service.turns.submit(asked([50], 100))
+        events = await first_token(turn)
+        assert turn.cancel()
+        last = [event async for event in events][-1]
+        assert isinstance(last, Finished)
+        assert (last.finish_reason, last.turns) == ("cancelled", 1)
+        assert last.usage.history_tokens == 27
+        assert not turn.cancel(), "it is over"
+        assert len((await service.transcript()).turns) == 1
+        assert await service.counts("turns_cancelled", "turns_finished") == (1, 1)
+        assert service.measures.ended.counts == {("length",): 1, ("cancelled",): 1}
+
+
+async def test_a_turn_that_is_handed_back_ends_with_the_error_alone(model, tmp_path):
+    """As if nothing had been computed for it."""
+    async with serving(model, tmp_path) as service:
+        turn = await service.turns.submit(asked(range(20, 40), 150))
+        events = await first_token(turn)
+        service.turns.hand_back_all()
+        with pytest.raises(ReportedError) as caught:
+            assert not [event async for event in events if isinstance(event, Finished)]
+        assert caught.value.reason == "draining"
+        assert await service.counts("turns_handed_back", "turns_cancelled") == (1, 0)
+        assert not turn.hand_back(caught.value), "it is over"
+
+
+async def test_a_turn_ends_with_its_last_follower(model, tmp_path):
+    """Not with one of two."""
+    async with serving(model, tmp_path) as service:
+        turn = await service.turns.submit(asked(range(20, 40), 150))
+        turn.join()
+        turn.join()
+        events = await first_token(turn)
+        turn.leave()
+        assert not turn.is_cancelled
+        turn.leave()
+        assert turn.is_cancelled
+        assert [event async for event in events][-1].finish_reason == "cancelled"
+
+
+async def test_a_turn_has_the_latest_deadline_of_those_who_want_it(model, tmp_path):
+    """Also one that is being computed."""
+    async with serving(model, tmp_path) as service:
+        never, late = 1 << 62, 1 << 61
+        turn = await service.turns.submit(asked(range(20, 40), 150, "a", deadline_ns=late))
+        await first_token(turn)
+        again = asked(range(20, 40), 150, "a", deadline_ns=never)
+        assert await service.turns.submit(again) is turn
+        assert turn.request.deadline_ns == turn.deadline_ns == never
+        await service.turns.submit(replace(again, deadline_ns=late))
+        assert turn.request.deadline_ns == never
+        turn.cancel()

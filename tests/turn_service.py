@@ -1,0 +1,118 @@
+"""A service without doors over a real engine: turns that are submitted, answered and recorded."""
+
+import asyncio
+import hashlib
+from contextlib import asynccontextmanager
+
+import pytest
+
+from inference_svc.core.sampling_params import SamplingParams
+from inference_svc.core.session_turns import SessionTurns
+from inference_svc.core.submission import Submission, TokenInput
+from inference_svc.core.tenant_limits import TenantBounds, TenantLimits
+from inference_svc.core.truncation import OverflowPolicy
+from inference_svc.core.turn_events import Tokens
+from inference_svc.core.turn_measures import TurnMeasures
+from inference_svc.runtime.turns.chat_text import TurnText
+from inference_svc.runtime.turns.transcript import TranscriptStore
+from inference_svc.runtime.turns.turn_prompt import PromptMaker, TurnLimits
+from inference_svc.runtime.turns.turn_report import TurnReport
+from inference_svc.runtime.turns.turn_runner import TurnRunner
+from inference_svc.runtime.turns.turns import Turns
+from inference_svc.runtime.worker_thread import WorkerThread
+from shared.errors import ReportedError
+from shared.session_key import SessionKey
+from tests.memory_engine import running_engine
+
+KEY = SessionKey("default", "m", "s")
+LIMITS = TurnLimits(200, 512, frozenset(), reserve_tokens=8, compress_tokens=30)
+NO_SINKS = OverflowPolicy(sink_tokens=0)
+
+
+class Service:
+    """A service without doors: turns, their runner, an engine, and what is said of them."""
+
+    def __init__(self, engine, model, directory, limits):
+        self.engine, self.counters = engine, engine.counters
+        self.store = TranscriptStore(directory)
+        self.measures = TurnMeasures()
+        self.thread = WorkerThread("text")
+        tokenizer, report = model[0].tokenizer, TurnReport(self.measures)
+        prompts = PromptMaker(
+            TurnText(tokenizer, limits.eos_ids), self.thread, limits, has_tokenizer=True
+        )
+        runner = TurnRunner(
+            *(engine.loop, self.store, prompts, tokenizer, limits, self.counters, report)
+        )
+        self.turns = Turns(
+            *(runner, self.store, engine.loop, SessionTurns(9, 9, lambda: 1.0)),
+            *(TenantLimits(TenantBounds(), {}), self.counters, report),
+        )
+
+    async def run(self, token_ids, max_tokens=8, **fields):
+        """One turn to its end; returns its events."""
+        turn = await self.turns.submit(asked(token_ids, max_tokens, **fields))
+        return [event async for event in turn.follow()]
+
+    async def transcript(self):
+        return (await self.turns.get_session(KEY))[0]
+
+    async def counts(self, *names):
+        """Some counts, once nothing is under way."""
+        await self.turns.wait_idle()
+        snapshot = self.counters.snapshot()
+        return tuple(snapshot[name] for name in names)
+
+
+def asked(token_ids, max_tokens=8, request_id="", **fields):
+    """A turn of these tokens whose answer is as long as it may be."""
+    token_ids = tuple(token_ids)
+    given = {
+        "key": KEY,
+        "input": TokenInput(token_ids),
+        "sampling": SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+        "has_max_tokens": True,
+        "request_id": request_id or f"of {token_ids} {fields}",
+        "digest": hashlib.sha256(repr(token_ids).encode()).hexdigest(),
+        "expected_turn": None,
+        "waits": True,
+        "is_final": False,
+        "arrived_ns": 1,
+        "overflow": NO_SINKS,
+    }
+    return Submission(**{**given, **fields})
+
+
+@asynccontextmanager
+async def serving(model, directory, limits=LIMITS, **engine_limits):
+    async with running_engine(model, **engine_limits) as engine:
+        service = Service(engine, model, directory, limits)
+        running = asyncio.create_task(service.turns.run())
+        await asyncio.sleep(0)
+        yield service
+        await service.turns.wait_idle()
+        await engine.all_given_back()
+        assert not running.done()
+        running.cancel()
+        await asyncio.wait([running])
+        service.thread.close()
+
+
+def token_ids_of(events):
+    return [token.token_id for e in events if isinstance(e, Tokens) for token in e.tokens]
+
+
+async def failure_of(turn):
+    """The error in the place of its last event."""
+    with pytest.raises(ReportedError) as caught:
+        _ = [event async for event in turn.follow()]
+    return caught.value
+
+
+async def first_token(turn):
+    """Its events up to the first token, and the others to come."""
+    events = turn.follow()
+    async for event in events:
+        if isinstance(event, Tokens):
+            return events
+    raise AssertionError("it has no token")
