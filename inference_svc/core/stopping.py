@@ -85,8 +85,7 @@ class GrowingAnswer:
 
     def _num_safe_characters(self, text: str) -> int:
         """Characters that cannot be part of a stop string, whatever comes next."""
-        longest = max((len(stop) for stop in self._params.stop), default=0)
-        for start in range(max(0, len(text) - longest + 1), len(text)):
+        for start in range(len(text)):
             if any(stop.startswith(text[start:]) for stop in self._params.stop):
                 return start
         return len(text)

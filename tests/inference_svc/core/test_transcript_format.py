@@ -66,12 +66,23 @@ def test_a_torn_tail_leaves_the_turns_before_it(cut):
     assert good_bytes <= cut
 
 
-def test_damage_before_the_last_line_is_refused():
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_damage_before_the_last_line_is_refused(number):
     """A bit that flipped in a recorded turn must not become a wrong history."""
-    data = bytearray(encode_transcript(transcript(3)))
-    data[data.index(b"\n") + 30] ^= 1
-    with pytest.raises(TranscriptDamagedError, match="line 2"):
-        decode_transcript(bytes(data))
+    lines = encode_transcript(transcript(3)).splitlines(keepends=True)
+    damaged = bytearray(lines[number - 1])
+    damaged[30] ^= 1
+    lines[number - 1] = bytes(damaged)
+    with pytest.raises(TranscriptDamagedError, match=f"line {number} "):
+        decode_transcript(b"".join(lines))
+
+
+def test_damage_of_the_last_line_is_a_torn_tail():
+    """It may not have been written whole; what comes before it stands."""
+    lines = encode_transcript(transcript(3)).splitlines(keepends=True)
+    good = b"".join(lines[:-1])
+    read, good_bytes = decode_transcript(good + lines[-1].replace(b"r2", b"r9"))
+    assert (read, good_bytes) == (transcript(2), len(good))
 
 
 def test_tokens_and_computed_tokens():

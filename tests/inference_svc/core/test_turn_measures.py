@@ -15,13 +15,13 @@ LOST = replace(HALF, reused_tokens=0, recomputed_tokens=15, tier_tokens={})
 def test_times_tell_what_became_of_the_history():
     """First tokens are measured apart: without history, reused, in part, recomputed."""
     measures = TurnMeasures()
-    for usage in (FIRST, NEXT, NEXT, HALF, LOST):
+    for usage in (FIRST, NEXT, NEXT, HALF, HALF, HALF, LOST):
         measures.answered("default", "stop", usage, cancelled=False)
     counts = {labels[0]: series.count for labels, series in measures.ttft_s.series.items()}
-    assert counts == {"none": 1, "reused": 2, "partial": 1, "recomputed": 1}
-    assert measures.load_s.series[()].count == 4  # those that have a history
-    assert measures.reused_tokens.counts == {("dram",): 25, ("hbm",): 10}
-    assert measures.recomputed_tokens.counts == {("evicted",): 25}
+    assert counts == {"none": 1, "reused": 2, "partial": 3, "recomputed": 1}
+    assert measures.load_s.series[()].count == 6  # those that have a history
+    assert measures.reused_tokens.counts == {("dram",): 35, ("hbm",): 10}
+    assert measures.recomputed_tokens.counts == {("evicted",): 45}
 
 
 def test_tenants_are_labels_only_by_name():

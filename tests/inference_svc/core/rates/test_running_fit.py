@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_svc.core.rates.least_squares import least_squares
-from inference_svc.core.rates.running_fit import MAX_GROUPS, RunningFit
+from inference_svc.core.rates.running_fit import GROUP_LENGTH, MAX_GROUPS, RUN, RunningFit
 
 TRUTH = (2e-3, 1e-4, 2e-9)
 
@@ -100,6 +100,36 @@ def test_a_lasting_change_is_followed_within_tens_of_observations(slowness):
         errors.append(mean_error(fit, rng, slowness))
     assert sum(errors) / len(errors) < 0.2
     assert max(errors) < 0.5
+
+
+PREFILL, DECODE = (1, 512), (1, 1)
+
+
+def steady():
+    """What prefill and decodes take, known for certain: seconds, and hundredths of them."""
+    fit = RunningFit(2)
+    for _ in range(GROUP_LENGTH):
+        fit.note(PREFILL, 1.0)
+        fit.note(DECODE, 0.01)
+    return fit
+
+
+def test_strange_times_that_are_not_in_a_row_are_no_change():
+    """One that is as usual between them says that nothing has changed."""
+    fit = steady()
+    for seconds in (*[0.1] * (RUN - 1), 0.01, *[0.1] * (RUN - 1)):
+        fit.note(DECODE, seconds)
+    assert fit.seconds(PREFILL) == pytest.approx(1.0, rel=0.01)
+
+
+def test_a_change_is_followed_once():
+    """What is known is of the new speed: a stall after it is a stall, and no other change."""
+    fit = steady()
+    for _ in range(RUN):
+        fit.note(DECODE, 0.1)
+    assert fit.seconds(PREFILL) == pytest.approx(10.0, rel=0.01)
+    fit.note(DECODE, 1.0)
+    assert fit.seconds(PREFILL) == pytest.approx(10.0, rel=0.01)
 
 
 def test_a_thousand_decodes_do_not_forget_what_prefill_takes():

@@ -588,6 +588,20 @@ def test_a_higher_priority_takes_a_place_among_those_that_are_ready():
     scheduler.check()
 
 
+def test_who_is_ready_and_who_runs_make_room_together():
+    """One for its place for loading, the other because the rows of the first are not enough."""
+    scheduler = make(max_running=1, max_loading=1)
+    running = run(scheduler, 1, prompt_tokens=20, max_tokens=11)
+    ready = submit(scheduler, 2, prompt_tokens=20, max_tokens=11)
+    step(scheduler)
+    assert ready.state is RequestState.READY
+    submit(scheduler, 3, prompt_tokens=80, priority=1)
+    plan = scheduler.schedule(10)
+    assert plan.preempted == (ready, running)
+    assert admitted(plan) == [3]
+    scheduler.check()
+
+
 def test_what_may_turn_out_to_be_void_is_not_preempted():
     """It would become a resident; it has to go through a step first."""
     scheduler = make()
