@@ -61,6 +61,8 @@ class MemoryStore:
 
     Attributes:
         order: of what was asked.
+        is_asked, may_begin: a load has come; loads begin.
+        load_error: raised by a load that begins; None: none.
         is_away: it hears of no discard.
         has_discarded: it was told of one.
         num_failing_loads: so many loads break off after they were announced.
@@ -71,8 +73,10 @@ class MemoryStore:
 
     def __init__(self):
         self.order = []
-        self.may_end = asyncio.Event()
+        self.is_asked, self.may_begin, self.may_end = (asyncio.Event() for _ in range(3))
+        self.may_begin.set()
         self.may_end.set()
+        self.load_error = None
         self.is_away = False
         self.has_discarded = asyncio.Event()
         self.num_failing_loads = 0
@@ -82,6 +86,10 @@ class MemoryStore:
 
     async def begin_load(self, request):
         self.order.append("load")
+        self.is_asked.set()
+        await self.may_begin.wait()
+        if self.load_error is not None:
+            raise self.load_error
         stored = self.rows.get(request.key, (b"", [], []))[0]
         num_tokens = 0
         is_of_it = self.lineages.get(request.key) == request.lineage
@@ -116,7 +124,7 @@ class MemoryStore:
             gate.confirm()
 
     async def give_up(self, begun):
-        pass
+        self.order.append("give up")
 
     async def save(self, key, token_ids, from_token, buffer, clock=None, lineage=None):
         await self.may_end.wait()

@@ -1,0 +1,172 @@
+"""How loads end that fail, or that nobody waits for; and what the engine says of itself."""
+
+import asyncio
+
+import pytest
+
+from inference_svc.core.errors import EngineFailedError
+from inference_svc.core.rates.load_or_recompute import LoadPolicy
+from inference_svc.runtime.engine.loads import PreloadPolicy
+from tests.memory_engine import POISON, Sink, alone, loaded_model, running_engine
+
+FIRST = list(range(20, 60))
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return loaded_model(tiny_model)
+
+
+async def stored_turn(engine):
+    """A turn whose KV is in the store alone; returns the next one's prompt."""
+    first = await engine.run(FIRST)
+    await engine.loop.wait_idle()
+    return [*first.request.token_ids, *range(80, 120)]
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+async def test_a_turn_that_is_cancelled_while_its_load_begins_gives_all_back(model, is_stored):
+    """Slab and write buffer; the store need not keep what it found."""
+    async with running_engine(model, keeps_residents=False) as engine:
+        following = await stored_turn(engine) if is_stored else FIRST
+        engine.store.order.clear()
+        engine.store.is_asked.clear()
+        engine.store.may_begin.clear()
+        job = engine.job(following)
+        answer = asyncio.create_task(engine.loop.generate(job))
+        await engine.store.is_asked.wait()
+        answer.cancel()
+        await asyncio.wait([answer])
+        engine.store.may_begin.set()
+        await engine.all_given_back()
+        assert engine.store.order == ["load", *(["give up"] if is_stored else [])]
+        turn = await engine.run(following)
+        assert turn.sink.token_ids == await alone(model, following)
+        await engine.all_given_back()
+
+
+async def test_a_load_that_cannot_begin_fails_its_turn_alone(model):
+    """With its error; nothing of it stays."""
+    async with running_engine(model) as engine:
+        engine.store.load_error = RuntimeError("a bug")
+        with pytest.raises(RuntimeError, match="a bug"):
+            await engine.loop.generate(engine.job(FIRST))
+        engine.store.load_error = None
+        await engine.all_given_back()
+        assert (await engine.run(FIRST)).sink.token_ids == await alone(model, FIRST)
+        await engine.all_given_back()
+
+
+class StumblingSink(Sink):
+    """Cannot say that its turn has started."""
+
+    def started(self, request, outcome):
+        raise RuntimeError("a bug")
+
+
+async def test_a_turn_that_fails_when_its_load_is_announced_lets_the_store_go(model):
+    """The lease of what was found would stay."""
+    async with running_engine(model, keeps_residents=False) as engine:
+        job = engine.job(await stored_turn(engine))
+        job.sink = StumblingSink(8)
+        with pytest.raises(RuntimeError, match="a bug"):
+            await engine.loop.generate(job)
+        await engine.all_given_back()
+        assert engine.store.order[-1] == "give up"
+
+
+@pytest.mark.parametrize("policy", [LoadPolicy.NEVER, LoadPolicy.ALWAYS])
+async def test_a_turn_may_have_a_load_policy_of_its_own(model, policy):
+    """Others have the engine's."""
+    async with running_engine(model, keeps_residents=False) as engine:
+        following = await stored_turn(engine)
+        engine.loop._loading._loads.policy = (
+            LoadPolicy.NEVER if policy is LoadPolicy.ALWAYS else LoadPolicy.ALWAYS
+        )
+        job = engine.job(following)
+        job.load_policy = policy
+        await engine.loop.generate(job)
+        engine.loop.keep(job, job.request.token_ids[:-1])
+        assert job.outcome.tokens == (47 if policy is LoadPolicy.ALWAYS else 0)
+        await engine.all_given_back()
+        other = await engine.run([*job.request.token_ids, 7])
+        assert (other.outcome.tokens > 0) == (policy is LoadPolicy.NEVER)
+        await engine.all_given_back()
+
+
+@pytest.mark.parametrize("num_failures", [0, 1])
+async def test_a_load_that_is_shown_whole_may_break_off(model, num_failures):
+    """Without layers one by one the turn hears of it all the same."""
+    preload = PreloadPolicy(is_layerwise=False, buffer_layers=99)
+    async with running_engine(model, preload, keeps_residents=False) as engine:
+        following = await stored_turn(engine)
+        engine.store.num_failing_loads = num_failures
+        turn = await engine.run(following)
+        assert turn.request.num_preemptions == 0
+        assert turn.num_failed_loads == num_failures
+        assert turn.sink.token_ids == await alone(model, following)
+        await engine.all_given_back()
+
+
+async def test_a_step_of_several_that_fails_is_repeated_one_by_one(model):
+    """Also where saves follow it: those of the others are stored, and nobody waits for the rest."""
+    async with running_engine(model) as engine:
+        running = engine.job(FIRST, 200, session="running")
+        answer = asyncio.create_task(engine.loop.generate(running))
+        await running.sink.has_token.wait()
+        good_ids = list(range(30, 70))
+        good, bad = (
+            asyncio.create_task(engine.run(ids, session=name))
+            for name, ids in (("good", good_ids), ("bad", [*good_ids, POISON]))
+        )
+        with pytest.raises(EngineFailedError):
+            await bad
+        assert (await good).sink.token_ids == await alone(model, good_ids)
+        await answer
+        assert running.sink.token_ids == await alone(model, FIRST, 200)
+        engine.loop.keep(running, running.request.token_ids[:-1])
+        await engine.all_given_back()
+        assert engine.counters.snapshot()["steps_failed"] >= 2
+        assert {key.session_id for key in engine.store.rows} == {"good", "running"}
+
+
+async def test_residents_are_few(model, monkeypatch):
+    """The least recently used one goes, and its memory with it."""
+    monkeypatch.setattr("inference_svc.runtime.engine.job_memory.MOST_RESIDENTS", 2)
+    async with running_engine(model) as engine:
+        for name in ("a", "b", "c"):
+            await engine.run([20, 21, 22], session=name)
+        await engine.loop.wait_idle()
+        gauges = engine.loop.gauges()
+        assert gauges["resident_sessions"] == 2
+        assert gauges["pool_rows"] - gauges["pool_free_rows"] >= gauges["resident_rows"] > 0
+        assert engine.counters.snapshot()["residents_evicted"] == 1
+        assert (await engine.run([20, 21, 23], session="a")).outcome.tier_tokens == {}
+        await engine.all_given_back()
+
+
+async def test_an_engine_says_what_goes_on(model):
+    """Who runs and waits, what is reserved and saved; nothing of it when all is over."""
+    async with running_engine(model, max_running=1, max_loading=1) as engine:
+        loop = engine.loop
+        loop.set_tenant_weights({"default": 2.0})
+        assert loop.retry_after_s > 0
+        running = engine.job(FIRST, 200, session="running")
+        answers = [asyncio.create_task(loop.generate(running))]
+        await running.sink.has_token.wait()
+        late = engine.job(FIRST, session="late", priority=-1)
+        later = engine.job(FIRST, session="later", priority=-1)
+        answers += [asyncio.create_task(loop.generate(job)) for job in (late, later)]
+        await asyncio.sleep(0)
+        assert (loop.num_running, loop.num_waiting) == (1, 2)
+        assert later.request.start_tag - late.request.start_tag == (40 + 8) / 2
+        gauges = loop.gauges()
+        assert gauges["reserved_rows"] >= 40
+        assert gauges["saves_under_way"] == 1
+        assert gauges["compute_busy_s"] > 0
+        for answer in answers:
+            answer.cancel()
+        await asyncio.wait(answers)
+        await engine.all_given_back()
+        assert (loop.num_running, loop.num_waiting) == (0, 0)
+        assert loop.gauges()["saves_under_way"] == 0
