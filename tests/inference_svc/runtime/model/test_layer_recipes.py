@@ -8,10 +8,10 @@ import torch
 
 from inference_svc.runtime.model import capture
 from inference_svc.runtime.model.frozen_rope import freeze_rotary
-from inference_svc.runtime.model.layer_recipes import free_rows, layer_recipes
+from inference_svc.runtime.model.layer_recipes import _check_recipe, free_rows, layer_recipes
 from inference_svc.runtime.model.model_loader import LoadedModel, describe_model
 from inference_svc.runtime.model.probe import Probe, run_probe
-from inference_svc.runtime.model.recipes import LayerRecipe
+from inference_svc.runtime.model.recipes import ComponentRecipe, LayerRecipe
 from inference_svc.runtime.model.refusals import ModelModeMissingError
 from inference_svc.runtime.model.scaled_rotary import find_scale
 from tests.zoo.architectures import architectures
@@ -205,3 +205,14 @@ def test_tables_found_by_running_the_model_do_not_run_it_again(found, monkeypatc
         rotated = recipe.key.embed(keys, 0)
         recipe.key.rotary.unrotate_into(rotated, 0, rotated)
         torch.testing.assert_close(rotated, keys, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("off", [1.0, float("nan")])
+def test_a_recipe_that_makes_other_rows_is_refused(tiny, off):
+    """Whatever is wrong with it."""
+    loaded, free = tiny("llama").loaded, torch.ones(5, 2, 8)
+    cached = free.transpose(0, 1)[None].clone()
+    _check_recipe(loaded, ComponentRecipe(), free, cached)
+    cached[0, 1, 4, 7] += off
+    with pytest.raises(ModelModeMissingError, match="could not be reproduced"):
+        _check_recipe(loaded, ComponentRecipe(), free, cached)

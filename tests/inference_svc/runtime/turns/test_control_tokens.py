@@ -219,6 +219,18 @@ def test_ordinary_words_of_a_template_stay_words():
     assert text.encode_chat(messages, []) == stock_ids(tokenizer, messages)
 
 
+def test_a_character_is_spelled_by_its_own_token_or_by_its_bytes():
+    """Not by both; what has neither is encoded as it is anywhere else."""
+    tokenizer = make_tokenizer("metaspace")
+    tokenizer.add_tokens(["<0xD0>", "<0xB6>", "<0x68>"])
+    control = text_of(tokenizer)[1]._control
+    own = tokenizer.convert_tokens_to_ids("h")
+    assert own != tokenizer.unk_token_id
+    assert control._character_ids("h") == [own]
+    assert control._character_ids("ж") == tokenizer.convert_tokens_to_ids(["<0xD0>", "<0xB6>"])
+    assert control._character_ids("☃") == control._encode("☃")
+
+
 def test_a_text_that_cannot_be_spelled_out_is_refused():
     """Rather than taken for the control token that it names."""
     tokenizer = make_tokenizer("words")
