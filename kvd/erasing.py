@@ -113,7 +113,8 @@ class TenantEraser:
             freed_bytes += dropped.freed_bytes
             if cache.act(lambda core, _: core.erasing.is_gone()):
                 break
-            await (asyncio.sleep(0) if dropped.num_sessions else cache.changed(POLL_S))
+            is_dropping = dropped.num_sessions or cache.act(lambda core, _: core.erasing.is_looking)
+            await (asyncio.sleep(0) if is_dropping else cache.changed(POLL_S))
         cache.act(lambda core, now_ns: core.erasing.wipe(now_ns))
         while cache.act(lambda core, _: core.erasing.is_wiping()):
             await cache.changed(POLL_S)

@@ -19,7 +19,6 @@ Invariants:
    none that is kept free.
 """
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
 from kvd.core.actions import (
@@ -70,7 +69,7 @@ class Compactor:
         self._writer = writer
         self._verifier = verifier
         self._resting = state.make_clock()  # sessions to look at once they have been left alone
-        self._waiting: OrderedDict[SessionKey, None] = OrderedDict()  # wasteful ones
+        self._waiting = state.wasteful
         self._work: _Work | None = None
         self._rests_at = -1  # Outbox.num_freed when there was no room
         self._is_stopped = self._is_over = False

@@ -13,8 +13,8 @@ Pure. Invariants: 1. a tenant is erased only if it has no sessions, no blocks an
 way; 2. a slot that is being wiped is nobody's: not free, in no block, lease or journal record.
 """
 
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from kvd.core.actions import SESSION_FLUSHED, IoOutcome, WipeSlots
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from shared.session_key import SessionKey
 
 WIPE_BYTES = 256 * MIB  # at a time: some ten milliseconds; meanwhile the slots are out of use
+LOOKED_AT = 20  # sessions, for each that may be dropped in the same call
 WHY = "erased"
 
 
@@ -39,14 +40,19 @@ def _nobody(_tenant: str) -> bool:
 
 
 class Eraser:
-    """Erases tenants of one cache state."""
+    """Erases tenants of one cache state.
+
+    Attributes:
+        is_looking: `step` has not come to all sessions that there were at `begin`.
+    """
 
     def __init__(self, state: CacheState, loader: Loader, storer: Storer) -> None:
         self._state = state
         self._loader = loader
         self._storer = storer
         self._is_erased: Callable[[str], bool] = _nobody
-        self._to_drop: deque[SessionKey] = deque()
+        self._to_look_at: Iterator[SessionKey] = iter(())
+        self.is_looking = False
         self._num_to_wipe = 0
         self._has_failed = False
 
@@ -62,7 +68,7 @@ class Eraser:
         """
         self._state.advance(now_ns)
         self._is_erased = is_erased
-        self._to_drop = deque(key for key in self._state.sessions if is_erased(key.tenant))
+        self._to_look_at, self.is_looking = iter(list(self._state.sessions)), True
         for lease in tuple(self._state.leases):
             if isinstance(lease, LoadLease) and is_erased(lease.key.tenant):
                 self._loader.release(lease)
@@ -70,12 +76,22 @@ class Eraser:
                 self._storer.outdate(lease)
 
     def step(self, max_sessions: int, now_ns: int) -> FlushAnswer:
-        """Drop up to this many sessions of the tenants, from every tier, pinned or not."""
+        """Drop up to this many sessions of the tenants, from every tier, pinned or not.
+
+        Others are passed over, a bounded number of them: nothing may be dropped while `is_looking`.
+        """
         state = self._state
         state.advance(now_ns)
-        num_taken = min(max_sessions, len(self._to_drop))
-        taken = [self._to_drop.popleft() for _ in range(num_taken)]
-        keys = [key for key in taken if key in state.sessions]
+        keys: list[SessionKey] = []
+        for _ in range(LOOKED_AT * max_sessions):
+            if len(keys) == max_sessions:
+                break
+            key = next(self._to_look_at, None)
+            if key is None:
+                self.is_looking = False
+                break
+            if self._is_erased(key.tenant) and key in state.sessions:
+                keys.append(key)
         num_bytes = freed_bytes(state, keys, Counter())
         for key in keys:
             state.outbox.count("sessions_flushed")

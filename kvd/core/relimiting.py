@@ -4,23 +4,25 @@ Pure. Most limits are looked at when they matter, and simply hold from then on. 
 the others is brought about here, so that a cache ends up where a restart with the same limits would
 have taken it: expiry times, the order of a tenant's sessions once it has a quota, the number of
 sessions, and which dirty blocks are to be written. Work that grows with the number of sessions is
-done a bounded amount per call. A quota that is exceeded is enforced at the tenant's next store.
+done a bounded amount per call. A quota that is exceeded is enforced at the tenant's next store; one
+that begins, once all its tenant's sessions are in order.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from heapq import merge
+from itertools import islice
 
 from kvd.core.placement import Placement
 from kvd.core.records import Pin
+from kvd.core.session import Session
 from kvd.core.state import CacheState, Limits
 from kvd.core.writing import Writer
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from kvd.core.session import Session
+from shared.session_key import SessionKey
 
 RESCHEDULE_BATCH = 2048  # sessions per call, so that one call stays short
 DROP_BATCH = 64  # the same; dropping one costs more
+
+_Use = tuple[bool, int, SessionKey]  # a session that has not ended, when it was used: lower: colder
 
 
 class Relimiter:
@@ -31,6 +33,9 @@ class Relimiter:
         self._placement = placement
         self._writer = writer
         self._rescheduled: Iterator[Session] | None = None  # sessions that are to be looked at
+        self._begun: frozenset[str] = frozenset()  # tenants whose quotas are to begin
+        self._runs: list[list[_Use]] = []  # their sessions so far, each run warmest first
+        self._to_enter: Iterator[_Use] | None = None  # all of them, warmest first
         self._is_trimming = False
 
     def change(self, limits: Limits) -> None:
@@ -38,7 +43,8 @@ class Relimiter:
         state = self._state
         before, state.limits = state.limits, limits
         state.leases.set_bound(limits.max_leases)
-        self._change_tenants()
+        self._begun = state.tenants.change_limits(limits.tenant_limits)
+        self._runs, self._to_enter = [], None
         self._rescheduled = iter(list(state.sessions.values()))
         self._is_trimming = len(state.sessions) > limits.max_sessions
         if (before.admission, before.write_back_delay_ns) != (
@@ -51,13 +57,10 @@ class Relimiter:
 
     def go_on(self) -> None:
         """Do a bounded amount of what is left to do."""
-        for _ in range(RESCHEDULE_BATCH):
-            session = next(self._rescheduled, None) if self._rescheduled is not None else None
-            if session is None:
-                self._rescheduled = None
-                break
-            if self._state.sessions.get(session.key) is session:
-                self._state.schedule_expiry(session)
+        if self._rescheduled is not None:
+            self._reschedule(self._rescheduled)
+        elif self._to_enter is not None:
+            self._enter(self._to_enter)
         for _ in range(DROP_BATCH):
             state = self._state
             is_over = len(state.sessions) > state.limits.max_sessions
@@ -68,20 +71,37 @@ class Relimiter:
 
     def next_deadline_ns(self) -> int | None:
         """When to call `go_on`; None: nothing is left to do."""
-        is_done = self._rescheduled is None and not self._is_trimming
-        return None if is_done else self._state.now_ns
+        is_looking = self._rescheduled is not None or self._to_enter is not None
+        return self._state.now_ns if is_looking or self._is_trimming else None
 
-    def _change_tenants(self) -> None:
-        state = self._state
-        begun = state.tenants.change_limits(state.limits.tenant_limits)
-        if not begun:
-            return
-        sessions = [s for s in state.sessions.values() if s.key.tenant in begun]
-        for session in sorted(sessions, key=lambda session: session.last_access_ns):
-            if session.pin is Pin.HARD:
+    def _reschedule(self, sessions: Iterator[Session]) -> None:
+        """Look at some sessions: they expire by the new limits, and are ranked for new quotas."""
+        some = list(islice(sessions, RESCHEDULE_BATCH))
+        run = []
+        for session in some:
+            if self._state.sessions.get(session.key) is session:
+                self._state.schedule_expiry(session)
+                if session.key.tenant in self._begun:
+                    run.append((not session.ended, session.last_access_ns, session.key))
+        if run:
+            run.sort(reverse=True)
+            self._runs.append(run)
+        if len(some) < RESCHEDULE_BATCH:
+            self._rescheduled = None
+            self._to_enter = merge(*self._runs, reverse=True) if self._begun else None
+            self._runs = []
+
+    def _enter(self, uses: Iterator[_Use]) -> None:
+        """Put some sessions in order, before those that were used since or are warmer."""
+        tenants = self._state.tenants
+        some = list(islice(uses, RESCHEDULE_BATCH))
+        for _, _, key in some:
+            session = self._state.sessions.get(key)
+            if session is None or session.pin is Pin.HARD:
                 continue
             if session.pin is Pin.SOFT:
-                state.tenants.guarded(session.key, is_guarded=True)
-            state.tenants.entered(session.key)
-            if session.ended:
-                state.tenants.ended(session.key)
+                tenants.guarded(key, is_guarded=True)
+            tenants.entered_before(key)
+        if len(some) < RESCHEDULE_BATCH:
+            self._to_enter = None
+            tenants.begin_quotas()

@@ -154,6 +154,7 @@ class CacheState:
         self.kept_unfolded: SessionKey | None = None  # its blocks are being read ahead
         self.journal: dict[int, SlotState] = {}  # what the journal says of each slot: a mirror
         self.scrubbed: dict[tuple[Tier, int], int] = {}  # slot or extent -> operation of a scrub
+        self.wasteful: OrderedDict[SessionKey, None] = OrderedDict()  # that wait to be compacted
         self.tails = FoldedTails(self.blocks)
         self.tenants = TenantTable(limits.tenant_limits, layout.block_bytes)
         self.history = SessionHistory()
@@ -281,6 +282,7 @@ class CacheState:
         del self.sessions[session.key]
         for clock in self._clocks:
             clock.forget(session.key)
+        self.wasteful.pop(session.key, None)
         self.set_spans(session, ())
         self.outbox.index.session_gone(session.key, is_indexed=session.is_indexed)
         self.policy.removed(session.key)

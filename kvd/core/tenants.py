@@ -6,7 +6,11 @@ filling count from the moment they are granted. So a partial block, which SSD pa
 whole one: what a quota bounds can be told from the tokens stored, and does not change when a block
 moves.
 
-Invariant: a session of a tenant with a quota is in that tenant's order, unless it is hard-pinned.
+A quota that begins while sessions are stored bounds nobody until all of them are in order: they are
+put there some at a time (kvd/core/relimiting.py), from the warmest on, and uses meanwhile count.
+
+Invariant: a session of a tenant whose quota has begun is in that tenant's order, unless it is
+hard-pinned.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,6 +43,7 @@ class _Tenant:
     num_blocks: int = 0
     num_sessions: int = 0
     order: LruOrder | None = None  # of its sessions, if it has a quota
+    is_ordered: bool = True  # all of them are in the order, or it has no quota
 
 
 class TenantTable:
@@ -66,19 +71,26 @@ class TenantTable:
 
         Returns:
             Tenants that have a quota from now on, and had none: each of their sessions is to be
-            entered, coldest first.
+            entered by `entered_before`, warmest first; then `begin_quotas`.
         """
         self._limits_of = limits_of
         begun = []
         for name, tenant in self._tenants.items():
-            had_quota = tenant.order is not None
+            had_quota = tenant.order is not None and tenant.is_ordered
             tenant.limits = limits_of(name)
+            tenant.is_ordered = True
             if tenant.limits.quota_bytes is None:
                 tenant.order = None
             elif not had_quota:
                 tenant.order = LruOrder()
+                tenant.is_ordered = not tenant.num_sessions
                 begun.append(name)
         return frozenset(begun)
+
+    def begin_quotas(self) -> None:
+        """Hold every quota from now on: all sessions are entered."""
+        for tenant in self._tenants.values():
+            tenant.is_ordered = True
 
     def charge(self, tenant: str, num_blocks: int) -> None:
         """Count blocks, or slots that are to hold one; a negative number gives them back."""
@@ -106,36 +118,43 @@ class TenantTable:
         return entry.num_sessions if entry else 0
 
     def order_of(self, tenant: str) -> LruOrder | None:
-        """The tenant's sessions, coldest first; None without a quota."""
-        return self._of(tenant).order
+        """The tenant's sessions, coldest first; None without a quota, or before it begins."""
+        entry = self._of(tenant)
+        return entry.order if entry.is_ordered else None
 
     def touched(self, key: SessionKey) -> None:
         """Note a use of a session that may be evicted."""
-        order = self.order_of(key.tenant)
+        order = self._of(key.tenant).order
         if order is not None:
             order.touch(key)
 
     def entered(self, key: SessionKey) -> None:
         """Note, without a use, that a session may be evicted."""
-        order = self.order_of(key.tenant)
+        order = self._of(key.tenant).order
         if order is not None:
             order.enter(key)
 
+    def entered_before(self, key: SessionKey) -> None:
+        """Note that a session may be evicted, sooner than all that are in the order."""
+        order = self._of(key.tenant).order
+        if order is not None:
+            order.enter_before(key)
+
     def ended(self, key: SessionKey) -> None:
         """Note that the session will not come back."""
-        order = self.order_of(key.tenant)
+        order = self._of(key.tenant).order
         if order is not None:
             order.end(key)
 
     def guarded(self, key: SessionKey, *, is_guarded: bool) -> None:
         """Have the session go after all that are not guarded, or among them."""
-        order = self.order_of(key.tenant)
+        order = self._of(key.tenant).order
         if order is not None:
             order.guard(key, is_guarded=is_guarded)
 
     def removed(self, key: SessionKey) -> None:
         """The session is gone, or may not be evicted."""
-        order = self.order_of(key.tenant)
+        order = self._of(key.tenant).order
         if order is not None:
             order.remove(key)
 

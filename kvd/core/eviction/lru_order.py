@@ -34,6 +34,13 @@ class LruOrder:
         """Put the session at the warm end, unless it is in the order."""
         self._order_of(key).setdefault(key)
 
+    def enter_before(self, key: SessionKey) -> None:
+        """Put the session at the cold end, unless it is in the order."""
+        order = self._order_of(key)
+        if key not in order:
+            order[key] = None
+            order.move_to_end(key, last=False)
+
     def end(self, key: SessionKey) -> None:
         """Move the session to the cold end, if it is in the order."""
         order = self._order_of(key)

@@ -265,3 +265,13 @@ def test_an_arena_that_is_given_up_is_not_compacted():
     world.quiesce()
     assert (counter(world, "compactions"), counter(world, "compactions_given_up")) == (0, 1)
     assert world.engine.release_dram(world.now_ns)
+
+
+def test_a_session_that_goes_does_not_wait_any_more():
+    """However long nothing can be compacted, only sessions that are stored wait."""
+    world = sparse_world()
+    world.engine.release_dram(world.now_ns)
+    rest(world)
+    assert list(world.engine._state.wasteful) == [A]
+    world.engine.flush(A, False, world.now_ns)
+    assert not world.engine._state.wasteful

@@ -3,6 +3,7 @@
 import pytest
 
 from kvd.core.actions import IoOutcome, ReadBlock, WipeSlots, WriteBlock
+from kvd.core.erasing import LOOKED_AT
 from kvd.core.errors import ErasingError, LeaseLostError
 from kvd.core.records import Lookup, Pin
 from tests.kvd.core.turns import (
@@ -52,6 +53,21 @@ def test_a_tenant_is_gone_from_every_tier():
     assert list(world.index.sessions) == [OTHER_TENANT]
     assert [usage.tenant for usage in world.engine.tenants()] == [OTHER_TENANT.tenant]
     assert load(world, OTHER_TENANT, ONES).end_token == 4
+
+
+def test_others_are_passed_over_in_bounded_steps():
+    """A call looks at so many sessions, however few are the tenant's; all are dropped in time."""
+    world = new_world(num_slots=4, num_extents=256)
+    for number in range(2 * LOOKED_AT):
+        store(world, OTHER_TENANT._replace(session_id=str(number)), [number, *ONES[1:]])
+    store(world, A, ONES)
+    begin(world)
+    dropped = []
+    while world.engine.erasing.is_looking:
+        dropped.append(drop(world, max_sessions=1).num_sessions)
+    assert sum(dropped) == 1
+    assert dropped[:2] == [0, 0]
+    assert world.engine.erasing.is_gone()
 
 
 def test_a_tenant_is_shut_out_meanwhile():

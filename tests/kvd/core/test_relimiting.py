@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvd.core import relimiting
 from kvd.core.actions import WriteBlock
 from kvd.core.errors import TooManyLeasesError
 from kvd.core.records import TTL_NEVER_NS, Admission, Pin
@@ -19,6 +20,7 @@ from tests.kvd.core.turns import (
     A,
     B,
     C,
+    load,
     new_world,
     prepare_load,
     store,
@@ -114,6 +116,38 @@ def test_a_quota_that_begins_counts_what_is_stored():
     assert is_stored(world, A)
     store(world, C, THREES)
     assert [is_stored(world, key) for key in (A, B, C, OTHER_TENANT)] == [False, True, True, True]
+
+
+def test_a_quota_begins_in_bounded_steps_and_what_happens_meanwhile_counts(monkeypatch):
+    """Until all are in order it bounds nobody; those used since are the warmest."""
+    monkeypatch.setattr(relimiting, "RESCHEDULE_BATCH", 3)
+    world = new_world(num_slots=32)
+    keys = [SessionKey("a", MODEL, str(number)) for number in range(8)]
+    for number, key in enumerate(keys):
+        world.now_ns += 1
+        store(world, key, [number] * 4)
+    quota = TenantLimits(quota_bytes=8 * LAYOUT.block_bytes)
+    world.limits = replace(world.limits, tenant_limits=lambda _: quota)
+    world.engine.set_limits(world.limits, world.now_ns)
+    num_steps = 0
+    while (due_ns := world.engine.next_deadline_ns()) is not None and due_ns <= world.now_ns:
+        world.engine.check()
+        if num_steps == 0:
+            load(world, keys[1], [1] * 4)
+        if num_steps == 3:
+            world.engine.flush(keys[5], False, world.now_ns)
+            load(world, keys[2], [2] * 4)
+        if num_steps == 1:
+            store(world, SessionKey("a", MODEL, "new"), [9] * 4)
+        world.engine.expire(world.now_ns)
+        num_steps += 1
+    assert num_steps >= 2 * len(keys) // 3
+    world.engine.check()
+    kept = []
+    for token in range(10, 14):
+        store(world, SessionKey("a", MODEL, f"later-{token}"), [token] * 4)
+        kept.append([key.session_id for key in keys if is_stored(world, key)])
+    assert kept == [list("123467"), list("12467"), list("1267"), list("127")]
 
 
 def test_a_quota_that_begins_keeps_pins_and_ends():
