@@ -120,12 +120,13 @@ class ListingBuilder:
 
     def add(self, layout: str, ranked: Iterable[tuple[int, SessionKey]]) -> None:
         """Take some sessions of a layout in, with their ranks."""
-        for rank, key in ranked:
-            place = Place(-rank if self.request.is_reversed else rank, key, layout)
-            if self.after is None or place > self.after:
-                self._ranks.append(place.rank)
-                self._keys.append(key)
-                self._layouts.append(layout)
+        sign = -1 if self.request.is_reversed else 1
+        places = [(sign * rank, key) for rank, key in ranked]
+        if self.after is not None:
+            places = [place for place in places if (*place, layout) > self.after]
+        self._ranks.extend(rank for rank, _ in places)
+        self._keys.extend(key for _, key in places)
+        self._layouts.extend([layout] * len(places))
 
     def finish(self) -> Listing:
         """Sort them: O(n log n), of which the most is numpy's."""

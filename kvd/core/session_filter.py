@@ -65,7 +65,7 @@ def selects(state: CacheState, wanted: SessionFilter, session: Session) -> bool:
         return False
     if wanted.ended and not session.ended:
         return False
-    if num_bytes(state, session) <= wanted.larger_than_bytes:
+    if wanted.larger_than_bytes and num_bytes(state, session) <= wanted.larger_than_bytes:
         return False
     return wanted.tier is None or _is_in(state, session, wanted.tier)
 
@@ -74,12 +74,13 @@ def ranked(
     state: CacheState, keys: Iterable[SessionKey], wanted: SessionFilter, order: SessionOrder
 ) -> list[tuple[int, SessionKey]]:
     """Give those sessions that are meant, each with its rank: the lower, the sooner it comes."""
-    sessions = (state.sessions.get(key) for key in keys)
-    return [
-        (_rank(state, session, order), session.key)
-        for session in sessions
-        if session is not None and selects(state, wanted, session)
-    ]
+    found = map(state.sessions.get, keys)
+    sessions = [session for session in found if session is not None]
+    if wanted != EVERYTHING:  # as is mostly listed, of very many
+        sessions = [session for session in sessions if selects(state, wanted, session)]
+    if order is SessionOrder.IDLE:
+        return [(session.last_access_ns, session.key) for session in sessions]
+    return [(_rank(state, session, order), session.key) for session in sessions]
 
 
 def num_bytes(state: CacheState, session: Session) -> int:
