@@ -4,8 +4,10 @@ Every start does that anew, which takes much longer than loading a directory wit
 weights: docs/getting-a-model.md says how such a directory is made of the file, once.
 """
 
+import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -40,6 +42,13 @@ def check_gguf(path: Path, packages: Sequence[str] = PACKAGES) -> None:
             f"{path} is a GGUF model, which cannot be read without {' and '.join(missing)}",
             f"pip install {' '.join(missing)}, or convert it elsewhere: docs/getting-a-model.md",
         )
+
+
+@contextmanager
+def no_progress_bar() -> Iterator[None]:
+    """Keep the bar that Transformers draws for such files, whatever it is told, out of the log."""
+    with redirect_stderr(io.StringIO()):
+        yield
 
 
 def gguf_hint(path: Path) -> str:

@@ -5,7 +5,7 @@ Knows no architecture; `calibration` decides whether the model can be served.
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 from inference_svc.core.errors import UnsupportedModelError
 from inference_svc.runtime.model.file_digests import DigestCache
 from inference_svc.runtime.model.fingerprint import Fingerprint
+from inference_svc.runtime.model.gguf_file import no_progress_bar
 from inference_svc.runtime.model.model_directory import check_model
 from shared.kv_layout import ITEM_BYTES
 
@@ -132,8 +133,11 @@ def _from_pretrained(path: Path, dtype: str) -> Any:
         raise UnsupportedModelError(
             f"{path} holds an encoder-decoder model", "serve a decoder-only model"
         )
-    with _one_line(
-        f"{path} cannot be loaded", "serve a decoder-only model with safetensors weights"
+    with (
+        _one_line(
+            f"{path} cannot be loaded", "serve a decoder-only model with safetensors weights"
+        ),
+        no_progress_bar() if gguf else nullcontext(),
     ):
         if gguf:
             gguf["quantization_config"] = GgufConfig(dequantize=True)
