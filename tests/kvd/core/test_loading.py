@@ -306,3 +306,15 @@ def test_a_load_from_a_position_that_is_not_there_is_refused(from_token):
     with pytest.raises(InvalidRequestError, match=str(from_token)):
         prepare_load(world, A, ONES + TWOS, from_token)
     assert not world.engine.leases()
+
+
+def test_only_what_is_completed_by_another_counts_as_lost():
+    """Its own completion does not, and the other's leaves the lease as it is."""
+    world = new_world()
+    store(world, A, ONES)
+    answer = prepare_load(world, A, ONES)
+    with pytest.raises(LeaseLostError):
+        world.engine.complete_load(answer.lease_id, OWNER + 1, world.now_ns)
+    assert counter(world, "leases_lost") == 1
+    world.engine.complete_load(answer.lease_id, OWNER, world.now_ns)
+    assert counter(world, "leases_lost") == 1
