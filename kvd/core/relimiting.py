@@ -19,7 +19,7 @@ from kvd.core.state import CacheState, Limits
 from kvd.core.writing import Writer
 from shared.session_key import SessionKey
 
-RESCHEDULE_BATCH = 2048  # sessions per call, so that one call stays short
+RESCHEDULE_BATCH = 1024  # sessions per call, so that one call stays short
 DROP_BATCH = 64  # the same; dropping one costs more
 
 _Use = tuple[bool, int, SessionKey]  # a session that has not ended, when it was used: lower: colder

@@ -20,6 +20,7 @@ from kvd.tiers.index_database import (
     UnusableManifestError,
     open_database,
 )
+from kvd.tiers.index_rows import read_blocks
 from kvd.tiers.manifest import MAX_BATCH, MAX_QUEUED_BYTES, LayoutRow, Manifest
 from shared.kv_layout import Component, KVLayout, Layer
 from shared.session_key import SessionKey
@@ -208,6 +209,18 @@ def test_rows_that_cannot_be_decoded_are_left_out(make, tmp_path):
     assert _rows(found) == ([], [])
     assert found.salts() == {}
     assert [row.extents_per_segment for row in found.layouts()] == [0]
+
+
+@pytest.mark.parametrize("extent", ["x", 1.5, None])
+def test_a_block_whose_numbers_are_none_is_left_out(extent):
+    """Also where a damaged table hands it out: the blocks beside it keep their places."""
+    with closing(sqlite3.connect(":memory:")) as db:
+        db.execute("CREATE TABLE blocks (layout, key, extent, num_tokens)")
+        rows = [(1, bytes([7, n]) * 8, extent if n == 1 else n, 16) for n in range(3)]
+        db.executemany("INSERT INTO blocks VALUES (?, ?, ?, ?)", rows)
+        keys, extents, num_tokens = read_blocks(db, 1)
+    assert keys == rows[0][1] + rows[2][1]
+    assert (extents.tolist(), num_tokens.tolist()) == ([0, 2], [16, 16])
 
 
 def test_a_name_that_is_no_text_is_left_out(make, tmp_path):
