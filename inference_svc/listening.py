@@ -75,7 +75,8 @@ def bind_servers(
     Raises:
         ConfigError: an address cannot be bound, the group or the TLS files cannot be used.
     """
-    servers, bound = [], {}
+    servers: list[grpc.aio.Server] = []
+    bound: dict[str, str] = {}
     for is_tcp in (False, True):
         addresses = [address for address in listen if is_unix(address) is not is_tcp]
         if addresses:
