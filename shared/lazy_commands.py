@@ -145,7 +145,7 @@ def _is_own_default(param: Any, ctx: Any, value: Any) -> bool:
 
 def _keeping_defaults(params: Iterable[Any]) -> list[Any]:
     """The parameters of a command, made to take their own defaults as they are."""
-    kinds = {TyperOption: _Option, TyperArgument: _Argument}
+    kinds: dict[type[Any], type[Any]] = {TyperOption: _Option, TyperArgument: _Argument}
     found = list(params)
     for param in found:
         param.__class__ = kinds.get(type(param), type(param))
