@@ -15,7 +15,7 @@ LAYOUT = small_layout()
 NAMES = [f"s{number}" for number in range(20)]
 SIZES = {
     "KVD_DRAM__BYTES": "4MB",
-    "KVD_SSD__BYTES": "4MB",
+    "KVD_SSD__BYTES": "3MB",
     "KVD_SSD__RESERVE_BYTES": "0",
     "KVD_SSD__SEGMENT_BYTES": "128KB",
 }

@@ -29,8 +29,10 @@ from tests.kvd_as_user import let_others_enter
 SHIPPED = Path(__file__).parents[2] / "systemd" / "inference-svc.toml"
 
 AS_NOBODY = """
-import os, sys
-from inference_svc.cli import main  # by root: others may not be able to read it
+import contextlib, os, sys
+from inference_svc.cli import main
+with contextlib.suppress(SystemExit), contextlib.redirect_stderr(open(os.devnull, "w")):
+    main()  # by root, which imports all that is needed: others may not be able to read it
 os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
 sys.argv[0] = "inference-svc"
 main()

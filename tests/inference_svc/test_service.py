@@ -11,7 +11,13 @@ from inference_svc.core.errors import (
     InvalidTurnError,
 )
 from inference_svc.core.stopping import AnswerToken
-from inference_svc.core.submission import ChatInput, TextInput, TokenInput, TurnDefaults
+from inference_svc.core.submission import (
+    ChatInput,
+    ModelTraits,
+    TextInput,
+    TokenInput,
+    TurnDefaults,
+)
 from inference_svc.core.transcript_format import Header, Transcript
 from inference_svc.core.truncation import OverflowPolicy
 from inference_svc.core.turn_events import Accepted, Finished, Started, Tokens
@@ -31,7 +37,7 @@ KEY = SessionKey("default", "m", "s")
 HELLO = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="Hello")])
 
 
-DEFAULTS = TurnDefaults(64, OverflowPolicy("sinks", 0.25), "snapkv", 0.75, "paged")
+DEFAULTS = TurnDefaults(64, OverflowPolicy("sinks", 0.25), "snapkv", 0.75, ModelTraits("paged"))
 NAN, INFINITE = float("nan"), float("inf")
 
 

@@ -209,16 +209,18 @@ BAD_STARTS = (
         ("recurrent", "Mamba"),
         is_warm=True,
     ),
-    BadStart("socket in use", (*SERVE, "--listen", "{live}", "--model", "{tmp}"), 78, ("in use",)),
+    BadStart(
+        "socket in use", (*SERVE, "--listen", "{live}", "--model", "{recurrent}"), 78, ("in use",)
+    ),
     BadStart(
         "no place for the socket",
-        (*SERVE, "--listen", "unix:{file}/x.sock", "--model", "{tmp}"),
+        (*SERVE, "--listen", "unix:{file}/x.sock", "--model", "{recurrent}"),
         78,
         ("--listen",),
     ),
     BadStart(
         "unwritable state",
-        (*SERVE, *LISTEN, "--model", "{tmp}", "--state-dir", "{file}/state"),
+        (*SERVE, *LISTEN, "--model", "{recurrent}", "--state-dir", "{file}/state"),
         78,
         ("--state-dir",),
     ),

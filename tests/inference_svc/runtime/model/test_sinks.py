@@ -64,12 +64,14 @@ def test_a_model_that_predicts_the_same_whatever_it_is_fed_needs_none(tiny_model
     """Distances are then what rounding makes of nothing, below zero as well."""
     loaded = load_model(tiny_model)
     calibration = calibrate(loaded)
-    torch.manual_seed(3)
-    loaded.model.lm_head.weight.uniform_(-1e-5, 1e-5)
     token_ids = loaded.tokenizer(TEXT).input_ids[:240]
-    far = sink_distances(loaded, calibration, token_ids)
-    assert min(far) < 0
-    assert find_sinks(loaded, calibration) == 0
+    least = []
+    for seed in range(20):  # how it is rounded depends on the processor and its threads
+        torch.manual_seed(seed)
+        loaded.model.lm_head.weight.uniform_(-1e-5, 1e-5)
+        least.append(min(sink_distances(loaded, calibration, token_ids)))
+        assert find_sinks(loaded, calibration) == 0
+    assert min(least) < 0
 
 
 @pytest.mark.parametrize("change", ["coupled", "short window", "no numbers"])
