@@ -153,7 +153,8 @@ def chain_of(graph: grimp.ImportGraph) -> list[str]:
     for importer in modules:
         imported = graph.find_modules_directly_imported_by(importer)
         whole.add_edges_from((importer, module) for module in sorted(imported))
-    circles = nx.condensation(whole)
+    parts = sorted(nx.strongly_connected_components(whole), key=min)  # the same each time
+    circles = nx.condensation(whole, parts)
     longest = nx.dag_longest_path(circles)
     return [" + ".join(sorted(circles.nodes[node]["members"])) for node in longest]
 
