@@ -8,6 +8,7 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -115,11 +116,17 @@ def lazy_group(
 
 
 class _Option(TyperOption):
-    """An option whose own default is taken as it is: typer imports pydantic to look at a value."""
+    """An option whose own default, and a plain word, are taken as they are.
+
+    Typer imports pydantic to look at a value, which takes longer than all that `kvd ls` does.
+    """
 
     def process_value(self, ctx: Any, value: Any) -> Any:
         """The value that the function gets."""
-        return value if _is_own_default(self, ctx, value) else super().process_value(ctx, value)
+        if _is_own_default(self, ctx, value):
+            return value
+        plain = _plain_kind(self, value)
+        return super().process_value(ctx, value) if plain is None else plain(value)
 
 
 class _Argument(TyperArgument):
@@ -127,7 +134,10 @@ class _Argument(TyperArgument):
 
     def process_value(self, ctx: Any, value: Any) -> Any:
         """The value that the function gets."""
-        return value if _is_own_default(self, ctx, value) else super().process_value(ctx, value)
+        if _is_own_default(self, ctx, value):
+            return value
+        plain = _plain_kind(self, value)
+        return super().process_value(ctx, value) if plain is None else plain(value)
 
 
 def _is_own_default(param: Any, ctx: Any, value: Any) -> bool:
@@ -141,6 +151,23 @@ def _is_own_default(param: Any, ctx: Any, value: Any) -> bool:
     if param.nargs != 1 or param.multiple:
         return False
     return isinstance(value, Enum) or type(value) in {type(None), str, int, float}
+
+
+def _plain_kind(param: Any, value: Any) -> type[str] | type[Path] | None:
+    """What a word is made: a str or a Path, if nothing about it is to be checked; else None."""
+    declared = getattr(param, "type_descriptor", None)  # older releases of typer need no pydantic
+    if declared is None or type(value) is not str or param.callback is not None:
+        return None
+    info = declared.parameter_info
+    if info.parser is not None:
+        return None
+    if declared.annotation is str:
+        return str
+    checks = (info.exists, info.readable, info.writable, info.resolve_path, info.allow_dash)
+    may_be_either = info.file_okay and info.dir_okay
+    if declared.annotation is Path and may_be_either and info.path_type is None and not any(checks):
+        return Path
+    return None
 
 
 def _keeping_defaults(params: Iterable[Any]) -> list[Any]:
