@@ -1,11 +1,13 @@
 """Tables that fit: what matters least is left out where a terminal is narrow. Pure."""
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from rich.cells import cell_len
 from rich.table import Table
+from rich.text import Text
 
 _GAP = 2  # columns of a terminal between two of a table
 MIN_CUT = 8  # terminal columns that stay of one that is cut
@@ -29,20 +31,22 @@ class Column:
 
 
 def fitted(
-    columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int, title: str = ""
+    columns: Sequence[Column],
+    rows: Sequence[Sequence[str]],
+    width: int,
+    title: str = "",
+    caption: str = "",
 ) -> Table:
-    """Make a table of so many terminal columns, or as few more as can be."""
-    widths = [
-        max(cell_len(column.heading), *(cell_len(row[index]) for row in rows))
-        if rows
-        else cell_len(column.heading)
-        for index, column in enumerate(columns)
-    ]
+    """Make a table of so many terminal columns, or as few more as can be.
+
+    Title and caption are as wide as the terminal, however narrow the table is.
+    """
+    widths = _widths(columns, rows)
     kept = _kept(columns, widths, width)
     fit = _cut(columns, widths, kept, width)
-    table = Table(
-        box=None, padding=(0, _GAP, 0, 0), pad_edge=False, title=title or None, title_justify="left"
-    )
+    table = _plain_table(title, width)
+    if caption:
+        table.caption, table.caption_justify = _lines(caption, width, "table.caption"), "left"
     for index in kept:
         column, most = columns[index], fit[index]
         justify: Literal["left", "right"] = "right" if column.is_number else "left"
@@ -52,6 +56,46 @@ def fitted(
     for row in rows:
         table.add_row(*(row[index] for index in kept))
     return table
+
+
+def fits(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> bool:
+    """Whether nothing of a table has to be left out or cut."""
+    return _total(_widths(columns, rows), range(len(columns))) <= width
+
+
+def facts(rows: Iterable[tuple[str, str]], width: int, title: str = "") -> Table:
+    """Make a table of names, and beside each what is to be said; it goes on below itself."""
+    table = _plain_table(title, width)
+    table.show_header = False
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _plain_table(title: str, width: int) -> Table:
+    return Table(
+        box=None,
+        padding=(0, _GAP, 0, 0),
+        pad_edge=False,
+        title=_lines(title, width, "table.title") if title else None,
+        title_justify="left",
+    )
+
+
+def _lines(text: str, width: int, style: str) -> Text:
+    """Text of as many lines as a terminal needs for it; rich would wrap it to the table's width."""
+    wrapped = "\n".join(textwrap.fill(line, width) for line in text.split("\n"))
+    return Text(wrapped, style, no_wrap=True, overflow="ignore")
+
+
+def _widths(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[int]:
+    """How wide each column would like to be."""
+    return [
+        max([cell_len(column.heading), *(cell_len(row[index]) for row in rows)])
+        for index, column in enumerate(columns)
+    ]
 
 
 def _kept(columns: Sequence[Column], widths: Sequence[int], width: int) -> list[int]:
@@ -90,5 +134,6 @@ def _least(columns: Sequence[Column], widths: Sequence[int]) -> list[int]:
     ]
 
 
-def _total(widths: Sequence[int], kept: Sequence[int]) -> int:
-    return sum(widths[index] for index in kept) + _GAP * max(0, len(kept) - 1)
+def _total(widths: Sequence[int], kept: Iterable[int]) -> int:
+    chosen = [widths[index] for index in kept]
+    return sum(chosen) + _GAP * max(0, len(chosen) - 1)

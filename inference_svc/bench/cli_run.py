@@ -96,7 +96,7 @@ def _write(report: Report, json_to: str) -> None:
     if json_to:
         Path(json_to).write_text(document + "\n", encoding="utf-8")
     console = printing.console()
-    for table in tables(report):
+    for table in tables(report, console.width):
         console.print(table)
         console.print()
     for note in (note for case in report.cases for note in case.notes):

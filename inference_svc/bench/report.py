@@ -6,43 +6,49 @@ from rich.table import Table
 
 from inference_svc.bench.figures import Case, Measured, Report
 from shared.statistics import Spread
+from shared.tables import Column, facts, fits, fitted
 from shared.units import format_bytes, format_duration
 
-MOST_COLUMNS = 6  # of metrics, that a terminal has room for
+_RATIOS = (
+    Column("case", may_be_cut=True, least=12),
+    Column("what"),
+    Column("of", rank=3),
+    Column("pairs", is_number=True, rank=4),
+    Column("median", is_number=True),
+    Column("quartiles", is_number=True, rank=2),
+    Column("goal", is_number=True, rank=1),
+    Column("", is_number=True),
+)
 
 
-def tables(report: Report) -> Iterator[Table]:
-    """What was measured on what, then the variants, then their ratios."""
-    yield _facts_table(report)
-    metrics = _metrics(report.cases)
-    if len(metrics) <= MOST_COLUMNS:
-        yield _variants_table(report, metrics)
+def tables(report: Report, width: int) -> Iterator[Table]:
+    """What was measured on what, the variants, their ratios; for a terminal of so many columns."""
+    yield facts(_facts(report), width)
+    columns, rows = _variants(report)
+    if fits(columns, rows, width):
+        yield fitted(columns, rows, width, f"{report.part}: medians")
     else:
-        yield from (_metrics_table(report, case) for case in report.cases)
+        yield from (_metrics_table(report, case, width) for case in report.cases)
     if any(case.ratios for case in report.cases):
-        yield _ratios_table(report)
+        ratios = [row for case in report.cases for row in _ratio_rows(case)]
+        yield fitted(_RATIOS, ratios, width, f"{report.part}: ratios, pair by pair")
 
 
-def _facts_table(report: Report) -> Table:
+def _facts(report: Report) -> Iterator[tuple[str, str]]:
     subject, machine = report.subject, report.machine
-    table = Table(box=None, show_header=False)
     weights = "random weights" if subject.random else "weights from disk"
-    kv = f"{format_bytes(subject.kv_bytes_per_token)} a token, blocks of {subject.block_tokens}"
     busy = f"load before {machine.load_average:.2f}"
-    for name, value in (
-        ("model", f"{subject.name}, {subject.architecture}, {subject.layers} layers, {weights}"),
-        ("computed", f"{subject.dtype} on {subject.device}, {subject.threads} threads"),
-        ("weights", f"{subject.num_weights / 1e6:.1f} million"),
-        ("KV", kv),
-        ("machine", f"{machine.cpu}, {machine.cpus} usable, {busy}"),
-        ("memory", f"{format_bytes(machine.memory_bytes)}, huge pages {machine.huge_pages}"),
-        ("software", ", ".join(f"{name} {is_}" for name, is_ in machine.libraries.items())),
-        ("took", format_duration(report.elapsed_s)),
-    ):
-        table.add_row(name, value)
+    yield "model", f"{subject.name}, {subject.architecture}, {subject.layers} layers, {weights}"
+    yield "computed", f"{subject.dtype} on {subject.device}, threads: {subject.threads}"
+    yield "weights", f"{subject.num_weights / 1e6:,.1f} million"
+    kv = f"{format_bytes(subject.kv_bytes_per_token)} a token"
+    yield "KV", f"{kv}, blocks of {subject.block_tokens} tokens"
+    yield "machine", f"{machine.cpu}, {machine.cpus} usable, {busy}"
+    yield "memory", f"{format_bytes(machine.memory_bytes)}, huge pages {machine.huge_pages}"
+    yield "software", ", ".join(f"{name} {is_}" for name, is_ in machine.libraries.items())
+    yield "took", format_duration(report.elapsed_s)
     if machine.accelerator:
-        table.add_row("accelerator", machine.accelerator)
-    return table
+        yield "accelerator", machine.accelerator
 
 
 def _metrics(cases: Iterable[Case]) -> list[str]:
@@ -53,27 +59,28 @@ def _metrics(cases: Iterable[Case]) -> list[str]:
     )
 
 
-def _variants_table(report: Report, metrics: list[str]) -> Table:
+def _variants(report: Report) -> tuple[list[Column], list[list[str]]]:
     """All cases in one table, a row a variant."""
-    headings = ["case", "variant", "n", *map(_heading, metrics)]
-    table = _titled(f"{report.part}: medians", headings, num_texts=2)
+    metrics = _metrics(report.cases)
+    headings = [Column(_heading(metric), is_number=True) for metric in metrics]
+    columns = [Column("case"), Column("variant"), Column("n", is_number=True), *headings]
+    rows = []
     for case in report.cases:
         for index, found in enumerate(case.variants):
             values = [_median(found, metric) for metric in metrics]
-            name = "" if index else case.name
-            table.add_row(name, found.variant, _number(found), *values)
-        table.add_section()
-    return table
+            rows.append(["" if index else case.name, found.variant, _number(found), *values])
+    return columns, rows
 
 
-def _metrics_table(report: Report, case: Case) -> Table:
-    """One case, a row a metric: there are many."""
-    headings = [f"{report.part}: {case.name}", *(found.variant for found in case.variants)]
-    table = _titled("medians", headings, num_texts=1)
-    table.add_row("n", *map(_number, case.variants))
-    for metric in _metrics([case]):
-        table.add_row(_heading(metric), *(_median(found, metric) for found in case.variants))
-    return table
+def _metrics_table(report: Report, case: Case, width: int) -> Table:
+    """One case, a row a metric: there are too many for a row a variant."""
+    variants = [Column(found.variant, is_number=True) for found in case.variants]
+    columns = [Column("median", may_be_cut=True), *variants]
+    rows = [["n", *map(_number, case.variants)]] + [
+        [_heading(metric), *(_median(found, metric) for found in case.variants)]
+        for metric in _metrics([case])
+    ]
+    return fitted(columns, rows, width, f"{report.part}: {case.name}")
 
 
 def _number(found: Measured) -> str:
@@ -84,18 +91,10 @@ def _median(found: Measured, metric: str) -> str:
     return _value(metric, found.values[metric].median) if metric in found.values else ""
 
 
-def _ratios_table(report: Report) -> Table:
-    headings = ["case", "what", "of", "pairs", "median", "quartiles", "goal", ""]
-    table = _titled(f"{report.part}: ratios, pair by pair", headings, num_texts=3)
-    for case in report.cases:
-        _add_ratios(table, case)
-    return table
-
-
-def _add_ratios(table: Table, case: Case) -> None:
+def _ratio_rows(case: Case) -> Iterator[tuple[str, ...]]:
     for index, ratio in enumerate(case.ratios):
         verdict = ("met" if ratio.is_met else "MISSED") if ratio.goal else ""
-        table.add_row(
+        yield (
             "" if index else case.name,
             ratio.what,
             _heading(ratio.metric),
@@ -105,13 +104,6 @@ def _add_ratios(table: Table, case: Case) -> None:
             ratio.goal,
             verdict,
         )
-
-
-def _titled(title: str, headings: list[str], *, num_texts: int) -> Table:
-    table = Table(box=None, title=title, title_justify="left")
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if index < num_texts else "right")
-    return table
 
 
 def _heading(metric: str) -> str:

@@ -200,7 +200,7 @@ def _measure(options: "Options", choice: EvalChoice, json_to: str) -> None:
         typer.echo(document)
         return
     console = printing.console()
-    for table in tables(report):
+    for table in tables(report, console.width):
         console.print(table)
         console.print()
     if json_to:

@@ -14,41 +14,78 @@ from inference_svc.eval.figures import (
 )
 from inference_svc.eval.intervals import Interval
 from inference_svc.eval.options import Truncation
+from shared.tables import Column, facts, fitted
 from shared.units import format_bytes, format_duration
 
 
-def tables(report: EvalReport) -> Iterator[Table]:
-    """What was measured on what, then the figures."""
+def _number(heading: str, rank: int = 0) -> Column:
+    return Column(heading, is_number=True, rank=rank)
+
+
+_PERPLEXITY = (
+    Column("method"),
+    _number("nats/token", 2),
+    _number("ppl/token"),
+    _number("ppl/word"),
+    _number("to TT"),
+    _number("95 %"),
+    _number("tokens computed", 1),
+    _number("took", 3),
+)
+_AFTER = (
+    Column("method"),
+    _number("ppl/token"),
+    _number("ppl/word"),
+    _number("to TT"),
+    _number("95 %"),
+)
+_RETRIEVAL = (
+    Column("method"),
+    _number("kept records"),
+    _number("95 %", 2),
+    _number("n", 3),
+    _number("all records"),
+    _number("95 %", 2),
+    _number("n", 3),
+    _number("tokens computed", 1),
+)
+_COMPRESSION = (
+    Column("policy"),
+    _number("keep ratio"),
+    _number("KV kept"),
+    _number("prefill", 2),
+    _number("ppl/token", 1),
+    _number("to whole"),
+    _number("95 %", 3),
+    _number("asked before"),
+    _number("95 %", 3),
+    _number("asked after"),
+    _number("95 %", 3),
+)
+_ROTATION = (
+    Column("dtype"),
+    _number("truncations"),
+    Column("way"),
+    _number("to float64"),
+    _number("worst key"),
+    _number("to the model's own", 1),
+)
+
+
+def tables(report: EvalReport, width: int) -> Iterator[Table]:
+    """What was measured on what, then the figures, for a terminal of so many columns."""
     found = report.found
     if isinstance(found, PerplexityReport):
-        facts = _perplexity_facts(found)
+        about, figures = _perplexity_facts(found), _perplexity_tables(found, width)
     elif isinstance(found, RetrievalReport):
-        facts = _retrieval_facts(found)
+        about, figures = _retrieval_facts(found), _retrieval_tables(found, width)
     elif isinstance(found, CompressionReport):
-        facts = _compression_facts(found)
+        about, figures = _compression_facts(found), _compression_tables(found, width)
     else:
-        facts = _rotation_facts(found)
-    yield _facts_table(report, facts)
-    if isinstance(found, PerplexityReport):
-        yield _perplexity_table(found)
-    elif isinstance(found, RetrievalReport):
-        yield _retrieval_table(found)
-    elif isinstance(found, CompressionReport):
-        yield _compression_table(found)
-    else:
-        yield _rotation_table(found)
-
-
-def _facts_table(report: EvalReport, facts: dict[str, str]) -> Table:
-    subject = report.subject
-    table = Table(box=None, show_header=False)
-    for name, value in {
-        **_subject_facts(subject),
-        **facts,
-        "took": format_duration(report.elapsed_s),
-    }.items():
-        table.add_row(name, value)
-    return table
+        about, figures = _rotation_facts(found), _rotation_tables(found, width)
+    took = {"took": format_duration(report.elapsed_s)}
+    yield facts({**_subject_facts(report.subject), **about, **took}.items(), width)
+    yield from figures
 
 
 def _subject_facts(subject: Subject) -> dict[str, str]:
@@ -74,44 +111,36 @@ def _perplexity_facts(found: PerplexityReport) -> dict[str, str]:
     if found.reference_ratio != found.truncation.ratio:
         window += f"; by TT {found.reference_ratio:.3g} of it"
     return {
-        "text": f"{found.text}: {found.num_tokens} tokens, {found.num_words} words",
+        "text": f"{found.text}: {found.num_tokens:,} tokens, {found.num_words:,} words",
         "window": window,
     }
 
 
-def _perplexity_table(found: PerplexityReport) -> Table:
-    table = _titled(
-        "perplexity",
-        [
-            "method",
-            "nats/token",
-            "ppl/token",
-            "ppl/word",
-            "to TT",
-            "95 %",
-            "after: ppl/token",
-            "ppl/word",
-            "to TT",
-            "95 %",
-            "tokens computed",
-            "took",
-        ],
-    )
-    for each in found.methods:
-        table.add_row(
+def _perplexity_tables(found: PerplexityReport, width: int) -> Iterator[Table]:
+    rows = [
+        (
             each.method.upper(),
             f"{each.all_tokens.nats_per_token:.4f}",
             f"{each.all_tokens.per_token:.2f}",
             f"{each.all_tokens.per_word:.1f}",
             *_ratio(each.to_reference),
-            f"{each.after_overflow.per_token:.2f}",
-            f"{each.after_overflow.per_word:.1f}",
-            *_ratio(each.after_to_reference),
             f"{each.num_computed:,}",
             format_duration(each.elapsed_s),
         )
-    table.caption = "after: of the tokens after the first overflow; to TT: of the perplexity a word"
-    return table
+        for each in found.methods
+    ]
+    yield fitted(_PERPLEXITY, rows, width, "perplexity")
+    after = [
+        (
+            each.method.upper(),
+            f"{each.after_overflow.per_token:.2f}",
+            f"{each.after_overflow.per_word:.1f}",
+            *_ratio(each.after_to_reference),
+        )
+        for each in found.methods
+    ]
+    title = "perplexity of the tokens after the first overflow"
+    yield fitted(_AFTER, after, width, title, "to TT: of the perplexity a word")
 
 
 def _retrieval_facts(found: RetrievalReport) -> dict[str, str]:
@@ -123,54 +152,36 @@ def _retrieval_facts(found: RetrievalReport) -> dict[str, str]:
     }
 
 
-def _retrieval_table(found: RetrievalReport) -> Table:
-    table = _titled(
-        "right answers",
-        ["method", "kept records", "95 %", "n", "all records", "95 %", "n", "tokens computed"],
-    )
-    for each in found.methods:
-        table.add_row(
+def _retrieval_tables(found: RetrievalReport, width: int) -> Iterator[Table]:
+    rows = [
+        (
             each.method.upper(),
             f"{each.kept.value:.1%}",
             _between(each.kept, ".1%"),
-            str(each.num_kept),
+            f"{each.num_kept:,}",
             f"{each.overall.value:.1%}",
             _between(each.overall, ".1%"),
-            str(each.num_asked),
+            f"{each.num_asked:,}",
             f"{each.num_computed:,}",
         )
-    return table
+        for each in found.methods
+    ]
+    yield fitted(_RETRIEVAL, rows, width, "right answers")
 
 
 def _compression_facts(found: CompressionReport) -> dict[str, str]:
     return {
         "text": f"{found.text}: {found.num_contexts} pieces of {found.context_tokens} tokens, "
-        f"{found.num_tokens} tokens judged behind them",
+        f"{found.num_tokens:,} tokens judged behind them",
         "records": f"{found.num_contexts} contexts of up to {found.context_tokens} tokens, "
         f"{found.num_asked} questions, seed {found.seed}",
         "KV": f"{format_bytes(found.token_bytes)} a token",
     }
 
 
-def _compression_table(found: CompressionReport) -> Table:
-    table = _titled(
-        "compression",
-        [
-            "policy",
-            "keep ratio",
-            "KV kept",
-            "prefill",
-            "ppl/token",
-            "to whole",
-            "95 %",
-            "asked before",
-            "95 %",
-            "asked after",
-            "95 %",
-        ],
-    )
-    for each in found.rows:
-        table.add_row(
+def _compression_tables(found: CompressionReport, width: int) -> Iterator[Table]:
+    rows = [
+        (
             each.policy,
             f"{each.keep_ratio:g}",
             f"{each.kept:.1%}",
@@ -183,11 +194,13 @@ def _compression_table(found: CompressionReport) -> Table:
             f"{each.asked_after.value:.1%}",
             _between(each.asked_after, ".1%"),
         )
-    table.caption = (
+        for each in found.rows
+    ]
+    caption = (
         "prefill: time to compute the context, for scores to compress it by, to that without; "
         "asked before: the question is part of what is compressed; after: it comes behind it"
     )
-    return table
+    yield fitted(_COMPRESSION, rows, width, "compression", caption)
 
 
 def _rotation_facts(found: RotationReport) -> dict[str, str]:
@@ -197,13 +210,9 @@ def _rotation_facts(found: RotationReport) -> dict[str, str]:
     }
 
 
-def _rotation_table(found: RotationReport) -> Table:
-    table = _titled(
-        "relative error of keys at their new positions",
-        ["dtype", "truncations", "way", "to float64", "worst key", "to the model's own"],
-    )
-    for each in found.errors:
-        table.add_row(
+def _rotation_tables(found: RotationReport, width: int) -> Iterator[Table]:
+    rows = [
+        (
             each.dtype,
             str(each.num_moves),
             each.way,
@@ -211,7 +220,9 @@ def _rotation_table(found: RotationReport) -> Table:
             f"{each.largest:.1e}",
             f"{each.to_own:.1e}",
         )
-    return table
+        for each in found.errors
+    ]
+    yield fitted(_ROTATION, rows, width, "relative error of keys at their new positions")
 
 
 def _ratio(interval: Interval | None) -> tuple[str, str]:
@@ -223,10 +234,3 @@ def _ratio(interval: Interval | None) -> tuple[str, str]:
 
 def _between(interval: Interval, form: str) -> str:
     return f"{format(interval.low, form)} - {format(interval.high, form)}"
-
-
-def _titled(title: str, headings: list[str]) -> Table:
-    table = Table(box=None, title=title, title_justify="left", caption_justify="left")
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if index else "left")
-    return table

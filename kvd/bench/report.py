@@ -5,16 +5,65 @@ The document is the Report of figures.py, field by field, with `schema` before i
 was not run is null.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
 
-from kvd.bench.figures import SCHEMA, Comparison, LoopCalls, QueueCosts, Report
+from kvd.bench.figures import (
+    SCHEMA,
+    Comparison,
+    Growth,
+    Latency,
+    LoopCalls,
+    QueueCosts,
+    Report,
+    Restart,
+)
 from kvd.bench.goals import goals_of
 from shared.statistics import Spread
+from shared.tables import Column, facts, fitted
 from shared.units import format_bytes, format_duration
+
+_COMPARISON = (
+    Column("operation"),
+    Column("slice", is_number=True),
+    Column("pass", is_number=True, rank=2),
+    Column("threads", is_number=True),
+    Column("kvd", is_number=True),
+    Column("floor", is_number=True),
+    Column("kvd / floor", is_number=True),
+    Column("quartiles", is_number=True, rank=1),
+)
+_LATENCY = (
+    Column("call", may_be_cut=True, least=20),
+    Column("level"),
+    Column("sessions", is_number=True),
+    Column("calls", is_number=True, rank=1),
+    Column("p50", is_number=True),
+    Column("p99", is_number=True),
+)
+_GROWTH = (
+    Column("call", may_be_cut=True, least=20),
+    Column("level"),
+    Column("from", is_number=True),
+    Column("to sessions", is_number=True),
+    Column("median", is_number=True),
+    Column("quartiles", is_number=True, rank=1),
+)
+_QUEUE = (
+    Column("told"),
+    Column("median", is_number=True),
+    Column("quartiles, ms", is_number=True, rank=1),
+)
+_LOOP_CALLS = (Column("call"), Column("processor time", is_number=True))
+_GOALS = (
+    Column("what", may_be_cut=True, least=30),
+    Column("goal", is_number=True),
+    Column("measured", is_number=True),
+    Column(""),
+)
 
 
 def as_document(report: Report) -> dict[str, Any]:
@@ -26,64 +75,55 @@ def as_document(report: Report) -> dict[str, Any]:
     }
 
 
-def tables(report: Report) -> Iterator[Table]:
-    """What was run, one table a part."""
-    yield _machine_table(report)
-    if report.arena is not None:
-        yield _comparisons("arena: through leases, against memcpy", report.arena)
-    if report.ssd is not None:
-        yield _comparisons("ssd: through kvd, against direct I/O", report.ssd)
-    if report.encryption is not None:
-        yield _comparisons("encryption: kvd with a key, against kvd without", report.encryption)
+def tables(report: Report, width: int) -> Iterator[Table]:
+    """What was run, one table a part, for a terminal of so many columns."""
+    yield facts(_machine_facts(report), width)
+    for title, found in (
+        ("arena: through leases, against memcpy", report.arena),
+        ("ssd: through kvd, against direct I/O", report.ssd),
+        ("encryption: kvd with a key, against kvd without", report.encryption),
+    ):
+        if found is not None:
+            yield fitted(_COMPARISON, _comparisons(found), width, title)
     if report.latencies is not None:
-        yield _latency_table(report)
+        yield fitted(_LATENCY, _latencies(report.latencies), width, "control plane")
     if report.growths is not None:
-        yield _growth_table(report)
-    if report.queue is not None:
-        yield _queue_table(report.queue)
+        yield fitted(_GROWTH, _growths(report.growths), width, "growth of the median")
+    if (queue := report.queue) is not None:
+        title = f"queue of {queue.num_jobs:,} jobs, {queue.policy}"
+        yield fitted(_QUEUE, list(_queue_rows(queue)), width, title)
     if report.restart is not None:
-        yield _restart_table(report)
-    if report.loop_calls is not None:
-        yield _loop_calls_table(report.loop_calls)
-    yield _goal_table(report)
+        yield facts(_restart_facts(report.restart), width, "restart")
+    if (calls := report.loop_calls) is not None:
+        title = (
+            f"longest calls, {calls.num_sessions:,} sessions of {calls.blocks_per_session} blocks, "
+            f"{calls.policy}"
+        )
+        yield fitted(_LOOP_CALLS, list(_loop_calls(calls)), width, title)
+    yield fitted(_GOALS, list(_goals(report)), width, "goals")
 
 
-def _titled(title: str, *columns: str) -> Table:
-    table = Table(columns[0], box=None, title=title, title_justify="left")
-    for column in columns[1:]:
-        table.add_column(column, justify="right")
-    return table
-
-
-def _machine_table(report: Report) -> Table:
+def _machine_facts(report: Report) -> Iterator[tuple[str, str]]:
     machine = report.machine
-    table = Table(box=None, show_header=False)
-    facts = (
-        ("cpu", f"{machine.cpu}, {machine.cpus} usable"),
-        ("load before", f"{machine.load_average:.2f}"),
-        ("memory", format_bytes(machine.memory_bytes)),
-        ("private huge pages", machine.huge_pages),
-        ("shared huge pages", machine.shared_huge_pages),
-        ("reserved huge pages", str(machine.reserved_huge_pages)),
-        ("kernel", machine.kernel),
-        ("disk", f"{machine.filesystem} on {machine.device}, {_direct(machine.direct_io)}"),
-        ("kvd", f"{machine.kvd}, Python {machine.python}"),
-        ("took", f"{format_duration(report.elapsed_s)} ({report.scale})"),
-    )
-    for name, value in facts:
-        table.add_row(name, value)
-    return table
+    yield "cpu", f"{machine.cpu}, {machine.cpus} usable"
+    yield "load before", f"{machine.load_average:.2f}"
+    yield "memory", format_bytes(machine.memory_bytes)
+    yield "private huge pages", machine.huge_pages
+    yield "shared huge pages", machine.shared_huge_pages
+    yield "reserved huge pages", str(machine.reserved_huge_pages)
+    yield "kernel", machine.kernel
+    yield "disk", f"{machine.filesystem} on {machine.device}, {_direct(machine.direct_io)}"
+    yield "kvd", f"{machine.kvd}, Python {machine.python}"
+    yield "took", f"{format_duration(report.elapsed_s)} ({report.scale})"
 
 
 def _direct(is_direct: bool) -> str:
     return "direct I/O" if is_direct else "NO direct I/O: disk figures are the page cache's"
 
 
-def _comparisons(title: str, found: tuple[Comparison, ...]) -> Table:
-    columns = ("operation", "slice", "pass", "threads", "kvd", "floor", "kvd / floor", "quartiles")
-    table = _titled(title, *columns)
-    for entry in found:
-        table.add_row(
+def _comparisons(found: Sequence[Comparison]) -> list[tuple[str, ...]]:
+    return [
+        (
             entry.operation,
             format_bytes(entry.slice_bytes),
             format_bytes(entry.pass_bytes),
@@ -93,65 +133,58 @@ def _comparisons(title: str, found: tuple[Comparison, ...]) -> Table:
             f"{entry.ratio.median:.2f}",
             _quartiles(entry.ratio),
         )
-    return table
+        for entry in found
+    ]
 
 
-def _latency_table(report: Report) -> Table:
-    table = _titled("control plane", "call", "level", "sessions", "calls", "p50 us", "p99 us")
-    for entry in report.latencies or ():
-        table.add_row(
+def _latencies(found: Sequence[Latency]) -> list[tuple[str, ...]]:
+    return [
+        (
             entry.operation,
             entry.level,
-            str(entry.num_sessions),
-            str(entry.num_calls),
-            f"{entry.p50_us:.0f}",
-            f"{entry.p99_us:.0f}",
+            f"{entry.num_sessions:,}",
+            f"{entry.num_calls:,}",
+            f"{entry.p50_us:,.0f} us",
+            f"{entry.p99_us:,.0f} us",
         )
-    return table
+        for entry in found
+    ]
 
 
-def _growth_table(report: Report) -> Table:
-    table = _titled("growth of the median", "call", "level", "from", "to", "times", "quartiles")
-    for entry in report.growths or ():
-        table.add_row(
+def _growths(found: Sequence[Growth]) -> list[tuple[str, ...]]:
+    return [
+        (
             entry.operation,
             entry.level,
-            str(entry.from_sessions),
-            str(entry.to_sessions),
-            f"{entry.ratio.median:.2f}",
+            f"{entry.from_sessions:,}",
+            f"{entry.to_sessions:,}",
+            f"x {entry.ratio.median:.2f}",
             _quartiles(entry.ratio),
         )
-    return table
+        for entry in found
+    ]
 
 
-def _queue_table(found: QueueCosts) -> Table:
-    table = _titled(f"queue of {found.num_jobs} jobs, {found.policy}", "told", "ms", "quartiles")
+def _queue_rows(found: QueueCosts) -> Iterator[tuple[str, ...]]:
     for what, seconds in (("all at once", found.full_s), ("a change", found.change_s)):
         low, median, high = (value * 1e3 for value in (seconds.low, seconds.median, seconds.high))
-        table.add_row(what, f"{median:.2f}", f"{low:.2f} - {high:.2f}")
-    return table
+        yield what, f"{median:.2f} ms", f"{low:.2f} - {high:.2f}"
 
 
-def _restart_table(report: Report) -> Table:
-    table = Table(box=None, show_header=False, title="restart", title_justify="left")
-    found = report.restart
-    if found is not None:
-        table.add_row("sessions", f"{found.num_restored} restored of {found.num_sessions}")
-        table.add_row("index", format_bytes(found.index_bytes))
-        table.add_row("exec to serving", f"{found.ready_s.median:.2f} s")
-        table.add_row("processor time of it", f"{found.ready_cpu_s.median:.2f} s")
-        table.add_row("with no sessions", f"{found.empty_ready_s.median:.2f} s")
-        table.add_row("resident memory", format_bytes(found.rss_bytes))
-        table.add_row("with no sessions", format_bytes(found.empty_rss_bytes))
-        table.add_row("per idle session", f"{found.rss_per_session_bytes:.0f} B")
-        table.add_row("at the most", f"{found.peak_rss_per_session_bytes:.0f} B")
-    return table
+def _restart_facts(found: Restart) -> Iterator[tuple[str, str]]:
+    yield "sessions", f"{found.num_restored:,} restored of {found.num_sessions:,}"
+    yield "index", format_bytes(found.index_bytes)
+    yield "exec to serving", f"{found.ready_s.median:.2f} s"
+    yield "processor time of it", f"{found.ready_cpu_s.median:.2f} s"
+    yield "with no sessions", f"{found.empty_ready_s.median:.2f} s"
+    yield "resident memory", format_bytes(found.rss_bytes)
+    yield "with no sessions", format_bytes(found.empty_rss_bytes)
+    yield "per idle session", f"{found.rss_per_session_bytes:,.0f} B"
+    yield "at the most", f"{found.peak_rss_per_session_bytes:,.0f} B"
 
 
-def _loop_calls_table(found: LoopCalls) -> Table:
-    title = f"longest calls, {found.num_sessions} sessions of {found.blocks_per_session} blocks"
-    table = _titled(f"{title}, {found.policy}", "call", "processor time")
-    table.add_row("restoring", f"{found.restore_cpu_s:.2f} s")
+def _loop_calls(found: LoopCalls) -> Iterator[tuple[str, ...]]:
+    yield "restoring", f"{found.restore_cpu_s:.2f} s"
     for what, took_ms in (
         ("first attach", found.attach_ms),
         ("timer after it", found.look_ms),
@@ -159,16 +192,12 @@ def _loop_calls_table(found: LoopCalls) -> Table:
         ("reload with a first quota", found.reload_ms),
         ("timer when all expire", found.expire_ms),
     ):
-        table.add_row(what, f"{took_ms:.2f} ms")
-    return table
+        yield what, f"{took_ms:.2f} ms"
 
 
-def _goal_table(report: Report) -> Table:
-    table = _titled("goals", "what", "goal", "measured", "")
+def _goals(report: Report) -> Iterator[tuple[str, ...]]:
     for goal in goals_of(report):
-        verdict = "met" if goal.met else "MISSED"
-        table.add_row(goal.what, goal.bound, f"{goal.measured:.2f}", verdict)
-    return table
+        yield goal.what, goal.bound, f"{goal.measured:.2f}", "met" if goal.met else "MISSED"
 
 
 def _quartiles(spread: Spread) -> str:

@@ -61,8 +61,10 @@ def bench(
     if as_json:
         print_json(as_document(report))
         return
-    for table in tables(report):
-        console().print(table)
+    out = console()
+    for table in tables(report, out.width):
+        out.print(table)
+        out.print()
 
 
 def _say(what: str) -> None:

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from shared.tables import Column, fitted
+from shared.tables import Column, facts, fits, fitted
 
 COLUMNS = (
     Column("session", may_be_cut=True, least=10),
@@ -65,3 +65,36 @@ def test_what_matters_least_is_cut_first():
 def test_an_empty_table_has_its_headings():
     """Nothing stored is no error."""
     assert shown(80, [])[0].split() == ["session", "tenant", "model", "tokens"]
+
+
+def test_a_title_is_as_wide_as_the_terminal():
+    """However narrow the table is; it goes on below itself only where the terminal ends."""
+    out = io.StringIO()
+    title = "longest calls, 200,000 sessions of 8 blocks"
+    table = fitted([Column("call")], [("attach",)], 60, title, f"as {title}")
+    Console(file=out, width=60).print(table)
+    assert [line.rstrip() for line in out.getvalue().splitlines()] == [
+        *(title, "call", "attach", f"as {title}"),
+    ]
+
+
+def test_facts_go_on_below_themselves():
+    """Between words, behind their name."""
+    out = io.StringIO()
+    Console(file=out, width=20).print(facts([("cpu", "a fast one"), ("kernel", "6.1")], 20))
+    assert [line.rstrip() for line in out.getvalue().splitlines()] == [
+        *("cpu     a fast one", "kernel  6.1"),
+    ]
+    out = io.StringIO()
+    Console(file=out, width=16).print(facts([("cpu", "a fast one")], 16))
+    assert [line.rstrip() for line in out.getvalue().splitlines()] == ["cpu  a fast one"]
+    out = io.StringIO()
+    Console(file=out, width=12).print(facts([("cpu", "a fast one")], 12))
+    assert [line.rstrip() for line in out.getvalue().splitlines()] == ["cpu  a fast", "     one"]
+
+
+def test_what_fits_is_known():
+    """Nothing is left out of it, and nothing cut."""
+    widest = max(map(len, shown(200)))
+    assert fits(COLUMNS, ROWS, widest)
+    assert not fits(COLUMNS, ROWS, widest - 1)

@@ -47,7 +47,7 @@ REPORT = Report(
 
 def shown(report):
     console = Console(width=160, record=True, file=open("/dev/null", "w", encoding="utf-8"))  # noqa: PTH123, SIM115
-    for table in tables(report):
+    for table in tables(report, 160):
         console.print(table)
     return console.export_text()
 

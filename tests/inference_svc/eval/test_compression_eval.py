@@ -91,7 +91,7 @@ def test_a_copy_goes_on_alone(model):
 def test_the_table_has_a_row_for_each(model, report):
     """Every figure of a policy stands in its row."""
     console = Console(file=StringIO(), width=160)
-    for table in tables(EvalReport("compression", (), 1.0, subject_of(model), report)):
+    for table in tables(EvalReport("compression", (), 1.0, subject_of(model), report), 160):
         console.print(table)
     shown = console.file.getvalue()
     for row in report.rows:

@@ -88,7 +88,7 @@ def test_a_part_that_was_not_run_is_null_and_has_no_goals():
 def test_the_tables_show_every_part():
     console = Console(width=200, record=True, file=None, quiet=False, stderr=True)
     with console.capture() as captured:
-        for table in tables(REPORT):
+        for table in tables(REPORT, 200):
             console.print(table)
     shown = captured.get()
     for word in (
