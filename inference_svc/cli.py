@@ -229,7 +229,10 @@ def config_show(
     config: ConfigOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
-    """Print every setting, where it comes from, and whether a reload (SIGHUP) changes it."""
+    """Print every setting, where it comes from, and whether a reload (SIGHUP) changes it.
+
+    In JSON sizes are bytes and durations seconds.
+    """
     import json
 
     from inference_svc.config import LIVE_KEYS, load_inference_settings
@@ -238,9 +241,10 @@ def config_show(
 
     loaded = load_inference_settings(config, {})
     if as_json:
+        values = loaded.values()
         rows = {
-            key: {"value": value, "source": source, "live": is_live(key, LIVE_KEYS)}
-            for key, value, source in loaded.rows()
+            key: {"value": values[key], "source": source, "live": is_live(key, LIVE_KEYS)}
+            for key, _, source in loaded.rows()
         }
         typer.echo(json.dumps(rows, indent=2))
     else:

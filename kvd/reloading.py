@@ -1,5 +1,7 @@
 """A reload of a running kvd: by SIGHUP, or by an operator who wants to hear what came of it."""
 
+import json
+
 from kvd.config import Settings, is_live
 from shared import systemd
 from shared.config import LoadedSettings
@@ -48,8 +50,11 @@ class Reloader:
 
 def settings_message(loaded: LoadedSettings[Settings]) -> kvd_pb2.GetSettingsResponse:
     """Encode the settings in force, without secrets."""
+    values = loaded.values()
     settings = [
-        kvd_pb2.Setting(key=key, value=value, source=source, live=is_live(key))
+        kvd_pb2.Setting(
+            key=key, value=value, source=source, live=is_live(key), json=json.dumps(values[key])
+        )
         for key, value, source in loaded.rows()
     ]
     file = "" if loaded.file is None else str(loaded.file.absolute())

@@ -99,15 +99,38 @@ class LoadedSettings(Generic[S]):
 
     def rows(self) -> Iterator[tuple[str, str, str]]:
         """Every setting as (dotted key, value for people, source), in the model's order."""
-        shown = self.settings.model_dump(mode="json")
+        for key, _, shown in self._shown():
+            yield key, shown if isinstance(shown, str) else _show(shown), self.provenance[key]
+
+    def values(self) -> dict[str, object]:
+        """Every setting for JSON, by its dotted key: sizes are bytes, durations seconds.
+
+        What has a word in place of a number ("auto", "never") has that; hidden ones are hidden.
+        """
+        return {
+            key: value if isinstance(value, int | float) and shown != HIDDEN_TEXT else shown
+            for key, value, shown in self._shown()
+        }
+
+    def _shown(self) -> Iterator[tuple[str, Any, Any]]:
+        """Every key with its value, and that as it is serialized, unless nobody is shown it."""
+        values = self.settings.model_dump()
+        serialized = self.settings.model_dump(mode="json")
         known = tuple(_leaf_keys(type(self.settings)))
         hidden = frozenset(_leaf_keys(type(self.settings), only_hidden=True))
         for key in self.provenance:
-            value: Any = shown
-            for part in _path(key, known):
-                value = value[part]
-            is_shown = not value or _pattern(key, known) not in hidden
-            yield key, _show(value) if is_shown else HIDDEN_TEXT, self.provenance[key]
+            path = _path(key, known)
+            shown: Any = _at(serialized, path)
+            is_shown = not shown or _pattern(key, known) not in hidden
+            yield key, _at(values, path), shown if is_shown else HIDDEN_TEXT
+
+
+def _at(values: Mapping[str, Any], path: Sequence[str]) -> Any:
+    """What stands in nested tables."""
+    found: Any = values
+    for part in path:
+        found = found[part]
+    return found
 
 
 def load_settings(
@@ -339,6 +362,8 @@ def _sections(known: tuple[str, ...]) -> list[str]:
 
 
 def _show(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()  # as it is written in the file
     if isinstance(value, list):
         return ", ".join(str(item) for item in value) or "(none)"
     if isinstance(value, Mapping):

@@ -1,5 +1,6 @@
 """kvd config: what the settings are, whether they can be used, and putting new ones into force."""
 
+import json
 from collections.abc import Iterable
 from typing import Annotated
 
@@ -39,19 +40,26 @@ def config_show(
     runtime_dir: RuntimeDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print every setting, where it came from, and whether a reload changes it."""
+    """Print every setting, where it came from, and whether a reload changes it.
+
+    In JSON sizes are bytes and durations seconds.
+    """
     if running:
         with open_client(runtime_dir) as client:
             answer = client.settings()
         rows = [(row.key, row.value, row.source, row.live) for row in answer.settings]
+        values = {  # a kvd of an earlier version has only what is for people
+            row.key: json.loads(row.json) if row.json else row.value for row in answer.settings
+        }
     else:
-        loaded = config.load(config_file, {}).rows()
-        rows = [(*row, config.is_live(row[0])) for row in loaded]
+        loaded = config.load(config_file, {})
+        rows = [(*row, config.is_live(row[0])) for row in loaded.rows()]
+        values = loaded.values()
     if as_json:
         print_json(
             {
-                key: {"value": value, "source": source, "live": live}
-                for key, value, source, live in rows
+                key: {"value": values[key], "source": source, "live": live}
+                for key, _, source, live in rows
             }
         )
         return

@@ -54,7 +54,7 @@ def test_flags_win_over_the_environment():
     """And what is not given keeps its default."""
     shown = run("config", "show", "--json", INFERENCE_SCHEDULER__MAX_RUNNING="3")
     rows = json.loads(shown.stdout)
-    assert rows["scheduler.max_running"] == {"value": "3", "source": "env", "live": False}
+    assert rows["scheduler.max_running"] == {"value": 3, "source": "env", "live": False}
     assert rows["log.level"]["live"]
     assert rows["cache.mode"]["source"] == "default"
     settings = load_inference_settings(None, {"scheduler.max_running": 5}).settings

@@ -94,6 +94,17 @@ def test_rows_are_for_people(tmp_path):
     assert rows["sessions.uids"] == "(none)"
 
 
+def test_values_are_for_scripts(tmp_path):
+    """A number is one, in bytes or seconds; a word for one, a list and a map are what they are."""
+    text = '[dram]\nslot = "1MB"\n[sessions]\nttl = "2h"\nuids = [1, 20]\nweights = { a = 2 }\n'
+    loaded = _load(tmp_path, text)
+    values = loaded.values()
+    assert values["dram.slot"] == 1 << 20
+    assert (values["dram.bytes"], values["sessions.ttl"]) == ("auto", 7200.0)
+    assert (values["sessions.uids"], values["sessions.weights"]) == ([1, 20], {"a": 2.0})
+    assert list(values) == [key for key, _, _ in loaded.rows()]
+
+
 def test_every_problem_is_named_at_once(tmp_path):
     """Unknown keys with the nearest known one, bad values with what is accepted."""
     line = _problems(

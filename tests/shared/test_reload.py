@@ -184,6 +184,8 @@ def test_secrets_are_never_shown(file):
     rows = {key: value for key, value, _ in live.loaded.rows()}
     assert (rows["clients.app.token"], rows["clients.app.uids"]) == ("(hidden)", "(hidden)")
     assert rows["clients.none.token"] == ""
+    values = live.loaded.values()
+    assert (values["clients.app.token"], values["clients.app.uids"]) == ("(hidden)", "(hidden)")
     file.write_text('[clients.app]\nuids = "hunter2"\ntoken = 12345\n')
     with pytest.raises(ReloadRefusedError) as refused:
         live.reload()

@@ -722,16 +722,18 @@ class GetSettingsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Setting(_message.Message):
-    __slots__ = ("key", "value", "source", "live")
+    __slots__ = ("key", "value", "source", "live", "json")
     KEY_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     LIVE_FIELD_NUMBER: _ClassVar[int]
+    JSON_FIELD_NUMBER: _ClassVar[int]
     key: str
     value: str
     source: str
     live: bool
-    def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ..., source: _Optional[str] = ..., live: bool = ...) -> None: ...
+    json: str
+    def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ..., source: _Optional[str] = ..., live: bool = ..., json: _Optional[str] = ...) -> None: ...
 
 class GetSettingsResponse(_message.Message):
     __slots__ = ("settings", "file")
