@@ -5,9 +5,9 @@ from itertools import pairwise
 
 from inference_svc.status_view import status_lines
 from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.printing import sparkline
 from shared.units import format_duration
 
-_BARS = "▁▂▃▄▅▆▇█"
 _LABEL_WIDTH = 13
 _VALUE_WIDTH = 12
 KEYS = "Space holds still, or goes on   q quits"
@@ -30,20 +30,6 @@ def top_lines(looks: Sequence[pb.Model], width: int) -> Iterator[str]:
         most = f"  most {show(max(known))}" if known else ""
         bars = bars[max(0, len(bars) + len(most) - (width - _LABEL_WIDTH - _VALUE_WIDTH)) :]
         yield f"{label:<{_LABEL_WIDTH}}{now:>{_VALUE_WIDTH - 2}}  {bars}{most}"
-
-
-def sparkline(values: Sequence[float | None], width: int) -> str:
-    """The newest values as bars, the largest the highest; a value that is not known is a blank."""
-    shown = values[-width:] if width > 0 else []
-    top = max((value for value in shown if value is not None), default=0.0)
-    return "".join(
-        " "
-        if value is None
-        else _BARS[min(len(_BARS) - 1, int(value / top * len(_BARS)))]
-        if top
-        else _BARS[0]
-        for value in shown
-    )
 
 
 def _of_one_life(looks: Sequence[pb.Model]) -> Sequence[pb.Model]:

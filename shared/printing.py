@@ -1,4 +1,4 @@
-"""What commands print: where tables go, and messages as values for JSON.
+"""What commands print: where tables go, messages as values for JSON, wrapped lines, bars.
 
 rich is imported when a console is asked for: most commands print a line, and start sooner without.
 """
@@ -6,6 +6,7 @@ rich is imported when a console is asked for: most commands print a line, and st
 import io
 import sys
 import textwrap
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import Message
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PIPE_WIDTH = 1 << 16  # columns when the output is not a terminal: nothing is cut off or wrapped
+_BARS = "▁▂▃▄▅▆▇█"
 
 
 def console() -> "Console":
@@ -66,3 +68,21 @@ def hanging(label: str, text: str, width: int, indent: int = 0) -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def sparkline(values: Sequence[float | None], width: int, top: float | None = None) -> str:
+    """The newest values as bars, the newest at the right; a value that is not known is a blank.
+
+    Args:
+        values: oldest first, none below 0.
+        width: of the terminal, for them.
+        top: what the highest bar is; None: the largest of those that are shown.
+    """
+    shown = values[-width:] if width > 0 else []
+    if top is None:
+        top = max((value for value in shown if value is not None), default=0.0)
+    return "".join(" " if value is None else _bar(value, top) for value in shown)
+
+
+def _bar(value: float, top: float) -> str:
+    return _BARS[min(len(_BARS) - 1, int(value / top * len(_BARS)))] if top else _BARS[0]

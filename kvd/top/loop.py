@@ -9,6 +9,7 @@ from rich.live import Live
 
 from kvd.cli.operator_client import OperatorClient
 from kvd.top.screen import Act, Command, Name, Screen, name_of, pressed
+from kvd.top.trends import MOST_LOOKS, points
 from kvd.top.views import Seen, top_view
 from shared.errors import NotFoundError, ReportedError
 from shared.keyboard import Keyboard, keyboard
@@ -76,7 +77,11 @@ class Top:
             if is_due:
                 self._look_at_s = now_s + self._every_s
                 stats = self._client.stats()
-                self._seen = replace(self._seen, stats=stats, before=self._seen.stats, problem="")
+                before = self._seen.stats
+                looks = (*self._seen.looks, points(stats, before))[-MOST_LOOKS:]
+                self._seen = replace(
+                    self._seen, stats=stats, before=before, looks=looks, problem=""
+                )
             if not self._list_at_s or (is_due and now_s >= self._list_at_s):
                 self._list(now_s)
             self._seen = replace(self._seen, detail=self._detail())

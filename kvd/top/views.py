@@ -12,12 +12,14 @@ from kvd.cli.stats_views import percent, process_line
 from kvd.cli.views import SESSION_COLUMNS, expiry, session_row, state
 from kvd.top import screen as screens
 from kvd.top.screen import Screen, index_of, name_of, starts_reversed
+from kvd.top.trends import Points, trend_line
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.printing import plain
 from shared.tables import fitted
 from shared.units import format_bytes, format_duration
 
 _BAR_WIDTH = 20
+_TREND_HEIGHT = 20  # a lower terminal has no line to spare for it
 _WARN, _BAD = 0.9, 0.98  # shares of a tier from which on its bar is yellow, red
 _HEADING = "bold"
 _ORDER_NAMES = {
@@ -35,12 +37,14 @@ class Seen:
 
     Attributes:
         before: the statistics of the look before.
+        looks: what was done between the looks so far, oldest first.
         detail: of the chosen session, if it is shown.
         problem: why there is nothing newer.
     """
 
     stats: kvd_pb2.GetStatsResponse
     before: kvd_pb2.GetStatsResponse | None = None
+    looks: Sequence[Points] = ()
     sessions: Sequence[kvd_pb2.SessionInfo] = ()
     total: int = 0
     detail: kvd_pb2.DescribeSessionResponse | None = None
@@ -51,7 +55,7 @@ def top_view(seen: Seen, screen: Screen, width: int, height: int) -> RenderableT
     """The whole screen."""
     if screen.shows_help:
         return Group(*_help_lines())
-    head = list(_head(seen, width))
+    head = list(_head(seen, width, shows_trend=height >= _TREND_HEIGHT))
     foot = _foot(seen, screen)
     room = height - len(head) - 1
     if screen.shows_session and seen.detail is not None:
@@ -80,7 +84,7 @@ class _Stack:
         yield self._foot
 
 
-def _head(seen: Seen, width: int) -> Iterator[Text]:
+def _head(seen: Seen, width: int, *, shows_trend: bool) -> Iterator[Text]:
     rates = Rates(seen.stats, seen.before)
     yield _cut(process_line(seen.stats, rates), width)
     for layout in seen.stats.layouts:
@@ -89,6 +93,8 @@ def _head(seen: Seen, width: int) -> Iterator[Text]:
             yield _cut(_tier_line(tier, layout), width)
         for line in _rate_lines(layout.layout, rates):
             yield _cut(line, width)
+        if shows_trend:
+            yield _cut(trend_line(layout.layout, seen.looks, width), width)
     for engine in seen.stats.engines:
         words = (
             f"{engine.name}  pid {engine.pid}  {engine.queue_jobs} wait, {engine.running_jobs} run"
@@ -213,7 +219,8 @@ def _help_lines() -> Iterator[Text]:
         if line.startswith("    "):
             yield Text(line, no_wrap=True, overflow="ellipsis")
     yield Text("")
-    yield Text("Rates are those of the time between two looks. Any key goes back.")
+    yield Text("Rates are those of the time between two looks; bars are those of the last looks,")
+    yield Text("the newest at the right. Any key goes back.")
 
 
 def _cut(text: Text, width: int) -> Text:

@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from kvd.top.screen import Act, Command, Screen
+from kvd.top.trends import points, trend_line
 from kvd.top.views import Seen, top_view
 from shared.pb.kvd.v1 import kvd_pb2
 
@@ -44,9 +45,17 @@ def session(number):
     return kvd_pb2.SessionInfo(session=key, num_tokens=number, bytes=100, expires_in_s=-1)
 
 
+LOOKS = [
+    points(
+        stats(102.0 + 2 * number, load_hits=5 + number, load_misses=10, load_tokens_dram=number**2),
+        stats(100.0 + 2 * number, load_hits=4 + number, load_misses=10),
+    )
+    for number in range(100)
+]
 SEEN = Seen(
     stats(110.0, load_hits=30, load_misses=10, load_tokens_dram=500),
     stats(100.0, load_hits=0, load_misses=10),
+    LOOKS,
     [session(number) for number in range(60)],
     60,
 )
@@ -67,7 +76,7 @@ def test_every_screen_fits(width, height, shown):
     detail = kvd_pb2.DescribeSessionResponse(
         info=session(3), history=[kvd_pb2.SessionMove(kind="stored", num_blocks=3)] * 40
     )
-    seen = Seen(SEEN.stats, SEEN.before, SEEN.sessions, 60, detail)
+    seen = Seen(SEEN.stats, SEEN.before, LOOKS, SEEN.sessions, 60, detail)
     screens = {
         "list": Screen(),
         "help": Screen(shows_help=True),
@@ -103,7 +112,37 @@ def test_the_list_moves_with_the_choice():
 
 def test_a_problem_is_said_at_the_foot():
     """What was seen last stays, with what is wrong."""
-    seen = Seen(SEEN.stats, None, SEEN.sessions, 60, problem="no kvd answers; asking again")
+    seen = Seen(SEEN.stats, None, (), SEEN.sessions, 60, problem="no kvd answers; asking again")
     found = [line for line in lines(seen, Screen(), 80, 24) if line]
     assert found[-1] == "no kvd answers; asking again"
     assert found[0].startswith("kvd 1")
+
+
+def test_the_last_looks_are_bars():
+    """A hit rate fills its bar, rates are drawn against their most; the newest is at the right."""
+    one = points(
+        stats(102.0, load_hits=5, load_misses=10, load_tokens_ssd=10),
+        stats(100.0, load_hits=5, load_misses=5, load_tokens_ssd=0),
+    )
+    two = points(
+        stats(104.0, load_hits=15, load_misses=10, load_tokens_ssd=30, ssd_read_bytes=7),
+        stats(102.0, load_hits=5, load_misses=10, load_tokens_ssd=10),
+    )
+    line = trend_line("ff", [{}, one, two], 80).plain
+    assert line.split() == [
+        *("trend", "hit", "rate", "▁█", "tokens/s", "▅█", "ssd", "bytes/s", "▁█"),
+    ]
+    assert len(line) <= 80
+
+
+def test_a_restart_has_no_bar():
+    """Nothing is counted backwards; a layout that was not there is a blank."""
+    assert points(stats(1.0, load_hits=5), stats(100.0, load_hits=50)) == {}
+    assert points(stats(1.0), None) == {}
+    assert not set("▁▂▃▄▅▆▇█") & set(trend_line("other", LOOKS, 80).plain)
+
+
+def test_a_low_terminal_keeps_its_lines_for_sessions():
+    """Bars are where there is room."""
+    assert any(line.startswith("trend") for line in lines(SEEN, Screen(), 80, 24))
+    assert not any(line.startswith("trend") for line in lines(SEEN, Screen(), 80, 16))
