@@ -78,6 +78,7 @@ class EngineParts:
 
     Attributes:
         window_tokens: of a turn: the model's, or what the KV budget holds.
+        window_bound: which of the two it is, for people.
         prefaults: whether `prefault` does anything.
     """
 
@@ -90,6 +91,7 @@ class EngineParts:
     rates: Rates
     measures: TurnMeasures
     window_tokens: int
+    window_bound: str
     threads: tuple[WorkerThread, ...]
     prefaults: bool
 
@@ -187,7 +189,7 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
         num_layers=num_layers,
         saves_first=cache.saving == "sync",
     )
-    most_tokens = limits.kv_rows // (ROWS_PER_TOKEN if store.saves else 1)
+    window_tokens, window_bound = _window(loaded, settings, limits.kv_rows, saves=store.saves)
     return EngineParts(
         engine,
         loads,
@@ -197,8 +199,9 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
         counters,
         rates,
         measures,
-        window_tokens=min(loaded.context_window or most_tokens, most_tokens),
-        threads=(compute_thread, load_thread, read_threads, store_thread),
+        window_tokens,
+        window_bound,
+        (compute_thread, load_thread, read_threads, store_thread),
         prefaults=settings.scheduler.prefault,
     )
 
@@ -247,7 +250,7 @@ def assemble(
         parts.counters,
         report,
     )
-    about = _describe(model, settings, parts.window_tokens, text)
+    about = _describe(model, settings, parts, text)
     front = Front(
         turns,
         loaded.fingerprint,
@@ -317,6 +320,21 @@ def _scheduler_limits(
     )
 
 
+def _window(
+    loaded: LoadedModel, settings: InferenceSettings, kv_rows: int, *, saves: bool
+) -> tuple[int, str]:
+    """The most tokens of a turn, and what bounds them.
+
+    What is to be saved has a second row until kvd has it: nobody expects half of kv_tokens.
+    """
+    most_tokens = kv_rows // (ROWS_PER_TOKEN if saves else 1)
+    if 0 < loaded.context_window <= most_tokens:
+        return loaded.context_window, "the model's"
+    kv_tokens = settings.scheduler.kv_tokens
+    room = f"scheduler.kv_tokens = {kv_tokens:,}" if kv_tokens else "the memory for KV"
+    return most_tokens, f"half of {room}" if saves else room
+
+
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
@@ -324,7 +342,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _describe(
-    model: Model, settings: InferenceSettings, window_tokens: int, text: TurnText
+    model: Model, settings: InferenceSettings, parts: EngineParts, text: TurnText
 ) -> inference_pb2.Model:
     """What does not change while the service runs."""
     loaded, layout = model.loaded, model.calibration.layout
@@ -334,7 +352,8 @@ def _describe(
         architecture=loaded.architecture,
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),
-        context_window=window_tokens,
+        context_window=parts.window_tokens,
+        window_bound=parts.window_bound,
         vocab_size=loaded.vocab_size,
         has_chat_template=not text.chat_problem,
         mode=settings.cache.mode,

@@ -238,17 +238,13 @@ def _make_server(
 
 
 def _tell_window(settings: InferenceSettings, model: "Model", parts: "ServiceParts") -> None:
-    """Log the window and what bounds it: nobody expects half of kv_tokens."""
-    window, of_model = parts.engine_parts.window_tokens, model.loaded.context_window
-    bound = "the model" if window == of_model else "scheduler.kv_tokens"
-    if window != of_model and parts.engine_parts.store.saves:
-        bound += ": half of it, for what is to be saved has a second row until kvd has it"
+    """Log the window and what bounds it."""
     log.info(
         "window_chosen",
-        window_tokens=window,
-        model_tokens=of_model,
+        window_tokens=parts.engine_parts.window_tokens,
+        model_tokens=model.loaded.context_window,
         kv_tokens=settings.scheduler.kv_tokens or "from free memory",
-        bound_by=bound,
+        bound_by=parts.engine_parts.window_bound,
     )
 
 

@@ -35,7 +35,9 @@ def _facts(
     uptime = f", up {format_duration(gauges['uptime_s'])}" if "uptime_s" in gauges else ""
     yield "service", f"{model.version}{uptime}, mode {model.mode}, kvd {model.kvd_state}"
     kv = f"{format_bytes(model.kv_bytes_per_token)} of KV a token"
-    yield "context", f"{model.context_window:,} tokens, then {model.overflow or 'reject'}; {kv}"
+    bound = f" ({model.window_bound})" if model.window_bound else ""
+    when_full = f"when full: {model.overflow or 'reject'}"
+    yield "context", f"{model.context_window:,} tokens{bound}, {when_full}; {kv}"
     ended = (("turns_finished", "answered"), ("turns_cancelled", "cancelled"))
     yield (
         "turns",
