@@ -69,12 +69,15 @@ def serve(
     config: ConfigOption = None,
     model: Annotated[str | None, typer.Option(help="Model directory, or GGUF file.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ….")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, or of several cuda:1.")] = None,
     threads: Annotated[int | None, typer.Option(help="Compute threads; 0: torch's choice.")] = None,
     attention: Annotated[str | None, typer.Option(help="auto or torch.")] = None,
     listen: Annotated[
         list[str] | None,
-        typer.Option(help="unix:/path, host:port or auto; as often as there are addresses."),
+        typer.Option(
+            metavar="ADDRESS",
+            help="unix:/path, host:port or auto; as often as there are addresses.",
+        ),
     ] = None,
     state_dir: Annotated[str | None, typer.Option(help="Where transcripts are kept.")] = None,
     mode: Annotated[str | None, typer.Option(help="cached, or recompute (never kvd).")] = None,

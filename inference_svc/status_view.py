@@ -10,7 +10,7 @@ from rich.table import Table
 
 from inference_svc.core.counters import COUNTERS
 from shared.pb.inference.v1 import inference_pb2 as pb
-from shared.printing import hanging, plain
+from shared.printing import counted, hanging, plain
 from shared.units import format_bytes, format_duration
 
 MAPS = ("gauges", "counters")  # fields of Model that have tables of their own
@@ -92,9 +92,10 @@ def _answers(counts: Mapping[str, int], gauges: Mapping[str, float]) -> str:
 def _memory(gauges: Mapping[str, float]) -> str:
     rows, free = (int(gauges.get(name, 0)) for name in ("pool_rows", "pool_free_rows"))
     share = f" ({(rows - free) / rows:.0%})" if rows else ""
+    resting = int(gauges.get("resident_sessions", 0))
     return (
         f"{rows - free:,} of {rows:,} rows{share}; "
-        f"{int(gauges.get('resident_sessions', 0)):,} sessions rest in it"
+        f"{counted(resting, 'session rests', 'sessions rest')} in it"
     )
 
 

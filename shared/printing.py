@@ -70,6 +70,11 @@ def hanging(label: str, text: str, width: int, indent: int = 0) -> str:
     )
 
 
+def counted(number: int, one: str, many: str = "") -> str:
+    """A number and what it is of, as 1 copy and 2 copies; `many` is `one` and an s if not given."""
+    return f"{number:,} {one if number == 1 else many or f'{one}s'}"
+
+
 def sparkline(values: Sequence[float | None], width: int, top: float | None = None) -> str:
     """The newest values as bars, the newest at the right; a value that is not known is a blank.
 

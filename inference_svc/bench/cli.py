@@ -40,7 +40,7 @@ RandomName = Annotated[
 ]
 Layers = Annotated[int, typer.Option(min=0, help="Layers of the preset; 0: all.")]
 DtypeName = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ….")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, or of several cuda:1.")]
 Threads = Annotated[
     int, typer.Option(min=0, help="That compute, of every variant; 0: torch's choice.")
 ]

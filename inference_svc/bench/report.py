@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from rich.table import Table
 
 from inference_svc.bench.figures import Case, Measured, Report
+from shared.printing import counted
 from shared.statistics import Spread
 from shared.tables import Column, facts, fits, fitted
 from shared.units import format_bytes, format_duration
@@ -39,7 +40,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     weights = "random weights" if subject.random else "weights from disk"
     busy = f"load before {machine.load_average:.2f}"
     yield "model", f"{subject.name}, {subject.architecture}, {subject.layers} layers, {weights}"
-    yield "computed", f"{subject.dtype} on {subject.device}, threads: {subject.threads}"
+    yield "computed", f"{subject.dtype} on {subject.device}, {counted(subject.threads, 'thread')}"
     yield "weights", f"{subject.num_weights / 1e6:,.1f} million"
     kv = f"{format_bytes(subject.kv_bytes_per_token)} a token"
     yield "KV", f"{kv}, blocks of {subject.block_tokens} tokens"

@@ -41,7 +41,7 @@ Window = Annotated[int, typer.Option(min=0, help="Context window; 0: the model's
 Ratio = Annotated[float, typer.Option(help="Part of a full window that is dropped.")]
 Sinks = Annotated[str, typer.Option(help="First tokens that always stay; auto: as served.")]
 DtypeName = Annotated[str, typer.Option(help="auto, float32, bfloat16, float16.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ….")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, or of several cuda:1.")]
 Threads = Annotated[int, typer.Option(min=0, help="That compute; 0: torch's choice.")]
 Json = Annotated[
     str, typer.Option("--json", metavar="FILE|-", help="Also a JSON document; -: only that.")

@@ -14,6 +14,7 @@ from inference_svc.eval.figures import (
 )
 from inference_svc.eval.intervals import Interval
 from inference_svc.eval.options import Truncation
+from shared.printing import counted
 from shared.tables import Column, facts, fitted
 from shared.units import format_bytes, format_duration
 
@@ -93,8 +94,8 @@ def _subject_facts(subject: Subject) -> dict[str, str]:
     libraries = ", ".join(f"{name} {version}" for name, version in subject.libraries.items())
     return {
         "model": f"{subject.model}, {subject.architecture}, {size}, {subject.attention_mode}, "
-        f"leans on {subject.sink_tokens} first tokens",
-        "computed": f"{subject.dtype} on {subject.device}, {subject.threads} threads",
+        f"leans on {counted(subject.sink_tokens, 'first token')}",
+        "computed": f"{subject.dtype} on {subject.device}, {counted(subject.threads, 'thread')}",
         "machine": subject.cpu,
         "software": libraries,
         "date": subject.date,
@@ -102,8 +103,10 @@ def _subject_facts(subject: Subject) -> dict[str, str]:
 
 
 def _window(window_tokens: int, truncation: Truncation) -> str:
-    sinks = f", the first {truncation.sink_tokens} stay" if truncation.sink_tokens else ""
-    return f"{window_tokens} tokens, {truncation.ratio:.3g} of it dropped when it is full{sinks}"
+    num_sinks = truncation.sink_tokens or 0
+    stay = "the first stays" if num_sinks == 1 else f"the first {num_sinks} stay"
+    sinks = f", {stay}" if num_sinks else ""
+    return f"{window_tokens:,} tokens, {truncation.ratio:.3g} of it dropped when it is full{sinks}"
 
 
 def _perplexity_facts(found: PerplexityReport) -> dict[str, str]:

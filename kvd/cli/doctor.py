@@ -1,7 +1,7 @@
 """kvd doctor: look at the machine, the settings and the running kvd, and say what to do."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +13,7 @@ from kvd.doctor.finding import Finding, Level, worst
 from kvd.doctor.machine import Machine, limits_of_this_process, may_read
 from shared import printing
 from shared.errors import ReportedError
+from shared.printing import counted
 
 EXIT_PROBLEM = 1
 SYSTEM_CONFIG = Path("/etc/kvd/kvd.toml")  # as kvd install-units puts it in place
@@ -43,7 +44,7 @@ def doctor(
     if as_json:
         print_json({"level": worst(findings).value, "findings": [_row(f) for f in findings]})
     else:
-        _print(findings)
+        print_findings(findings)
     if worst(findings) is Level.PROBLEM:
         raise typer.Exit(EXIT_PROBLEM)
 
@@ -68,14 +69,16 @@ def _row(finding: Finding) -> dict[str, str]:
     }
 
 
-def _print(findings: list[Finding]) -> None:
+def print_findings(findings: Sequence[Finding]) -> None:
+    """A line each, its remedy below it, and how many there are."""
     console = printing.console()
     for finding in findings:
         for line, style in finding_lines(finding, console.width):
             console.print(line, style=style, markup=False, soft_wrap=True)
     num_problems = sum(finding.level is Level.PROBLEM for finding in findings)
     num_warnings = sum(finding.level is Level.WARNING for finding in findings)
-    console.print(f"{num_problems} problems, {num_warnings} warnings")
+    numbers = (counted(num_problems, "problem"), counted(num_warnings, "warning"))
+    console.print(", ".join(numbers))
 
 
 def finding_lines(finding: Finding, width: int) -> Iterator[tuple[str, str]]:

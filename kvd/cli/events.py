@@ -22,7 +22,8 @@ def events(
     session: Annotated[str, typer.Option(help="Only those about this session.")] = "",
     tenant: Annotated[str, typer.Option(help="Only those about this tenant's sessions.")] = "",
     name: Annotated[
-        list[str] | None, typer.Option(help="Only those of this name; may be said again.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Only those of this name; may be said again."),
     ] = None,
     last: Annotated[
         int, typer.Option("--last", min=0, help="So many of the past, as far as kvd remembers.")

@@ -49,7 +49,11 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "kvd import conversation-17.kvd --replace",
     ),
     "doctor": ("kvd doctor", "kvd doctor --config /etc/kvd/kvd.toml --quiet"),
-    "plan": ("kvd plan --observe",),
+    "plan": (
+        "kvd plan --observe",
+        "kvd plan --trace trace.jsonl --dram 128GB,256GB --ssd 10TB",
+        "kvd plan --generate sharegpt-like --capacity-share 5%,20%",
+    ),
     "bench": ("kvd bench --quick",),
     "install-units": (
         "kvd install-units --dry-run",

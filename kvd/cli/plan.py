@@ -62,7 +62,8 @@ def plan(
         float | None, _option(_ENGINE, "Of the whole batch.", show_default="20")
     ] = None,
     calibration: Annotated[
-        list[Path] | None, _option(_ENGINE, "What inference-svc bench wrote as JSON; repeatable.")
+        list[Path] | None,
+        _option(_ENGINE, "What inference-svc bench wrote as JSON; repeatable.", metavar="FILE"),
     ] = None,
     load: Annotated[
         float | None, _option(_ENGINE, "Make the engine so fast that this is the recompute load.")

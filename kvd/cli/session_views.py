@@ -6,7 +6,7 @@ from rich.table import Table
 
 from kvd.cli.views import expiry, leases_table, state
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.printing import plain
+from shared.printing import counted, plain
 from shared.tables import Column, fitted
 from shared.units import format_bytes, format_duration
 
@@ -66,7 +66,7 @@ def session_table(info: kvd_pb2.SessionInfo) -> Table:
         ("model", info.session.model),
         ("layout", info.layout),
         ("tokens", str(info.num_tokens)),
-        ("size", f"{format_bytes(info.bytes)} in {info.num_blocks} blocks"),
+        ("size", f"{format_bytes(info.bytes)} in {counted(info.num_blocks, 'block')}"),
         ("in dram", format_bytes(info.dram_bytes)),
         ("on ssd", format_bytes(info.ssd_bytes)),
         ("dirty", format_bytes(info.dirty_bytes)),

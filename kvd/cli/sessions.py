@@ -223,12 +223,12 @@ def _ask(client: OperatorClient, request: kvd_pb2.FlushRequest) -> None:
     how = f", and delete for good the keys of {keys}" if request.secure else ""
     size = format_bytes(found.bytes)
     if found.sessions or request.secure:
-        confirm(f"Drop the KV of {found.sessions} sessions ({size}){how}?")
+        confirm(f"Drop the KV of {printing.counted(found.sessions, 'session')} ({size}){how}?")
 
 
 def _say_flushed(answer: kvd_pb2.FlushResponse, whose: str, *, dry_run: bool) -> None:
     verb = "would free" if dry_run else "freed"
-    of_many = "1 session" if answer.sessions == 1 else f"{answer.sessions} sessions"
+    of_many = printing.counted(answer.sessions, "session")
     whose = whose if whose and answer.sessions else of_many
     typer.echo(f"{verb} {format_bytes(answer.bytes)} of {whose}")
     if answer.erased_tenants:
@@ -269,7 +269,7 @@ def unpin(
 
 def ttl(
     session: SessionId,
-    duration: Annotated[str, typer.Argument(help='"2h", "7d", …, "never" or "default".')],
+    duration: Annotated[str, typer.Argument(help='"2h", "7d", "never" or "default".')],
     tenant: Tenant = "",
     model: Model = "",
     runtime_dir: RuntimeDir = None,

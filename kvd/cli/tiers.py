@@ -196,6 +196,10 @@ def _kill(client: OperatorClient, pid: int, *, yes: bool, as_json: bool) -> None
     if as_json:
         print_json({"pid": pid, **printing.plain(answer)})
         return
-    typer.echo(f"ended {pid}, which held {answer.num_leases} leases on {answer.num_slots} slots")
+    leases, slots = (
+        printing.counted(answer.num_leases, "lease"),
+        printing.counted(answer.num_slots, "slot"),
+    )
+    typer.echo(f"ended {pid}, which held {leases} on {slots}")
     if not answer.gone:
         typer.echo("it has not gone yet: the kernel is still waiting for it")

@@ -32,7 +32,7 @@ _LEASE_COLUMNS = (
     Column("bytes", is_number=True, rank=4),
     Column("age", is_number=True),
     Column("pid", is_number=True),
-    Column("process", rank=2, may_be_cut=True, least=16),
+    Column("process", rank=2, may_be_cut=True, least=28),
     Column("state"),
 )
 

@@ -49,7 +49,7 @@ def tables(report: PlanReport) -> Iterator[Table]:
 
 def facts_table(report: PlanReport) -> Table:
     """What was replayed on what."""
-    table = Table(box=None, show_header=False)
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for name, value in facts(report):
         table.add_row(name, value)
     return table
@@ -146,7 +146,14 @@ def _section_table(report: PlanReport, section: Section) -> Table:
 
 
 def _curves_table(report: PlanReport) -> Table:
-    table = Table(*CURVE_COLUMNS, box=None, title="how much", title_justify="left")
+    table = Table(
+        *CURVE_COLUMNS,
+        box=None,
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
+        title="how much",
+        title_justify="left",
+    )
     for curve in curves_of(report.results):
         table.add_row(*curve_texts(curve))
     return table

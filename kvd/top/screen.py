@@ -3,7 +3,7 @@
 A question (flush? pin?) takes the next key: `y` says yes, any other key says no.
 
     ↑ ↓ j k, Page Up and Down, Home, End   choose a session
-    i b t e                                sort by last use, bytes, tokens, expiry
+    i b t e                                sort by use, bytes, tokens, expiry
     r                                      the other way round
     Enter                                  show the session, or the list again
     f p s u                                flush, pin, pin softly, unpin

@@ -14,7 +14,7 @@ from kvd.top import screen as screens
 from kvd.top.screen import Screen, index_of, name_of, starts_reversed
 from kvd.top.trends import Points, trend_line
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.printing import plain
+from shared.printing import counted, plain
 from shared.tables import fitted
 from shared.units import format_bytes, format_duration
 
@@ -110,7 +110,7 @@ def _layout_lines(layout: kvd_pb2.LayoutStats) -> Iterator[Text]:
     num_pinned = layout.hard_pins + layout.soft_pins
     yield Text.assemble(
         ("model ", _HEADING),
-        f"{layout.model[:12]}  {layout.num_sessions} sessions (mean "
+        f"{layout.model[:12]}  {counted(layout.num_sessions, 'session')} (mean "
         f"{format_bytes(queue.mean_session_bytes)}), {num_pinned} pinned; leases: {layout.leases}",
     )
     yield Text.assemble(
@@ -130,7 +130,7 @@ def _tier_line(tier: kvd_pb2.TierStats, layout: kvd_pb2.LayoutStats) -> Text:
         ("█" * full, style),
         ("░" * (_BAR_WIDTH - full), "dim"),
         f" {share:4.0%}  {format_bytes(tier.used_bytes)} of {format_bytes(tier.capacity_bytes)}"
-        f"  {tier.num_blocks} blocks",
+        f"  {counted(tier.num_blocks, 'block')}",
     )
     if tier.tier == kvd_pb2.TIER_DRAM and layout.dirty_bytes:
         line.append(f"  {format_bytes(layout.dirty_bytes)} dirty")
@@ -169,7 +169,7 @@ def _sessions(seen: Seen, screen: Screen, width: int, room: int) -> RenderableTy
     """The part of the list around the chosen session."""
     turned = screen.is_reversed != starts_reversed(screen.order)
     how = _ORDER_NAMES[screen.order] + (", reversed" if turned else "")
-    title = Text(f"{seen.total} sessions by {how}", style=_HEADING)
+    title = Text(f"{counted(seen.total, 'session')} by {how}", style=_HEADING)
     if not seen.sessions:
         return Group(title)
     index = index_of(screen, [name_of(info) for info in seen.sessions])
@@ -187,10 +187,11 @@ def _session(
 ) -> Iterator[RenderableType]:
     """The chosen session: facts in short, and its newest moves; `kvd show` has everything."""
     info = detail.info
+    tokens, blocks = counted(info.num_tokens, "token"), counted(info.num_blocks, "block")
     facts = (
         f"session {info.session.session_id}",
         f"tenant {info.session.tenant}",
-        f"{info.num_tokens} tokens in {info.num_blocks} blocks, {info.shared_blocks} shared",
+        f"{tokens} in {blocks}, {info.shared_blocks} shared",
         f"dram {format_bytes(info.dram_bytes)}, ssd {format_bytes(info.ssd_bytes)}",
         f"idle {format_duration(info.idle_s)}, expires in {expiry(info.expires_in_s)}",
         state(info),

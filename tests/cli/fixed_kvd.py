@@ -85,6 +85,17 @@ BLOCKS = (
         extent=70,
         sessions=1,
     ),
+    pb.BlockInfo(
+        key="22dd" * 8,
+        start=8,
+        token_offset=131_000,
+        num_tokens=8,
+        tiers=[pb.TIER_DRAM, pb.TIER_SSD],
+        hashed=True,
+        slot_id=131_071,
+        extent=1_048_575,
+        sessions=12,
+    ),
 )
 MOVES = (
     pb.SessionMove(kind="stored", age_s=5400.0, num_blocks=772, num_tokens=12_345, duration_s=1.5),

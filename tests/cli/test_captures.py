@@ -4,25 +4,22 @@ import pytest
 
 from inference_svc.cli import main as inference_svc
 from shared.runtime_dir import OPERATOR_SOCKET
-from tests.cli.captures import COMMANDS, GOLDEN, KINDS, capture, golden_path
-from tests.cli.fixed_kvd import answering
+from tests.cli.captures import CAPTURES, GOLDEN, KINDS, capture, golden_path, prepared
 from tests.terminal import on_terminal
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     """Of daemons that always answer the same."""
-    made = tmp_path_factory.mktemp("fixed")
-    with answering(made):
+    with prepared(tmp_path_factory.mktemp("fixed")) as made:
         yield made
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(("name", "kind"), CAPTURES)
 def test_a_command_shows_what_it_did(name, kind, directory):
     """If it is to show something else: python -m tests.cli.captures, and look at the difference."""
     expected = golden_path(name, kind).read_text(encoding="utf-8")
-    assert capture(COMMANDS[name], KINDS[kind], directory) == expected
+    assert capture(name, kind, directory) == expected
 
 
 def test_a_service_is_watched_on_a_terminal(directory):
@@ -44,16 +41,16 @@ def test_a_service_is_not_watched_in_a_pipe(directory, capsys):
 
 
 def test_each_capture_is_of_a_command():
-    """Nothing is kept that nothing compares."""
-    names = {golden_path(name, kind) for name in COMMANDS for kind in KINDS}
-    assert set(GOLDEN.iterdir()) == names
+    """Each command's help has one; nothing is kept that nothing compares."""
+    assert set(GOLDEN.iterdir()) == {golden_path(name, kind) for name, kind in CAPTURES}
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_pipe_has_no_width_and_a_terminal_has(name):
+@pytest.mark.parametrize(("name", "kind"), CAPTURES)
+def test_a_pipe_has_no_width_and_a_terminal_has(name, kind):
     """In a pipe nothing is cut off; on a terminal no line is longer than that is wide."""
-    assert "…" not in golden_path(name, "pipe").read_text(encoding="utf-8")
-    for kind, width in KINDS.items():
-        lines = golden_path(name, kind).read_text(encoding="utf-8").splitlines()
-        if width and not name.endswith("-json"):
-            assert max(map(len, lines)) <= width, kind
+    text = golden_path(name, kind).read_text(encoding="utf-8")
+    width = KINDS[kind]
+    if width is None:
+        assert "…" not in text
+    elif not name.endswith("-json"):
+        assert max(map(len, text.splitlines())) <= width

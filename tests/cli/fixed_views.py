@@ -1,0 +1,121 @@
+"""Screens and reports of commands that take long, or look at the machine, from fixed facts."""
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from inference_svc.bench.report import tables as engine_bench_tables
+from inference_svc.eval.report import tables as eval_tables
+from inference_svc.top_view import KEYS, top_lines
+from kvd.bench.report import tables as kvd_bench_tables
+from kvd.cli.doctor import print_findings
+from kvd.doctor.finding import ok, problem, warning
+from kvd.plan.report import tables as plan_tables
+from kvd.top.screen import Screen
+from kvd.top.trends import points
+from kvd.top.views import Seen, top_view
+from shared import printing
+from shared.pb.inference.v1 import inference_pb2
+from shared.pb.kvd.v1 import kvd_pb2
+from tests.cli import fixed_kvd, fixed_reports
+
+NUM_LOOKS = 60
+HEIGHTS = {80: 24, 120: 40}  # of terminals, by their width
+
+
+def _tables(made: Callable[[int], Iterator[RenderableType]]) -> Callable[[], None]:
+    """A command that prints them one after the other."""
+
+    def show() -> None:
+        console = printing.console()
+        for table in made(console.width):
+            console.print(table)
+            console.print()
+
+    return show
+
+
+def _doctor() -> None:
+    print_findings(
+        [
+            ok("state_dir", "state directory /var/lib/kvd"),
+            warning(
+                "huge_pages",
+                "shared memory gets no huge pages: /sys/kernel/mm/transparent_hugepage/"
+                "shmem_enabled is never",
+                "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled",
+            ),
+            problem(
+                "memlock",
+                "8.0 MB of memory may be locked, kvd's key needs 16.0 MB",
+                "LimitMEMLOCK=infinity in the unit, or ulimit -l",
+            ),
+        ]
+    )
+
+
+def _stats(number: int) -> kvd_pb2.GetStatsResponse:
+    """What kvd says at a look, two seconds after the one before."""
+    stats = kvd_pb2.GetStatsResponse()
+    stats.CopyFrom(fixed_kvd.STATS)
+    stats.process.uptime_s += 2 * number
+    counters = stats.layouts[0].counters
+    counters["load_hits"] += sum(3 + look % 5 for look in range(number))
+    counters["load_misses"] += sum(look % 3 for look in range(number))
+    counters["load_tokens_dram"] += sum(1000 * (look % 7) for look in range(number))
+    counters["ssd_read_bytes"] += sum((look % 11) << 20 for look in range(number))
+    return stats
+
+
+def _kvd_top(screen: Screen) -> Callable[[], None]:
+    def show() -> None:
+        stats = [_stats(number) for number in range(NUM_LOOKS)]
+        looks = [points(now, before) for before, now in pairwise(stats)]
+        sessions = list(fixed_kvd.SESSIONS)
+        detail = kvd_pb2.DescribeSessionResponse(info=sessions[0], history=fixed_kvd.MOVES)
+        seen = Seen(stats[-1], stats[-2], looks, sessions, len(sessions), detail)
+        width = printing.console().width
+        console = Console(width=width, height=HEIGHTS[width], highlight=False)
+        console.print(top_view(seen, screen, width, HEIGHTS[width]))
+
+    return show
+
+
+def _service_top() -> None:
+    looks = []
+    for number in range(NUM_LOOKS):
+        look = inference_pb2.Model()
+        look.CopyFrom(fixed_kvd.SERVED)
+        look.running_turns = number % 4
+        look.gauges["uptime_s"] += 2 * number
+        look.gauges["timed_turns"] = 3 * number
+        look.gauges["ttft_total_s"] = 0.3 * number + 0.01 * (number % 9)
+        for name, step in (("output_tokens", 60), ("turns_finished", 3), ("reused_tokens", 900)):
+            look.counters[name] += step * number + number % 6
+        look.counters["history_tokens"] += 1000 * number
+        looks.append(look)
+    console = printing.console()
+    console.print(Text("\n".join([*top_lines(looks, console.width), "", KEYS])))
+
+
+VIEWS: dict[str, Callable[[], None]] = {
+    "kvd-bench": _tables(lambda width: kvd_bench_tables(fixed_reports.KVD_BENCH, width)),
+    "kvd-plan": _tables(lambda _: plan_tables(fixed_reports.planned())),
+    "kvd-doctor": _doctor,
+    "kvd-top": _kvd_top(Screen()),
+    "kvd-top-session": _kvd_top(Screen(shows_session=True)),
+    "kvd-top-keys": _kvd_top(Screen(shows_help=True)),
+    "inference-svc-top": _service_top,
+    "inference-svc-bench": _tables(
+        lambda width: engine_bench_tables(fixed_reports.ENGINE_BENCH, width)
+    ),
+    "inference-svc-eval-perplexity": _tables(
+        lambda width: eval_tables(fixed_reports.PERPLEXITY, width)
+    ),
+    "inference-svc-eval-compression": _tables(
+        lambda width: eval_tables(fixed_reports.COMPRESSION, width)
+    ),
+}
+ONLY_ON_TERMINALS = frozenset(name for name in VIEWS if "-top" in name)
