@@ -20,6 +20,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Any, cast
 
 import structlog
@@ -49,6 +50,7 @@ _CREDENTIALS = re.compile(
 )
 # What some part of each match has: most lines have none of it, and looking for it is much faster.
 _MARKS = ("bearer", "basic", "sk-", "?", "&", "://", "authorization", "api-key", "cookie")
+_OWN_LOGGERS = ("inference_svc", "kvd", "shared")
 # As syslog(3) numbers them; what is not here is a notice.
 _PRIORITIES = {"debug": 7, "info": 6, "warning": 4, "error": 3, "critical": 2}
 
@@ -61,22 +63,25 @@ def configure_logging(
     Args:
         level: one of LEVELS.
         json: None chooses: text if stderr is a terminal, else JSON.
-        environ: where systemd says that stderr is its journal.
+        environ: where systemd says that stderr is its journal; NO_COLOR stands for no colours.
     """
     as_json = not sys.stderr.isatty() if json is None else json
+    stamp: Processor = structlog.processors.TimeStamper(fmt="iso", utc=True)
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        stamp if as_json else _stamp_for_people,
     ]
     # Not structlog's own tracebacks for terminals: they show the values of local variables.
     renderer: Processor = structlog.dev.ConsoleRenderer(
-        colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+        colors=sys.stderr.isatty() and not environ.get("NO_COLOR"),
+        exception_formatter=structlog.dev.plain_traceback,
     )
     if as_json:
         renderer = structlog.processors.JSONRenderer(sort_keys=False, default=str)
-    ending: list[Processor] = [structlog.processors.format_exc_info, redact, renderer]
+    ending: list[Processor] = [structlog.processors.format_exc_info, redact]
+    ending += [renderer] if as_json else [_without_own_logger, renderer]
     formatter = structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=shared,
         processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *ending],
@@ -101,6 +106,20 @@ def configure_logging(
 def get_logger(name: str) -> FilteringBoundLogger:
     """Return the logger of a module; safe to call at import, before configure_logging."""
     return cast("FilteringBoundLogger", structlog.stdlib.get_logger(name))
+
+
+def _stamp_for_people(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """Local time with its zone, as `kvd events` has it."""
+    now = datetime.now().astimezone()
+    event["timestamp"] = now.isoformat(sep=" ", timespec="milliseconds")
+    return event
+
+
+def _without_own_logger(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """Which module of ours tells an event is for scripts; which library does is for people, too."""
+    if str(event.get("logger", "")).startswith(_OWN_LOGGERS):
+        del event["logger"]
+    return event
 
 
 def redact(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:

@@ -1,8 +1,11 @@
 """Logging: JSON lines, levels, and the standard library's loggers in the same form."""
 
+import io
 import json
 import logging
 import os
+import re
+import sys
 
 import pytest
 import structlog
@@ -55,10 +58,29 @@ def test_exceptions_are_one_line(capsys):
 
 
 def test_text_for_people(capsys):
-    """Without JSON an event is a readable line."""
+    """Without JSON an event is a readable line: local time and zone, level, event, facts."""
     configure_logging("info", json=False)
-    get_logger("a").info("started", port=1)
-    assert "started" in capsys.readouterr().err
+    get_logger("kvd.a").info("started", port=1)
+    logging.getLogger("library").warning("said")
+    ours, theirs = capsys.readouterr().err.splitlines()
+    begin = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d "
+    assert re.fullmatch(begin + r"\[info +\] started +port=1", ours)
+    assert re.fullmatch(begin + r"\[warning +\] said +\[library\] *", theirs)
+
+
+@pytest.mark.parametrize(("environ", "is_coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
+def test_colours_are_for_terminals(monkeypatch, environ, is_coloured):
+    """A file has none, nor has the terminal of somebody who wants none."""
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    for stream, expected in ((Terminal(), is_coloured), (io.StringIO(), False)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        configure_logging("info", json=False, environ=environ)
+        get_logger("a").info("started")
+        assert ("\x1b[" in stream.getvalue()) is expected
 
 
 @pytest.mark.parametrize("as_json", [True, False])
