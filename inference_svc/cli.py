@@ -200,7 +200,11 @@ def top(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
 ) -> None:
-    """Watch a running service: tokens a second, hit rate, first tokens, turns; live."""
+    """Watch a running service: tokens a second, hit rate, first tokens, turns; live.
+
+    Sessions and tenants are not in it: a service tells every client the same. Which sessions are
+    busiest says kvd top, to operators; tenants are in the metrics.
+    """
     import asyncio
 
     from inference_svc.top import LEAST_INTERVAL_S
