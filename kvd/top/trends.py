@@ -59,10 +59,10 @@ def trend_line(layout: str, looks: Sequence[Points], width: int) -> Text:
         width: of the terminal.
     """
     found = [look.get(layout) for look in looks]
-    series = (
-        ("hit rate ", [point and point.hit_rate for point in found], 1.0),
-        ("tokens/s ", [point and point.tokens_per_s for point in found], None),
-        ("ssd bytes/s ", [point and point.ssd_bytes_per_s for point in found], None),
+    series: tuple[tuple[str, list[float | None], float | None], ...] = (
+        ("hit rate ", [point.hit_rate if point else None for point in found], 1.0),
+        ("tokens/s ", [point.tokens_per_s if point else None for point in found], None),
+        ("ssd bytes/s ", [point.ssd_bytes_per_s if point else None for point in found], None),
     )
     begin = "trend "
     taken = len(begin) + sum(len(label) for label, _, _ in series) + _GAP * (len(series) - 1)
