@@ -1,4 +1,4 @@
-"""State directories with very many sessions, made through the index's own writer.
+"""State directories with very many sessions: an index of the index's own making, filled at once.
 
 Their volumes have the size that the rows say, and no data: segments with nothing but a hole. No
 start reads them, and a block is verified when it is used.
@@ -6,7 +6,10 @@ start reads them, and a block is verified when it is used.
 
 import asyncio
 import os
-import threading
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -22,16 +25,13 @@ from kvd.bench.population import (
 from kvd.bench.process import KvdSizes
 from kvd.bench.sessions import TENANT
 from kvd.core.extent_shape import ExtentShape
-from kvd.core.records import BlockRecord
 from kvd.tiers.faults import NoFaults
-from kvd.tiers.manifest import LayoutRow, Manifest
+from kvd.tiers.manifest import PUT_BLOCK, PUT_SESSION, LayoutRow, Manifest, Value
 from shared.block_key import KEY_BYTES
 from shared.layout_message import layout_message
 from shared.units import ceil_div
 
 MANIFEST_NAME = "manifest.db"
-ROWS_PER_GROUP = 50_000  # the writer's queue is bounded: wait for it from time to time
-COMMIT_S = 120.0
 DRAM_BYTES = 64 << 20
 SPARE_BYTES = 1 << 30
 INDEX_BYTES_PER_BLOCK = 512  # of the index file and its log, amply
@@ -75,17 +75,18 @@ def needed_bytes(max_sessions: int, blocks_per_session: int) -> int:
 
 
 def fill_index(state_dir: Path, num_sessions: int, blocks_per_session: int) -> None:
-    """Write the rows of `num_sessions` sessions; waits until all are committed."""
-    volumes = state_dir / "volumes"
-    manifest = Manifest(state_dir / MANIFEST_NAME, volumes, NoFaults())
+    """Write the rows of `num_sessions` sessions, in one transaction."""
+    path, volumes = state_dir / MANIFEST_NAME, state_dir / "volumes"
+    manifest = Manifest(path, volumes, NoFaults())
     manifest.open()
     try:
         message = layout_message(SMALL_LAYOUT).SerializeToString()
         manifest.put_layout(LayoutRow(SMALL_LAYOUT.fingerprint, message, NUM_SEGMENT_BLOCKS))
         manifest.put_salt(TENANT, SALT)
-        _put_all(manifest, num_sessions, blocks_per_session)
     finally:
         manifest.close()
+    with closing(sqlite3.connect(path)) as db, db:
+        _put_all(db, num_sessions, blocks_per_session)
     _make_segments(volumes / SMALL_LAYOUT.fingerprint, num_sessions * blocks_per_session)
 
 
@@ -97,32 +98,24 @@ def _make_segments(directory: Path, num_blocks: int) -> None:
         os.close(fd)
 
 
-def _put_all(manifest: Manifest, num_sessions: int, blocks_per_session: int) -> None:
-    fingerprint, step = SMALL_LAYOUT.fingerprint, SMALL_LAYOUT.block_tokens
+def _put_all(db: sqlite3.Connection, num_sessions: int, blocks_per_session: int) -> None:
+    (layout_id,) = db.execute("SELECT id FROM layouts").fetchone()
     joined = bytearray()
-    for number in range(num_sessions):
-        keys = block_keys_of(number, blocks_per_session)
-        joined += b"".join(keys)
-        manifest.put_session(fingerprint, session_record(number, keys))
-        if number % ROWS_PER_GROUP == ROWS_PER_GROUP - 1:
-            _until_committed(manifest)
+
+    def session_rows() -> Iterator[tuple[Value, ...]]:
+        for number in range(num_sessions):
+            keys = block_keys_of(number, blocks_per_session)
+            joined.extend(b"".join(keys))
+            row = session_record(number, keys)
+            identity = (layout_id, row.key.tenant, row.key.session_id)
+            yield (*identity, row.spans, row.last_access_ns, row.ttl_ns, row.pin.value, row.ended)
+
+    db.executemany(PUT_SESSION, session_rows())
     # In the order of the index: many times faster than as they come.
     halves = np.frombuffer(bytes(joined), dtype=[("first", ">u8"), ("last", ">u8")])
-    for count, index in enumerate(np.lexsort((halves["last"], halves["first"])).tolist(), 1):
-        key = bytes(joined[index * KEY_BYTES : (index + 1) * KEY_BYTES])
-        record = BlockRecord(key, index * SECTORS_PER_BLOCK, step)
-        manifest.put_block(fingerprint, record, _nothing)
-        if count % ROWS_PER_GROUP == 0:
-            _until_committed(manifest)
-    _until_committed(manifest)
-
-
-def _until_committed(manifest: Manifest) -> None:
-    committed = threading.Event()
-    manifest.when_committed(committed.set)
-    if not committed.wait(COMMIT_S):
-        raise TimeoutError(f"the index took no rows for {COMMIT_S} s")
-
-
-def _nothing() -> None:
-    """Nobody waits for a single row."""
+    order = np.lexsort((halves["last"], halves["first"])).tolist()
+    keys = (bytes(joined[index * KEY_BYTES : (index + 1) * KEY_BYTES]) for index in order)
+    extents = (index * SECTORS_PER_BLOCK for index in order)
+    num_tokens = SMALL_LAYOUT.block_tokens
+    rows = zip(repeat(layout_id), keys, extents, repeat(num_tokens))
+    db.executemany(PUT_BLOCK, rows)

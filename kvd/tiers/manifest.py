@@ -37,6 +37,8 @@ RETRY_S = 1.0  # between two attempts at a commit
 SET_ASIDE = ".set-aside-"  # between a fingerprint and a number: of rows and files that wait
 _VOLUME_ID = "volume_id:"  # before a layout's number: name of a value
 
+PUT_BLOCK = "INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?)"
+PUT_SESSION = "INSERT OR REPLACE INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 _DROP_USE = "DELETE FROM uses WHERE layout = ? AND tenant = ? AND session_id = ?"
 
 Value: TypeAlias = str | bytes | int | None
@@ -258,8 +260,7 @@ class Manifest:
     def put_block(self, layout: str, block: BlockRecord, committed: Callable[[], None]) -> None:
         """Keep a block's row; its data is durable. `committed`: see Row."""
         values = (self._layout_ids[layout], block.key, block.extent, block.num_tokens)
-        sql = "INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?)"
-        self._put(Row(sql, values, committed))
+        self._put(Row(PUT_BLOCK, values, committed))
 
     def drop_block(self, layout: str, key: bytes, committed: Callable[[], None]) -> None:
         """Remove a block's row; the writer thread calls `committed` once that is durable."""
@@ -270,8 +271,7 @@ class Manifest:
         """Keep a session's row, in place of an earlier one, and of a use that was put before."""
         identity = (self._layout_ids[layout], session.key.tenant, session.key.session_id)
         state = (session.last_access_ns, session.ttl_ns, session.pin.value, session.ended)
-        sql = "INSERT OR REPLACE INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
-        self._put(Row(sql, (*identity, session.spans, *state), drops_use=True))
+        self._put(Row(PUT_SESSION, (*identity, session.spans, *state), drops_use=True))
 
     def put_use(self, layout: str, key: SessionKey, last_access_ns: int) -> None:
         """Keep when a session was last used, in place of an earlier time; its row stays."""
