@@ -1,0 +1,67 @@
+"""The order of a tenant's sessions is the same, however many pages it has."""
+
+import random
+
+from kvd.core.eviction import lru_order
+from kvd.core.eviction.lru_order import LruOrder
+from shared.session_key import SessionKey
+
+KEYS = [SessionKey("a", "m", str(number)) for number in range(40)]
+
+
+def test_pages_make_no_difference_and_stay_short(monkeypatch):
+    """Sessions that enter, are used, end and leave are ordered as in one list."""
+    monkeypatch.setattr(lru_order, "PAGE", 8)
+    order, expected = LruOrder(), []
+    chance = random.Random(1)  # noqa: S311 - what happens next
+    for _ in range(5_000):
+        key, what = chance.choice(KEYS), chance.randrange(5)
+        was_there = key in expected
+        assert (key in order) == was_there
+        if was_there and what not in {1, 2}:
+            expected.remove(key)
+        if what == 0:
+            order.touch(key)
+            expected.append(key)
+        elif what == 1:
+            order.enter(key)
+            expected.extend([] if was_there else [key])
+        elif what == 2:
+            order.enter_before(key)
+            expected[:0] = [] if was_there else [key]
+        elif what == 3:
+            order.end(key)
+            expected[:0] = [key] if was_there else []
+        else:
+            order.remove(key)
+        assert list(order) == expected
+        assert max(len(page) for page in order._order._pages) <= 8
+
+
+def test_pages_that_hold_little_become_one(monkeypatch):
+    """Where one session of each page stays, pages are not as many as sessions."""
+    monkeypatch.setattr(lru_order, "PAGE", 8)
+    order = LruOrder()
+    keys = [SessionKey("a", "m", str(number)) for number in range(320)]
+    for number, key in enumerate(keys):
+        order.touch(key)
+        if number >= 8 and number % 8:
+            order.remove(keys[number - 8])
+    kept = [key for number, key in enumerate(keys) if number % 8 == 0 or number > 311]
+    assert list(order) == kept
+    assert len(order._order._pages) <= 20
+
+
+def test_guarded_sessions_come_last_over_pages(monkeypatch):
+    """Those of the last page that are not guarded come before the first guarded one."""
+    monkeypatch.setattr(lru_order, "PAGE", 2)
+    order = LruOrder()
+    for key in KEYS[:6]:
+        order.touch(key)
+    order.guard(KEYS[0], is_guarded=True)
+    order.guard(KEYS[3], is_guarded=True)
+    assert list(order) == [*KEYS[1:3], *KEYS[4:6], KEYS[0], KEYS[3]]
+    order.guard(KEYS[0], is_guarded=False)
+    assert list(order) == [*KEYS[1:3], *KEYS[4:6], KEYS[0], KEYS[3]]
+    order.touch(KEYS[1])
+    assert list(order)[-2:] == [KEYS[1], KEYS[3]]
