@@ -8,6 +8,7 @@ done a bounded amount per call. A quota that is exceeded is enforced at the tena
 that begins, once all its tenant's sessions are in order.
 """
 
+from array import array
 from collections.abc import Iterator
 from heapq import merge
 from itertools import islice
@@ -22,7 +23,9 @@ from shared.session_key import SessionKey
 RESCHEDULE_BATCH = 1024  # sessions per call, so that one call stays short
 DROP_BATCH = 64  # the same; dropping one costs more
 
-_Use = tuple[bool, int, SessionKey]  # a session that has not ended, when it was used: lower: colder
+_ENDED = 1 << 62  # nanoseconds by which a session that has ended is colder than its last use
+
+_Use = tuple[int, SessionKey]  # how warm a session is
 
 
 class Relimiter:
@@ -32,9 +35,9 @@ class Relimiter:
         self._state = state
         self._placement = placement
         self._writer = writer
-        self._rescheduled: Iterator[Session] | None = None  # sessions that are to be looked at
+        self._rescheduled: Iterator[SessionKey] | None = None  # sessions that are to be looked at
         self._begun: frozenset[str] = frozenset()  # tenants whose quotas are to begin
-        self._runs: list[list[_Use]] = []  # their sessions so far, each run warmest first
+        self._runs: list[Iterator[_Use]] = []  # their sessions so far, each run warmest first
         self._to_enter: Iterator[_Use] | None = None  # all of them, warmest first
         self._is_trimming = False
 
@@ -45,7 +48,7 @@ class Relimiter:
         state.leases.set_bound(limits.max_leases)
         self._begun = state.tenants.change_limits(limits.tenant_limits)
         self._runs, self._to_enter = [], None
-        self._rescheduled = iter(list(state.sessions.values()))
+        self._rescheduled = iter(list(state.sessions))
         self._is_trimming = len(state.sessions) > limits.max_sessions
         if (before.admission, before.write_back_delay_ns) != (
             limits.admission,
@@ -74,18 +77,19 @@ class Relimiter:
         is_looking = self._rescheduled is not None or self._to_enter is not None
         return self._state.now_ns if is_looking or self._is_trimming else None
 
-    def _reschedule(self, sessions: Iterator[Session]) -> None:
+    def _reschedule(self, keys: Iterator[SessionKey]) -> None:
         """Look at some sessions: they expire by the new limits, and are ranked for new quotas."""
-        some = list(islice(sessions, RESCHEDULE_BATCH))
-        run = []
-        for session in some:
-            if self._state.sessions.get(session.key) is session:
-                self._state.schedule_expiry(session)
-                if session.key.tenant in self._begun:
-                    run.append((not session.ended, session.last_access_ns, session.key))
+        some = list(islice(keys, RESCHEDULE_BATCH))
+        run: list[_Use] = []
+        for session in filter(None, map(self._state.sessions.get, some)):
+            self._state.schedule_expiry(session)
+            if session.key.tenant in self._begun:
+                run.append((_warmth(session), session.key))
         if run:
             run.sort(reverse=True)
-            self._runs.append(run)
+            # By columns: a pair for each of very many sessions takes a hundred bytes.
+            warmths, keys_in_order = zip(*run, strict=True)
+            self._runs.append(zip(array("q", warmths), keys_in_order, strict=True))
         if len(some) < RESCHEDULE_BATCH:
             self._rescheduled = None
             self._to_enter = merge(*self._runs, reverse=True) if self._begun else None
@@ -95,7 +99,7 @@ class Relimiter:
         """Put some sessions in order, before those that were used since or are warmer."""
         tenants = self._state.tenants
         some = list(islice(uses, RESCHEDULE_BATCH))
-        for _, _, key in some:
+        for _, key in some:
             session = self._state.sessions.get(key)
             if session is None or session.pin is Pin.HARD:
                 continue
@@ -105,3 +109,8 @@ class Relimiter:
         if len(some) < RESCHEDULE_BATCH:
             self._to_enter = None
             tenants.begin_quotas()
+
+
+def _warmth(session: Session) -> int:
+    """Rank a session by its last use; what has ended before all others."""
+    return session.last_access_ns - (_ENDED if session.ended else 0)

@@ -1,5 +1,6 @@
 """Other limits while the cache is at work: it ends up where a restart with them would."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -148,6 +149,21 @@ def test_a_quota_begins_in_bounded_steps_and_what_happens_meanwhile_counts(monke
         store(world, SessionKey("a", MODEL, f"later-{token}"), [token] * 4)
         kept.append([key.session_id for key in keys if is_stored(world, key)])
     assert kept == [list("123467"), list("12467"), list("1267"), list("127")]
+
+
+def test_what_waits_for_a_quota_is_nothing_for_the_garbage_collector(monkeypatch):
+    """Its passes would stop every engine for longer, the more sessions are to be put in order."""
+    monkeypatch.setattr(relimiting, "RESCHEDULE_BATCH", 64)
+    world = new_world(num_slots=256)
+    for number in range(150):
+        store(world, SessionKey("a", MODEL, str(number)), [number] * 4)
+    quota = TenantLimits(quota_bytes=256 * LAYOUT.block_bytes)
+    limits = replace(world.limits, tenant_limits=lambda _: quota)
+    gc.collect()
+    num_before = len(gc.get_objects())
+    world.engine.set_limits(limits, world.now_ns)
+    world.engine.expire(world.now_ns)
+    assert len(gc.get_objects()) - num_before < 64
 
 
 def test_a_quota_that_begins_keeps_pins_and_ends():
