@@ -17,6 +17,7 @@ from contextlib import (
     nullcontext,
 )
 
+from kvd import memory
 from kvd.access import Access
 from kvd.caches import Caches
 from kvd.clock import META_NAME, SAVE_EVERY_S, Clock, read_boot_id, resume_clock
@@ -87,6 +88,7 @@ class Daemon:
         self._broken = asyncio.get_running_loop().create_future()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         async with AsyncExitStack() as stack:
+            stack.enter_context(memory.sparing_survivors())
             tracing = start_tracing(self._settings.tracing, "kvd", __version__)
             stack.push_async_callback(asyncio.to_thread, tracing.close)
             manifest, clock = self._open_state(stack)

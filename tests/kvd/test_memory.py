@@ -1,0 +1,50 @@
+"""The garbage collector, over objects that stay."""
+
+import gc
+from math import inf
+
+import pytest
+
+from kvd import memory
+
+
+@pytest.fixture(autouse=True)
+def _unfrozen():
+    """What a test has had left alone is looked at again."""
+    yield
+    gc.unfreeze()
+
+
+def is_looked_at(thing):
+    """Whether the next full pass of the collector looks at it."""
+    return any(found is thing for found in gc.get_objects())
+
+
+def test_what_survives_a_long_pass_is_left_alone():
+    """The next pass does not look at it; what comes later is looked at."""
+    before = []
+    with memory.sparing_survivors(long_pass_s=0.0):
+        assert is_looked_at(before)
+        gc.collect(1)
+        assert is_looked_at(before), "only full passes take long"
+        gc.collect()
+        assert not is_looked_at(before)
+        after = []
+        assert is_looked_at(after)
+
+
+def test_what_survives_a_short_pass_is_looked_at_again():
+    """A small kvd loses no cycle."""
+    kept = []
+    with memory.sparing_survivors(long_pass_s=inf):
+        gc.collect()
+        assert is_looked_at(kept)
+
+
+def test_nothing_is_left_alone_afterwards():
+    """The collector is again as it was."""
+    with memory.sparing_survivors(long_pass_s=0.0):
+        pass
+    kept = []
+    gc.collect()
+    assert is_looked_at(kept)
