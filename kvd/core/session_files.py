@@ -24,7 +24,7 @@ class SessionFiles:
         self._storer = storer
         self._erasing = erasing
 
-    def begin_export(self, key: SessionKey, now_ns: int) -> Export:
+    def begin_export(self, key: SessionKey) -> Export:
         """Begin to export a session: what it is now.
 
         Raises:
@@ -32,7 +32,6 @@ class SessionFiles:
             ErasingError: the tenant is being erased.
         """
         self._erasing.refuse(key.tenant)
-        self._state.advance(now_ns)
         return exporting.begin(self._state, retention.find_session(self._state, key))
 
     def prepare_export(self, export: Export, max_spans: int, owner: int, now_ns: int) -> LoadAnswer:

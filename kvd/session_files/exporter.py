@@ -132,5 +132,5 @@ def _copied(cache: Cache, runs: SlotRuns, token_offset: int, rows: list[Exported
     return b"".join(frames)
 
 
-def _begin(key: SessionKey, core: CacheEngine, now_ns: int) -> Export:
-    return core.session_files.begin_export(key, now_ns)
+def _begin(key: SessionKey, core: CacheEngine, _now_ns: int) -> Export:
+    return core.session_files.begin_export(key)

@@ -741,7 +741,7 @@ class CacheMachine(RuleBasedStateMachine):
         rows: list[Row] = []
         refusals = UnknownSessionError, UnknownLineageError, TooManyLeasesError, SessionChangedError
         with suppress(*refusals):
-            export = engine.session_files.begin_export(key, now_ns)
+            export = engine.session_files.begin_export(key)
             while not export.is_done:
                 answer = engine.session_files.prepare_export(export, max_spans, EXPORTER, now_ns)
                 self.world.pump()

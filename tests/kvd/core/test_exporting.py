@@ -52,7 +52,7 @@ def take(world, export, max_spans=1):
 
 
 def begin(world):
-    return world.engine.session_files.begin_export(A, world.now_ns)
+    return world.engine.session_files.begin_export(A)
 
 
 @pytest.mark.parametrize("max_spans", [1, 2, 9])

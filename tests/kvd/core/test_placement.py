@@ -7,7 +7,7 @@ from kvd.core.engine import Limits
 from kvd.core.eviction.lru import LruPolicy
 from kvd.core.eviction.policy import PolicyContext
 from kvd.core.eviction.registry import POLICIES, make_policy
-from kvd.core.queue_window import QueueWindow
+from kvd.core.queue_window import QueueChange, QueueWindow, RunningJob
 from kvd.core.records import Admission, Pin, Tier
 from tests.kvd.core.turns import (
     ONES,
@@ -176,6 +176,20 @@ def test_a_queued_session_goes_only_when_nothing_else_does():
     world.engine.replace_queue(OWNER, queue_of(A, C), world.now_ns)
     store(world, B, TWOS + ONES)
     assert (tiers_of(world, A), tiers_of(world, C)) == (["DS"], ["S"]), "the tail goes first"
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_what_a_running_turn_has_stored_may_leave_dram(is_running):
+    """Its engine has these rows; what was stored before the turn began it has yet to load."""
+    world = new_world(num_slots=2)
+    starts = QueueChange(running=[RunningJob(0, A)])
+    world.engine.replace_queue(OWNER, starts if is_running else QueueChange(), world.now_ns)
+    store(world, A, ONES)
+    world.engine.replace_queue(OWNER, starts, world.now_ns)
+    store(world, B, TWOS)
+    store(world, C, THREES)
+    assert (tiers_of(world, A) == ["S"]) == is_running
+    assert (tiers_of(world, B) == ["S"]) == (not is_running)
 
 
 def test_without_ssd_the_coldest_sessions_are_cut():

@@ -5,6 +5,7 @@ import pytest
 from kvd.core.actions import IoOutcome, SpaceFreed
 from kvd.core.errors import InvalidRequestError, LeaseLostError, TooManyLeasesError
 from kvd.core.records import Lookup, Pin
+from shared.lineage import WHOLE
 from tests.kvd.core.turns import (
     ONES,
     OWNER,
@@ -114,6 +115,22 @@ def test_a_shorter_store_keeps_what_is_longer():
     store(world, A, ONES + TWOS)
     store(world, A, ONES)
     assert world.engine.session_info(A).num_tokens == 8
+
+
+def test_a_session_has_the_lineage_of_the_store_that_it_ends_with():
+    """A store of a prefix, or one that names none, says nothing of the tokens behind."""
+    world = new_world()
+    after = WHOLE.after(to_bytes(ONES + TWOS), [(4, 6)])
+    kept = [*ONES, 2, 2]
+    for tokens, named in ((kept, after), (ONES, WHOLE), (kept, None)):
+        answer = world.engine.prepare_store(
+            A, to_bytes(tokens), 0, OWNER, world.now_ns, lineage=named
+        )
+        if answer.lease_id:
+            complete_store(world, answer)
+        world.pump()
+        export = world.engine.session_files.begin_export(A)
+        assert export.lineage == after
 
 
 def test_an_empty_store_creates_no_session():
