@@ -186,11 +186,20 @@ class Judge:
 
     def tests_of(self, mutant: Mutant) -> list[int]:
         """Those that run its line: the most special ones, or all others; quickest first."""
-        by_line = self._lines.get(mutant.file, {})
-        tests = by_line.get(str(mutant.line)) or by_line.get(str(mutant.statement), [])
+        tests = self.that_run(mutant)
         special = sorted(tests, key=lambda test: self._num_lines[test])
         chosen = special[MAX_TESTS:] if self._is_second else special[:MAX_TESTS]
         return sorted(chosen, key=lambda test: self._seconds[test])
+
+    def that_run(self, mutant: Mutant) -> list[int]:
+        """Those that run its line, its statement, or what is nearest before it in its function.
+
+        CPython 3.11 tells nothing of some lines, as of an await that ends an if's condition.
+        """
+        by_line = self._lines.get(mutant.file, {})
+        before = range(mutant.statement, mutant.begin, -1)
+        found = (by_line.get(str(line)) for line in (mutant.line, *before))
+        return next(filter(None, found), [])
 
     def begin(self, mutant: Mutant) -> tuple[int, float]:
         """Fork; returns the process and when it is to be killed. No tests: (0, 0)."""

@@ -35,6 +35,7 @@ class Mutant(NamedTuple):
     function: str
     line: int
     statement: int  # its first line
+    begin: int  # the function's first line
     change: str  # "before → after", as source
     place: str  # the line before and its own, marked where what is changed begins
     path: Path
@@ -98,14 +99,15 @@ def is_left_out(node: ast.AST) -> bool:
 def mutants_of(file: str, source: str) -> Iterator[Mutant]:
     """All mutants of a file's functions."""
     statement, lines = 0, ["", *source.splitlines()]
-    for node, path, function in _nodes(_parsed(source), (), "", runs=False):
+    for node, path, function, begin in _nodes(_parsed(source), (), "", 0):
         if isinstance(node, ast.stmt):
             statement = node.lineno  # what follows is in it, up to the next one
         for kind, new in enumerate(changed(node)):
             change = f"{_line(node)} → {_line(new)}"
             own = _marked(lines[node.lineno], node.col_offset)
             place = f"{lines[node.lineno - 1].strip()}\n{own}"
-            yield Mutant(file, function, node.lineno, statement, change, place, path, kind)
+            where = (file, function, node.lineno, statement, begin)
+            yield Mutant(*where, change, place, path, kind)
 
 
 def _parsed(source: str) -> ast.Module:
@@ -131,15 +133,15 @@ def _marked(line: str, num_bytes: int) -> str:
 
 
 def _nodes(
-    node: ast.AST, path: Path, function: str, *, runs: bool
-) -> Iterator[tuple[ast.AST, Path, str]]:
-    """Walk over what functions do: nodes, where they are, and the name of the function.
+    node: ast.AST, path: Path, function: str, begin: int
+) -> Iterator[tuple[ast.AST, Path, str, int]]:
+    """Walk over what functions do: nodes, where they are, and the function's name and first line.
 
     Args:
         node: from where on.
         path: to it.
         function: that it is in, or class.
-        runs: whether it is in a function; what an import runs is of no test.
+        begin: that function's first line; 0 outside, since what an import runs is of no test.
     """
     if isinstance(node, ast.Assert | ast.JoinedStr):
         return
@@ -150,14 +152,14 @@ def _nodes(
     fields = [name for name in node._fields if name not in {"annotation", "returns"}]
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         function, fields = f"{function}.{node.name}".lstrip("."), ["body"]
-        runs = not isinstance(node, ast.ClassDef)
-    elif runs and hasattr(node, "lineno"):
-        yield node, path, function
+        begin = 0 if isinstance(node, ast.ClassDef) else node.lineno
+    elif begin and hasattr(node, "lineno"):
+        yield node, path, function, begin
     for field in fields:
         value = getattr(node, field, None)
         for index, child in enumerate(value if isinstance(value, list) else [value]):
             if isinstance(child, ast.AST):
-                yield from _nodes(child, (*path, (field, index)), function, runs=runs)
+                yield from _nodes(child, (*path, (field, index)), function, begin)
 
 
 def _line(node: ast.AST) -> str:
