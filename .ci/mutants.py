@@ -2,8 +2,9 @@
 
     .ci/mutants.py [--count 160] [--seed 1] [--only PART] [--workers 2] [--record]
 
-1. The tests of `PARTS` run once, under coverage with a context for each test (`--record`, or when
-   .mutants/ has no record of the files as they are). Who fails or is skipped judges no mutant.
+1. The tests of `PARTS` run once, under coverage with a context for each test: all (`--record`), or
+   those of which .mutants/ has no record as they are: see line_records.py. Who fails or is skipped
+   judges no mutant.
 2. Mutants are drawn with a seed from all that functions of `PARTS` hold: see mutations.py.
 3. Each is compiled in a process forked from one that has imported the large libraries, and put in
    the place of its module by an import hook: no file changes, whatever is killed when. Tests that
@@ -22,7 +23,6 @@ import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import json
 import os
 import random
 import signal
@@ -33,17 +33,14 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import coverage
 import pytest
 from hypothesis import Phase, settings
+from line_records import PARTS, PYTEST, ROOT, LineRecord, changed_tests, forget, record
 from mutations import Mutant, mutants_of, mutated
 
-ROOT = Path(__file__).resolve().parent.parent
-STATE = ROOT / ".mutants"
 ACCEPTED = ROOT / "tests/mutants.toml"
 MIN_KILLED = 0.95
 # By pytest's exit code; 2 and 4: a module cannot be imported. Others say nothing of the mutant.
@@ -51,17 +48,6 @@ VERDICTS = {0: "survived", 1: "killed", 2: "killed", 4: "killed"}
 ALIVE = {"survived", "not run", "broken"}
 ONLY_PROPERTIES = "killed by properties only"
 MAX_TESTS = 150  # that judge one mutant first: those that run its line and little else
-SLOWEST_S = 20.0  # a test that computes for longer judges nothing
-PARTS = {
-    "kvd/core": ["tests/kvd/core", "tests/property/test_discards.py"],
-    "kvd/tiers": [
-        "tests/kvd/tiers",
-        "tests/kvd/test_performer.py",
-        "tests/fault/test_power_loss.py",
-    ],
-    "inference_svc/core": ["tests/inference_svc/core"],
-    "inference_svc/runtime": ["tests/inference_svc/runtime"],
-}
 # Random tests of everything at once: they run every line, so that each is of use for any mutant.
 PROPERTIES = {
     "kvd/core": ["test_cache_engine", "test_session_placement", "test_prefetching"],
@@ -90,80 +76,6 @@ class MutantImporter(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(self._tree, self._path, "exec"), module.__dict__)  # noqa: S102  # ours
 
 
-# ------------------------------------------------------------------------------------- recording
-
-
-class Recorder:
-    """A pytest plugin: which lines each test runs, how long it takes, and whether it passes."""
-
-    def __init__(self, cov: coverage.Coverage) -> None:
-        self._cov = cov
-        self.seconds: dict[str, float] = {}
-        self.busy_s: dict[str, float] = {}  # of our processor: a busy machine makes no test slow
-        self.failed: set[str] = set()
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note a phase of a test."""
-        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
-        if not report.passed:
-            self.failed.add(report.nodeid)
-
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Begin a test's context."""
-        self._cov.switch_context(nodeid)
-        self.busy_s[nodeid] = -time.process_time()
-
-    def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        """End it."""
-        self.busy_s[nodeid] += time.process_time()
-        self._cov.switch_context("")
-
-
-def record(part: str) -> None:
-    """Run the tests of a part; write file → line → tests, and test → seconds."""
-    cov = coverage.Coverage(data_file=None, source=[str(ROOT / part)], config_file=False)
-    recorder = Recorder(cov)
-    cov.start()
-    code = pytest.main([*PYTEST, *PARTS[part]], plugins=[recorder])
-    cov.stop()
-    if code not in (0, 1):
-        sys.exit(f"the tests of {part} cannot be run")
-    data = cov.get_data()
-    tests = [
-        test
-        for test in recorder.seconds
-        if recorder.busy_s[test] <= SLOWEST_S and test not in recorder.failed
-    ]
-    numbers = {test: number for number, test in enumerate(tests)}
-    lines = {}
-    for path in data.measured_files():
-        by_line = data.contexts_by_lineno(path).items()
-        lines[str(Path(path).relative_to(ROOT))] = {
-            line: [numbers[test] for test in contexts if test in numbers]
-            for line, contexts in by_line
-        }
-    seconds = [recorder.seconds[test] for test in tests]
-    state = {"tests": tests, "seconds": seconds, "lines": lines}
-    _record_of(part).write_text(json.dumps(state), encoding="utf-8")
-
-
-def _record_of(part: str) -> Path:
-    return STATE / f"{part.replace('/', '-')}.json"
-
-
-def _is_recorded(part: str) -> bool:
-    """Whether there is a record, of the part and its tests as they are."""
-    files = [file for path in (part, *PARTS[part]) for file in (ROOT / path).rglob("*.py")]
-    files += [ROOT / path for path in PARTS[part] if path.endswith(".py")]
-    path = _record_of(part)
-    return path.exists() and path.stat().st_mtime > max(f.stat().st_mtime for f in files)
-
-
-# What Hypothesis draws is the same each time ("not long"), and failures are not kept for the next.
-PYTEST = ["-q", "--no-header", "-p", "no:cacheprovider", "--tb=no", "-m", "not long"]
-PYTEST += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what is imported already
-
-
 # --------------------------------------------------------------------------------------- judging
 
 
@@ -177,8 +89,9 @@ class Judge:
 
     def __init__(self, part: str, *, is_second: bool = False) -> None:
         self._is_second = is_second
-        state = json.loads(_record_of(part).read_text(encoding="utf-8"))
-        self._tests, self._seconds, self._lines = state["tests"], state["seconds"], state["lines"]
+        recorded = LineRecord(part)
+        self._tests, self._seconds = recorded.tests, recorded.seconds
+        self._lines = recorded.lines
         self._num_lines: Counter[int] = Counter()
         for by_line in self._lines.values():
             for tests in by_line.values():
@@ -311,15 +224,17 @@ def main() -> int:
         "--record", nargs="?", const="all", help="run the tests of all parts, or one"
     )
     options = parser.parse_args()
-    STATE.mkdir(exist_ok=True)
     only = options.only
     parts = [part for part in PARTS if only.startswith(part) or part.startswith(only)]
     if options.record in PARTS:
         record(options.record)
         return 0
     for part in parts:
-        if options.record or not _is_recorded(part):
+        if options.record:
+            forget(part)
+        if changed_tests(part):
             subprocess.run([sys.executable, __file__, "--record", part], cwd=ROOT, check=True)
+    accepted = _accepted()
     drawn = _draw(parts, only, options.count, options.seed)
     import torch  # noqa: F401  # before the forks, which share it
     import transformers  # noqa: F401
@@ -327,7 +242,6 @@ def main() -> int:
     counts: Counter[str] = Counter()
     alive = _survivors(Judge, drawn, options.workers, counts)
     alive = _survivors(partial(Judge, is_second=True), alive, options.workers, counts)
-    accepted = _accepted()
     counts["accepted"] = sum(mutant in accepted for _, mutant in alive)
     alive = [(part, mutant) for part, mutant in alive if mutant not in accepted]
     print(*(f"not killed by tests: {mutant.name}" for _, mutant in alive), sep="\n", flush=True)
@@ -352,6 +266,7 @@ def _survivors(
     alive = []
     for part, mutant, verdict in judge(make_judge, mutants, num_workers):
         if verdict in ALIVE:
+            print(f"still alive: {mutant.name}", flush=True)
             alive.append((part, mutant))
         else:
             counts[verdict] += 1
