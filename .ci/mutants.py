@@ -229,12 +229,12 @@ def main() -> int:
     if options.record in PARTS:
         record(options.record)
         return 0
+    accepted = _accepted()
     for part in parts:
         if options.record:
             forget(part)
         if changed_tests(part):
             subprocess.run([sys.executable, __file__, "--record", part], cwd=ROOT, check=True)
-    accepted = _accepted()
     drawn = _draw(parts, only, options.count, options.seed)
     import torch  # noqa: F401  # before the forks, which share it
     import transformers  # noqa: F401
