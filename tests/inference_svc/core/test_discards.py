@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inference_svc.core.context import clip
 from inference_svc.core.discards import kept_runs, merge_ranges, num_in, without
 from inference_svc.core.errors import InvalidDiscardError
 
@@ -78,3 +79,12 @@ def test_nothing_dropped_leaves_all():
     assert kept_runs((), 5) == [(0, 5)]
     assert kept_runs((), 0) == []
     assert kept_runs(((0, 5),), 5) == []
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "left"),
+    [(1, ()), (2, ((1, 2),)), (4, ((1, 3),)), (5, ((1, 3), (4, 5))), (9, ((1, 3), (4, 6)))],
+)
+def test_ranges_are_clipped_to_the_first_tokens(num_tokens, left):
+    """None of them is empty: a range that begins where the tokens end is not among them."""
+    assert clip(((1, 3), (4, 6)), num_tokens) == left

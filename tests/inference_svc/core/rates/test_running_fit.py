@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_svc.core.rates.least_squares import least_squares
-from inference_svc.core.rates.running_fit import GROUP_LENGTH, MAX_GROUPS, RUN, RunningFit
+from inference_svc.core.rates.running_fit import (
+    GROUP_LENGTH,
+    MAX_GROUPS,
+    MIN_OBSERVATIONS,
+    RUN,
+    RunningFit,
+)
 
 TRUTH = (2e-3, 1e-4, 2e-9)
 
@@ -119,6 +125,28 @@ def test_strange_times_that_are_not_in_a_row_are_no_change():
     fit = steady()
     for seconds in (*[0.1] * (RUN - 1), 0.01, *[0.1] * (RUN - 1)):
         fit.note(DECODE, seconds)
+    assert fit.seconds(PREFILL) == pytest.approx(1.0, rel=0.01)
+
+
+def test_work_that_was_seen_often_enough_tells_of_a_change():
+    """Of its kind, not of all: what is strange to any kind counts, in a row."""
+    fit = RunningFit(2)
+    for _ in range(GROUP_LENGTH):
+        fit.note(PREFILL, 1.0)
+    for _ in range(MIN_OBSERVATIONS):
+        fit.note(DECODE, 0.01)
+    for _ in range(RUN - 1):
+        fit.note(DECODE, 0.1)
+    assert fit.seconds(PREFILL) == pytest.approx(1.0, rel=0.01)
+    fit.note(PREFILL, 10.0)
+    assert fit.seconds(PREFILL) == pytest.approx(10.0, rel=0.01)
+
+
+def test_half_the_time_is_not_strange():
+    """Shapes of one kind differ by as much: nothing else is scaled by it."""
+    fit = steady()
+    for _ in range(RUN):
+        fit.note(DECODE, 0.005)
     assert fit.seconds(PREFILL) == pytest.approx(1.0, rel=0.01)
 
 

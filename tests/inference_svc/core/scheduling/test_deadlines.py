@@ -5,9 +5,9 @@ from inference_svc.core.scheduling.request import Request, RequestState
 from shared.session_key import SessionKey
 
 
-def request(number, deadline_ns):
+def request(number, deadline_ns, kind=Request):
     key = SessionKey("t", "0f", str(number))
-    return Request(number, key, [1], 1, arrived_ns=0, deadline_ns=deadline_ns)
+    return kind(number, key, [1], 1, arrived_ns=0, deadline_ns=deadline_ns)
 
 
 def test_what_is_due_comes_out_once_earliest_first():
@@ -53,3 +53,22 @@ def test_ended_requests_do_not_pile_up():
         ended.move(RequestState.CANCELLED)
     assert len(deadlines._heap) < 400
     assert deadlines.pop_due(10**10) == living
+
+
+class Watched(Request):
+    """A request that counts who asks whether it has ended."""
+
+    num_looks = 0
+
+    @property
+    def is_over(self):
+        Watched.num_looks += 1
+        return super().is_over
+
+
+def test_those_that_live_are_not_looked_through_each_time():
+    """However many have a deadline: nothing is gained by it."""
+    deadlines, num_requests = Deadlines(), 1000
+    for number in range(num_requests):
+        deadlines.add(request(number, 10**9, Watched))
+    assert 0 < Watched.num_looks < 4 * num_requests
