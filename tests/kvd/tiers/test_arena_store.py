@@ -15,10 +15,12 @@ from structlog.testing import capture_logs
 from kvd.core.records import CommittedSlot, WritingSlot
 from kvd.process_identity import ProcessIdentity
 from kvd.tiers.arena_file import SEALS
-from kvd.tiers.arena_store import ArenaOptions, ArenaStore
+from kvd.tiers.arena_places import FdStore
+from kvd.tiers.arena_store import ArenaOptions, ArenaStore, KeptArena
 from kvd.tiers.faults import NoFaults, WritePoint
 from kvd.tiers.journal import HEADER_BYTES, Journal, unpack_header
 from shared.kv_layout import Component, KVLayout, Layer
+from shared.units import SECTOR_BYTES
 from tests.synthetic_engine import MODEL, small_layout
 
 LAYOUT = small_layout()
@@ -180,6 +182,40 @@ def test_files_are_removed_when_they_are_not_kept_any_more(store, files, options
     none = ArenaStore(ArenaOptions("none", options.directory), tmp_path / "state", num_words=4)
     assert none.find() == {}
     assert not files()
+
+
+def test_the_directory_of_kept_arenas_is_made_with_those_above_it(options, tmp_path):
+    """All that it is told is where."""
+    options = replace(options, directory=tmp_path / "run" / "kvd" / "shm")
+    kept_arena(ArenaStore(options, tmp_path / "state", num_words=4))
+    found = ArenaStore(options, tmp_path / "state", num_words=4).find()
+    assert list(found) == [LAYOUT.fingerprint]
+
+
+@pytest.mark.parametrize("does_keep", [False, True])
+def test_what_systemd_does_not_take_is_told(tmp_path, monkeypatch, does_keep):
+    """Its fd store may be full, or not allowed: a restart then begins without DRAM."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
+        supervisor.bind(str(tmp_path / "notify"))
+        name = "notify" if does_keep else "nobody"
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / name))
+        with os.fdopen(os.memfd_create("slots"), "rb") as file, capture_logs() as logs:
+            FdStore().keep("layout", {"slots": file.fileno()})
+    assert [line["event"] for line in logs] == ([] if does_keep else ["dram_not_kept"])
+
+
+def test_kept_memory_of_huge_pages_is_whole_ones():
+    """Its slots may be shorter by less than one."""
+    try:
+        fd = os.memfd_create("slots", os.MFD_HUGETLB)
+    except OSError as error:
+        pytest.skip(f"the kernel has no huge pages ({error})")
+    with os.fdopen(fd, "rb"):
+        huge_bytes = os.fstat(fd).st_blksize
+        os.ftruncate(fd, 2 * huge_bytes)
+        kept = KeptArena("layout", "fdstore", fd, -1)
+        assert kept.page_bytes == huge_bytes > SECTOR_BYTES
+    assert KeptArena("layout", "fdstore", -1, -1).page_bytes == SECTOR_BYTES
 
 
 def test_state_directories_do_not_share_arenas(store, options, tmp_path):

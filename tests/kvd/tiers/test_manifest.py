@@ -288,11 +288,31 @@ def test_flipped_bytes_never_end_the_start(tmp_path_factory, data):
     found.close()
 
 
+def test_there_are_blocks_of_a_layout_or_of_any(make):
+    """Who asks about one layout is not told of another."""
+    manifest = _new(make(), LAYOUT, OTHER)
+    assert not manifest.has_blocks()
+    manifest.put_block(OTHER.fingerprint, BLOCK, _ignore)
+    manifest.close()
+    found = make()
+    assert found.has_blocks()
+    assert found.has_blocks(OTHER.fingerprint)
+    assert not found.has_blocks(LAYOUT.fingerprint)
+
+
 def _rows_or_none(manifest):
     try:
         return _rows(manifest)
     except ValueError:
         return [], []  # the layout's own row is damaged
+
+
+class KilledBetween(NoFaults):
+    """Ends when an older index's volumes are renamed, and it is not."""
+
+    def reach(self, point):
+        if point is WritePoint.INDEX_SET_ASIDE:
+            raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["at once", "after a kill in between"])
@@ -304,7 +324,10 @@ def test_an_older_schema_is_set_aside_with_its_volumes(make, tmp_path, killed):
     (tmp_path / "volumes").mkdir()
     (tmp_path / "volumes" / "00000.segment").write_bytes(b"data")
     if killed:
-        (tmp_path / "volumes").rename(tmp_path / "volumes.schema-1-1")
+        with pytest.raises(KeyboardInterrupt):
+            open_database(tmp_path / "manifest.db", tmp_path / "volumes", KilledBetween())
+        assert not (tmp_path / "volumes").exists()
+        assert (tmp_path / "manifest.db").exists()
     manifest = make()
     assert manifest.layouts() == []
     assert (tmp_path / "volumes.schema-1-1" / "00000.segment").read_bytes() == b"data"

@@ -3,7 +3,13 @@
 import pytest
 
 from kvd.tiers.faults import NoFaults
-from kvd.tiers.volume_identity import ID_BYTES, ID_NAME, UnusableVolumeError, identify
+from kvd.tiers.volume_identity import (
+    ID_BYTES,
+    ID_NAME,
+    UnusableVolumeError,
+    identify,
+    remove_volume,
+)
 
 
 def identified(directory, expected="", *, holds_rows=False):
@@ -26,3 +32,16 @@ def test_an_id_that_cannot_be_written_is_no_volume_without_one(tmp_path):
     (directory / ID_NAME).with_suffix(".new").mkdir(parents=True)
     with pytest.raises(IsADirectoryError):
         identified(directory)
+
+
+def test_a_volume_is_removed_if_only_its_id_is_left(tmp_path):
+    """Where something else is, it is no empty volume, and keeps its id."""
+    empty, used = tmp_path / "empty", tmp_path / "used"
+    identified(empty)
+    used_id = identified(used)
+    (used / "00000.segment").write_bytes(b"data")
+    remove_volume(empty)
+    assert not empty.exists()
+    with pytest.raises(OSError, match="not empty"):
+        remove_volume(used)
+    assert identified(used, used_id, holds_rows=True) == used_id
