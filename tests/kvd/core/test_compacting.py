@@ -11,7 +11,17 @@ from kvd.core.actions import (
 )
 from kvd.core.records import Admission, CommittedSlot, Lookup
 from shared.lineage import WHOLE
-from tests.kvd.core.turns import OWNER, A, B, counter, load, new_world, prepare_load, store
+from tests.kvd.core.turns import (
+    OWNER,
+    A,
+    B,
+    counter,
+    load,
+    new_world,
+    prepare_load,
+    queue_of,
+    store,
+)
 from tests.property.cache_world import BLOCK_TOKENS, CacheWorld, compute, to_bytes
 
 REST_NS = 100
@@ -222,6 +232,38 @@ def test_a_session_larger_than_a_run_takes_several():
     world.quiesce()
     assert (num_blocks(world), counter(world, "compactions")) == (3, 2)
     assert rows_of(world, load(world, A, KEPT)) == compute([], TOKENS)[1::2]
+
+
+def test_what_is_dense_already_stays_between_what_is_made_so():
+    """A whole block amid sparse ones is neither copied nor lost."""
+    evens = [(i, i + 1) for i in (0, 2, 4, 6, 12, 14, 16, 18)]
+    kept = [token for i, token in enumerate(TOKENS) if (i, i + 1) not in evens]
+    world = new_world(max_waste=0.3, compact_rest_ns=REST_NS)
+    store(world, A, TOKENS)
+    discard(world, A, TOKENS, evens)
+    rows = rows_of(world, load(world, A, kept))
+    rest(world)
+    world.quiesce()
+    assert (counter(world, "compactions"), num_blocks(world)) == (1, 4)
+    assert rows_of(world, load(world, A, kept)) == rows
+    assert world.engine.session_info(A).num_tokens == len(kept)
+
+
+def test_who_comes_into_use_while_it_waits_is_looked_at_later():
+    """Its turn may leave the queue without having touched it."""
+    world = sparse_world()
+    store(world, B, TOKENS[::-1])
+    discard(world, B, TOKENS[::-1], EVEN)
+    world.now_ns += REST_NS
+    world.engine.expire(world.now_ns)
+    world.pump()
+    world.engine.replace_queue(OWNER, queue_of(A, B), world.now_ns)
+    world.quiesce()
+    assert counter(world, "compactions") < 2
+    world.engine.replace_queue(OWNER, queue_of(), world.now_ns)
+    rest(world, 2_000_000_000)
+    world.quiesce()
+    assert (num_blocks(world, A), num_blocks(world, B)) == (3, 3)
 
 
 def test_room_is_taken_from_colder_sessions():

@@ -46,6 +46,14 @@ def test_stats_count_bytes_and_leases():
     assert set(stats.counters) == set(COUNTERS)
 
 
+def test_ssd_is_used_by_whole_extents():
+    """As many bytes as nobody else can have; a block of a part of one takes a part."""
+    world = new_world(num_slots=4, num_extents=8)
+    store(world, A, ONES + TWOS)
+    _, ssd = world.engine.stats().tiers
+    assert (ssd.used_bytes, ssd.num_blocks) == (2 * world.engine.layout.block_bytes, 2)
+
+
 def test_queues_and_windows_are_counted():
     """Jobs that wait, and how many sessions of mean size fit in DRAM and in both tiers."""
     world = new_world(num_slots=8, num_extents=8)

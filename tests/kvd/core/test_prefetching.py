@@ -483,6 +483,21 @@ def test_reading_and_evicting_do_not_keep_each_other_going():
     assert counter(world, "prefetch_blocks") > MOST_TIMES * 3, "it was used meanwhile"
 
 
+def test_no_more_is_planned_than_may_be_read_between_two_uses():
+    """Of three that were read of two blocks' four, two more would be one too many."""
+    world = reading_world(prefetch_bytes=ONE)
+    store_on_ssd(world, {A: 2})
+    queue(world, A)
+    queue(world)
+    finish_reads(world)
+    for num_read in (2, 0):
+        assert world.engine.release_dram(world.now_ns)
+        world.pump()
+        queue(world, A)
+        assert len(finish_reads(world)) == num_read
+        queue(world)
+
+
 def test_a_queue_that_does_not_fit_comes_to_rest():
     """Sessions are read until DRAM is full of what is needed soonest, and then no more."""
     world = reading_world(num_slots=5, num_extents=100)

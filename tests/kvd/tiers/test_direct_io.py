@@ -92,3 +92,15 @@ def test_groups_are_as_small_as_may_be():
     """What is asked for is not exceeded by a whole layer, but for what is left at the end."""
     assert layer_groups([1, 1, 1, 1, 1], 2) == (range(2), range(2, 5))
     assert layer_groups([4, 4], float("inf")) == (range(2),)
+
+
+def test_the_probe_says_what_the_file_system_can(tmp_path):
+    """One that has a way past the page cache is not taken for one without."""
+    try:
+        fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    except OSError:
+        assert not direct_io.probe_direct(tmp_path)
+        return
+    with os.fdopen(fd, "rb+", buffering=0) as file:
+        assert file.write(mmap.mmap(-1, SECTOR_BYTES)) == SECTOR_BYTES
+    assert direct_io.probe_direct(tmp_path)
