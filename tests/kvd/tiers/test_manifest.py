@@ -586,3 +586,15 @@ def test_a_commit_outlives_the_power(tmp_path):
     with closing(open_database(tmp_path / "manifest.db", tmp_path / "v", NoFaults())) as db:
         settings = [db.execute(f"PRAGMA {name}").fetchone()[0] for name in names]
     assert settings == ["wal", 2]  # 2: FULL
+
+
+def test_a_database_that_cannot_be_opened_is_not_taken_for_a_damaged_one(make, tmp_path):
+    """Who is in SQLite's way may go; the rows stay where they are."""
+    _fill(make())
+    in_the_way = tmp_path / "manifest.db-wal"
+    in_the_way.mkdir()
+    with pytest.raises(UnusableManifestError):
+        open_database(tmp_path / "manifest.db", tmp_path / "volumes", NoFaults())
+    assert not list(tmp_path.glob("*.corrupt*"))
+    in_the_way.rmdir()
+    assert _rows(make()) == ([BLOCK], [SESSION])
