@@ -47,6 +47,14 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.timeout(LONG_S))
 
 
+@pytest.fixture(autouse=True)
+def log_as_before():
+    """A command that a test runs in this process sets up logging: the next test has its own."""
+    before = structlog.get_config()
+    yield
+    structlog.configure(**before)
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     """The directory of the tiny model, built once."""

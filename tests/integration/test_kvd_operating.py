@@ -287,7 +287,7 @@ async def test_top_lives_on_a_terminal(stage):
             terminal.type("fy")  # pasted: what comes with the key that asks is no answer
             terminal.until("flush session top-1?")
             terminal.type("y")
-            terminal.until("top-1: flushed", "1 sessions by bytes")
+            terminal.until("top-1: flushed", "1 session by bytes")
             terminal.resize(140, 30)
             terminal.until("expires in")
             terminal.type("?")

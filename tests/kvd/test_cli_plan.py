@@ -69,7 +69,7 @@ async def test_the_tables_show_load_and_queue_beside_the_hits(monkeypatch):
     assert (code, "…" in stdout) == (0, False)
     for heading in ("load", "queue", "later", "loaded", "in DRAM", "TTFT", "cost", "RE's cost"):
         assert heading in stdout
-    (kvd,) = [line for line in stdout.splitlines() if line.startswith(" kvd ")]
+    (kvd,) = [line for line in stdout.splitlines() if line.startswith("kvd ")]
     assert kvd.rstrip().endswith("PCIe 25 GB/s")
     assert "1 GB + 16 GB" in stdout
     assert "KV 780 KB a token" in stdout
