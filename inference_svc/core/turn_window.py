@@ -142,7 +142,7 @@ class TurnWindow:
         wanted = f"max_tokens {room_tokens}" if room_tokens > 1 else "1 more"
         remedy = "send a shorter turn, lower max_tokens, or open a new session"
         if self.is_rigid:
-            remedy += ", or let overflow.policy be half"
+            remedy += ", or let overflow.policy be oldest"
         return InputTooLongError(
             f"history {history_tokens} + new {new_tokens} + {wanted} tokens "
             f"are more than the window of {self.window_tokens}",

@@ -2,6 +2,7 @@
 
 import json
 
+import gguf
 import pytest
 import torch
 
@@ -73,8 +74,6 @@ def test_a_file_s_fingerprint_follows_its_content(rubbish):
 
 def test_a_model_in_a_file_is_the_model(tmp_path, capsys):
     """Logits and tokens are those of the directory that the file was made of; no bar is drawn."""
-    pytest.importorskip("accelerate")
-    gguf = pytest.importorskip("gguf")
     directory, path = build_model(tmp_path / "made"), tmp_path / "Tiny.F32.gguf"
     expected = load_model(directory)
     _write_gguf(gguf, expected.model, expected.tokenizer, path)
