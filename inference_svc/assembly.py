@@ -46,7 +46,7 @@ from inference_svc.runtime.worker_thread import WorkerThread
 from inference_svc.service import InferenceService
 from inference_svc.turn_defaults import turn_defaults
 from shared.access.streams import StreamCounts
-from shared.kvd_client import KvdClient
+from shared.kvd_client.client import KvdClient
 from shared.pb.inference.v1 import inference_pb2
 from shared.version import __version__
 

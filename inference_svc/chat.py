@@ -9,10 +9,10 @@ from rich.console import Console
 
 from inference_svc.client import InferenceClient, turn_request
 from inference_svc.word_wrap import WordWrap
-from shared import printing
-from shared.errors import ReportedError
 from shared.pb.inference.v1 import inference_pb2 as pb
-from shared.units import format_duration
+from shared.terminal import printing
+from shared.types.errors import ReportedError
+from shared.types.units import format_duration
 
 HELP = "an empty line or Ctrl-D leaves; the session stays and can be continued with --session"
 

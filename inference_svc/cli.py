@@ -16,10 +16,10 @@ from inference_svc.cli_connection import (
     TokenFile,
     client_of,
 )
-from shared.command_line import arranged
-from shared.errors import InvalidInputError, ReportedError
-from shared.group_help import WholeHelp
-from shared.lazy_commands import lazy_group
+from shared.config.command_line import arranged
+from shared.config.group_help import WholeHelp
+from shared.config.lazy_commands import lazy_group
+from shared.types.errors import InvalidInputError, ReportedError
 from shared.version import __version__
 
 # Imported where they are used: --help does without gRPC and settings.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from inference_svc.config import InferenceSettings
-    from shared.config import LoadedSettings
+    from shared.config.settings import LoadedSettings
     from shared.pb.inference.v1 import inference_pb2 as pb
 
 app = typer.Typer(
@@ -119,8 +119,8 @@ def serve(
     }
     from inference_svc.config import load_inference_settings
     from inference_svc.engine_extra import require_engine
-    from shared.config import warn_of_overridden
-    from shared.log import configure_logging
+    from shared.config.settings import warn_of_overridden
+    from shared.process.log import configure_logging
 
     loaded = load_inference_settings(config, flags)
     require_engine()
@@ -172,7 +172,7 @@ def status(
     import json
 
     from inference_svc.status_view import status_lines, status_tables
-    from shared import printing
+    from shared.terminal import printing
 
     async def get_model() -> "pb.Model":
         async with client_of(address, token_file, tls_ca, tls_cert, tls_key) as client:
@@ -209,7 +209,7 @@ def top(
 
     from inference_svc.top import LEAST_INTERVAL_S
     from inference_svc.top import top as watch
-    from shared.units import parse_duration_s
+    from shared.types.units import parse_duration_s
 
     try:
         every_s = parse_duration_s(interval)
@@ -243,8 +243,8 @@ def config_show(
     import json
 
     from inference_svc.config import LIVE_KEYS, load_inference_settings
-    from shared import printing
-    from shared.reload import is_live
+    from shared.config.reload import is_live
+    from shared.terminal import printing
 
     loaded = load_inference_settings(config, {})
     if as_json:
@@ -262,7 +262,7 @@ def config_show(
 def config_check(config: ConfigOption = None) -> None:
     """Say whether the service would accept the settings on this machine; a line each problem."""
     from inference_svc.config import load_inference_settings
-    from shared.config import InvalidSettingsError
+    from shared.config.settings import InvalidSettingsError
 
     try:
         load_inference_settings(config, {})
@@ -275,8 +275,8 @@ def config_check(config: ConfigOption = None) -> None:
 
 def _table(loaded: "LoadedSettings[InferenceSettings]", width: int) -> "Table":
     from inference_svc.config import LIVE_KEYS
-    from shared.reload import is_live
-    from shared.tables import Column, fitted
+    from shared.config.reload import is_live
+    from shared.terminal.tables import Column, fitted
 
     columns = (
         Column("setting"),

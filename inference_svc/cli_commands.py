@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from shared.lazy_commands import LazyCommand
+from shared.config.lazy_commands import LazyCommand
 
 # Headings of its list of commands.
 SERVING = "The service"

@@ -20,7 +20,11 @@ import grpc
 from shared.access.addresses import UNIX, is_unix
 from shared.access.channels import ClientCredentials, aio_channel_of
 from shared.access.denials import denial_of
-from shared.errors import (
+from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.pb.inference.v1 import inference_pb2_grpc
+from shared.process.runtime_dir import MAX_MESSAGE_BYTES
+from shared.serving.grpc_status import error_from_rpc
+from shared.types.errors import (
     ConflictError,
     DeadlineError,
     DeniedError,
@@ -28,10 +32,6 @@ from shared.errors import (
     ReportedError,
     UnavailableError,
 )
-from shared.grpc_status import error_from_rpc
-from shared.pb.inference.v1 import inference_pb2 as pb
-from shared.pb.inference.v1 import inference_pb2_grpc
-from shared.runtime_dir import MAX_MESSAGE_BYTES
 
 CALL_S = 30.0  # deadline of everything but a turn
 TURN_S = 600.0

@@ -17,12 +17,12 @@ from inference_svc.default_places import default_listen, default_state_dir
 from inference_svc.openai.settings import OpenAISettings
 from shared.access.addresses import check_guarded, is_tcp
 from shared.access.settings import ClientName, ClientSettings, Tenants, TlsSettings, distinct
-from shared.config import LoadedSettings, load_settings
-from shared.observing_settings import MetricsSettings, ProcessSettings, TracingSettings
-from shared.room import Asked, check_room
-from shared.runtime_dir import MAX_MESSAGE_BYTES, MAX_SOCKET_PATH, default_runtime_dir
-from shared.session_key import DEFAULT_TENANT
-from shared.setting_types import (
+from shared.config.room import Asked, check_room
+from shared.config.settings import LoadedSettings, load_settings
+from shared.process.runtime_dir import MAX_MESSAGE_BYTES, MAX_SOCKET_PATH, default_runtime_dir
+from shared.serving.observing_settings import MetricsSettings, ProcessSettings, TracingSettings
+from shared.types.session_key import DEFAULT_TENANT
+from shared.types.setting_types import (
     CountOrAuto,
     CountOrNone,
     Duration,
@@ -41,7 +41,7 @@ OTHER_VARIABLES = (
     *("INFERENCE_ADDRESS", "INFERENCE_TOKEN_FILE"),
     *("INFERENCE_TLS_CA_FILE", "INFERENCE_TLS_CERT_FILE", "INFERENCE_TLS_KEY_FILE"),
 )
-# What a reload changes in a running service (shared/reload.py); all else waits for the next start.
+# What a reload changes in a running service (shared/config/reload.py); else the next start does.
 LIVE_KEYS: tuple[str, ...] = (
     "server.drain_s",
     "cache.load_policy",

@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-from shared.errors import ConfigError
+from shared.types.errors import ConfigError
 
 EXTRA = "cachedattention[engine]"
 MODULES = ("torch", "transformers", "safetensors", "jinja2")  # of its packages

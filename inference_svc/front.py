@@ -18,9 +18,9 @@ from inference_svc.runtime.turns.turns import Turns
 from inference_svc.turn_requests import decode_discard, decode_submission
 from shared.access.identity import Identity
 from shared.access.streams import StreamCounts, TooManyStreamsError
-from shared.errors import ReportedError
 from shared.pb.inference.v1 import inference_pb2 as pb
-from shared.session_key import SessionKey, session_key
+from shared.types.errors import ReportedError
+from shared.types.session_key import SessionKey, session_key
 
 
 class Following:

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from inference_svc.config import InferenceSettings
 from inference_svc.runtime.engine.engine_loop import EngineLoop
 from inference_svc.runtime.turns.turns import Turns
-from shared import systemd
-from shared.errors import ReportedError
-from shared.log import get_logger
-from shared.reload import Changes
+from shared.config.reload import Changes
+from shared.process import systemd
+from shared.process.log import get_logger
+from shared.types.errors import ReportedError
 
 log = get_logger(__name__)
 

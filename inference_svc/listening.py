@@ -18,7 +18,7 @@ from shared.access.credentials import server_credentials
 from shared.access.settings import TlsSettings
 from shared.access.sockets import open_to_group
 from shared.access.tls_connections import TlsConnections
-from shared.unix_path import SocketInUseError, claim_path
+from shared.process.unix_path import SocketInUseError, claim_path
 
 
 def prepare_sockets(listen: Sequence[str]) -> None:

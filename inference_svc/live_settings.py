@@ -8,8 +8,8 @@ from inference_svc.config import InferenceSettings
 from inference_svc.core.rates.load_or_recompute import LoadPolicy
 from inference_svc.core.submission import TurnDefaults
 from inference_svc.turn_defaults import turn_defaults
-from shared.log import configure_logging
-from shared.reload import LiveSettings
+from shared.config.reload import LiveSettings
+from shared.process.log import configure_logging
 
 
 def follow(live: LiveSettings[InferenceSettings], parts: ServiceParts) -> None:

@@ -6,11 +6,11 @@ from functools import partial
 from inference_svc.assembly import ServiceParts
 from inference_svc.core.turn_measures import TurnMeasures
 from inference_svc.metrics import METRICS
-from shared.http_connections import ConnectionMetrics
-from shared.http_observer import HttpMetrics
-from shared.metric_export import MetricExporter, Scrape
-from shared.process_values import fill_connections, fill_process
-from shared.rpc_observer import RpcMetrics
+from shared.serving.http_connections import ConnectionMetrics
+from shared.serving.http_observer import HttpMetrics
+from shared.serving.metric_export import MetricExporter, Scrape
+from shared.serving.process_values import fill_connections, fill_process
+from shared.serving.rpc_observer import RpcMetrics
 
 KVD_STATES = ("attached", "detached", "off")
 

@@ -4,8 +4,8 @@ A tenant is a label only if the settings name it; all others are "other". `histo
 of what a session had said before: "none" (nothing was), "reused", "partial", "recomputed".
 """
 
-from shared.metric_table import Metric, MetricTable
-from shared.process_metrics import PROCESS_METRICS, connection_metrics
+from shared.serving.metric_table import Metric, MetricTable
+from shared.serving.process_metrics import PROCESS_METRICS, connection_metrics
 
 METRICS = MetricTable(
     (

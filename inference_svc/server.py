@@ -20,21 +20,21 @@ from inference_svc.core.errors import UnknownModelError
 from inference_svc.listening import bind_servers, prepare_sockets
 from inference_svc.runtime.model.model_directory import check_model
 from inference_svc.runtime.turns.transcript import TranscriptStore
-from shared import systemd
 from shared.access.clients import ClientBook, Clients
 from shared.access.identity import Identity, socket_identity
-from shared.access.interceptor import AccessInterceptor
 from shared.access.server_options import server_options
-from shared.config import LoadedSettings, warn_of_overridden
-from shared.dumps import forbid_dumps
-from shared.errors import ConfigError
-from shared.grpc_status import ReportedErrorInterceptor
-from shared.kvd_client import KvdClient
-from shared.log import get_logger
+from shared.config.reload import LiveSettings
+from shared.config.settings import LoadedSettings, warn_of_overridden
+from shared.kvd_client.client import KvdClient
 from shared.pb.inference.v1 import inference_pb2, inference_pb2_grpc
-from shared.reload import LiveSettings
-from shared.rpc_observer import RpcMetrics, RpcObserver
-from shared.tracing import start_tracing
+from shared.process import systemd
+from shared.process.dumps import forbid_dumps
+from shared.process.log import get_logger
+from shared.serving.grpc_status import ReportedErrorInterceptor
+from shared.serving.interceptor import AccessInterceptor
+from shared.serving.rpc_observer import RpcMetrics, RpcObserver
+from shared.serving.tracing import start_tracing
+from shared.types.errors import ConfigError
 from shared.version import __version__
 
 if TYPE_CHECKING:
@@ -134,8 +134,8 @@ async def _serve(
     from inference_svc.assembly import assemble
     from inference_svc.metric_values import Calls, make_exporter
     from inference_svc.openai.serving import serving_openai
-    from shared.http_observer import observing
-    from shared.operations_http import Operations, serving_operations
+    from shared.serving.http_observer import observing
+    from shared.serving.operations_http import Operations, serving_operations
 
     signals, settings = life.Signals(), live.loaded.settings
     signals.listen()

@@ -1,6 +1,6 @@
 """The gRPC servicer: decode a request, call the front, encode what comes.
 
-Raises ReportedErrors; `shared.grpc_status` turns them into statuses.
+Raises ReportedErrors; `shared.serving.grpc_status` turns them into statuses.
 """
 
 from collections.abc import AsyncIterator

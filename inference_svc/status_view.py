@@ -10,8 +10,8 @@ from rich.table import Table
 
 from inference_svc.core.counters import COUNTERS
 from shared.pb.inference.v1 import inference_pb2 as pb
-from shared.printing import counted, hanging, plain
-from shared.units import format_bytes, format_duration
+from shared.terminal.printing import counted, hanging, plain
+from shared.types.units import format_bytes, format_duration
 
 MAPS = ("gauges", "counters")  # fields of Model that have tables of their own
 TROUBLES = (  # counts that are nothing to worry about only while they are 0

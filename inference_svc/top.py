@@ -10,9 +10,9 @@ from rich.text import Text
 
 from inference_svc.client import InferenceClient
 from inference_svc.top_view import KEYS, top_lines
-from shared import printing
-from shared.errors import InvalidInputError, ReportedError
-from shared.keyboard import keyboard
+from shared.terminal import printing
+from shared.terminal.keyboard import keyboard
+from shared.types.errors import InvalidInputError, ReportedError
 
 if TYPE_CHECKING:
     from shared.pb.inference.v1 import inference_pb2 as pb

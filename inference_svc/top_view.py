@@ -5,8 +5,8 @@ from itertools import pairwise
 
 from inference_svc.status_view import status_lines
 from shared.pb.inference.v1 import inference_pb2 as pb
-from shared.printing import sparkline
-from shared.units import format_duration
+from shared.terminal.printing import sparkline
+from shared.types.units import format_duration
 
 _LABEL_WIDTH = 13
 _VALUE_WIDTH = 12

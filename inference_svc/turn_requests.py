@@ -27,8 +27,8 @@ from inference_svc.core.submission import (
 )
 from inference_svc.core.truncation import OverflowPolicy
 from shared.pb.inference.v1 import inference_pb2 as pb
-from shared.session_key import SessionKey
-from shared.units import NS_PER_S
+from shared.types.session_key import SessionKey
+from shared.types.units import NS_PER_S
 
 MAX_SEED = 2**63
 MAX_DISCARD_ITEMS = 65536  # ranges and positions of one Discard

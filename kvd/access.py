@@ -10,9 +10,9 @@ from kvd.engine_users import EngineUsers
 from kvd.scoping import narrow
 from shared.access.clients import ClientBook, Clients
 from shared.access.identity import ANY, Identity, socket_identity
-from shared.access.interceptor import AccessInterceptor
 from shared.access.streams import StreamCounts
-from shared.rpc_observer import RpcMetrics
+from shared.serving.interceptor import AccessInterceptor
+from shared.serving.rpc_observer import RpcMetrics
 
 ROLES: Mapping[str, str] = {
     "kvd.v1.Engine": "engine",

@@ -17,7 +17,7 @@ from kvd.core.records import StoredBlock
 from kvd.tiers.extent_read import ExtentRead
 from kvd.tiers.io_pool import IoPool, Priority
 from kvd.tiers.staging import Staging
-from shared.log import get_logger
+from shared.process.log import get_logger
 
 Done: TypeAlias = Callable[[IoOutcome, StoredBlock | None], None]
 

@@ -15,8 +15,8 @@ from kvd.tiers.extent_format import ToWrite
 from kvd.tiers.io_pool import IoPool, Priority
 from kvd.tiers.staging import Staging
 from kvd.tiers.volume import SegmentVolume, Written
-from shared.log import get_logger
-from shared.units import SECTOR_BYTES
+from shared.process.log import get_logger
+from shared.types.units import SECTOR_BYTES
 
 MAX_RUN_BYTES = 4 << 20  # of blocks in one write, unless one alone has more
 MAX_SYNC_BATCH = 64  # blocks in one sync: enough to share its cost, few enough to report soon

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from kvd.config import Settings
 from kvd.tiers.arena import dram_bytes
-from shared.kv_layout import KVLayout
-from shared.log import get_logger
+from shared.process.log import get_logger
+from shared.types.kv_layout import KVLayout
 
 AUTO_FRACTION = 0.25  # of the state directory's free space, for the SSD tier
 UNBOUNDED = 1 << 60  # bytes: more than any disk has

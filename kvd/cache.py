@@ -22,9 +22,9 @@ from kvd.performer import Completion, Performer
 from kvd.tier_facts import ArenaFacts, VolumeFacts
 from kvd.tiers.arena import Arena
 from kvd.tiers.volume import SegmentVolume
-from shared.errors import ReportedError
-from shared.log import get_logger
-from shared.units import NS_PER_S
+from shared.process.log import get_logger
+from shared.types.errors import ReportedError
+from shared.types.units import NS_PER_S
 
 T = TypeVar("T")
 

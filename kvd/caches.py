@@ -34,10 +34,10 @@ from kvd.tiers.io_pool import IoPool
 from kvd.tiers.manifest import Manifest
 from kvd.tiers.volume import SegmentVolume
 from kvd.unavailable import UnavailableLayout, UnavailableLayouts
-from shared.kv_layout import KVLayout
-from shared.log import get_logger
-from shared.session_key import SessionKey, session_key
-from shared.units import NS_PER_S
+from shared.process.log import get_logger
+from shared.types.kv_layout import KVLayout
+from shared.types.session_key import SessionKey, session_key
+from shared.types.units import NS_PER_S
 
 COMMIT_S = 10.0  # how long an operator waits for the disk
 

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import xxhash
 
 from kvd.slot_rows import SlotRows
-from shared.kv_layout import KVLayout
+from shared.types.kv_layout import KVLayout
 
 CHECKSUM_BYTES = 8  # per layer
 Bytes: TypeAlias = bytes | bytearray | memoryview

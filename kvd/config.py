@@ -9,16 +9,16 @@ from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, 
 from kvd.core.eviction.registry import POLICIES
 from kvd.core.records import TTL_NEVER_NS, Admission
 from kvd.engine_users import uid_of
-from shared import reload
 from shared.access.addresses import check_guarded, is_tcp
 from shared.access.settings import ClientName, ClientSettings, Tenants, TlsSettings, distinct
-from shared.config import LoadedSettings, load_settings
-from shared.kv_layout import KVLayout
-from shared.observing_settings import MetricsSettings, ProcessSettings, TracingSettings
-from shared.reload import LiveSettings
-from shared.room import Asked, check_room
-from shared.runtime_dir import default_runtime_dir, default_state_dir
-from shared.setting_types import (
+from shared.config import reload
+from shared.config.reload import LiveSettings
+from shared.config.room import Asked, check_room
+from shared.config.settings import LoadedSettings, load_settings
+from shared.process.runtime_dir import default_runtime_dir, default_state_dir
+from shared.serving.observing_settings import MetricsSettings, ProcessSettings, TracingSettings
+from shared.types.kv_layout import KVLayout
+from shared.types.setting_types import (
     ByteSize,
     ByteSizeOrAuto,
     ByteSizeOrNone,
@@ -29,7 +29,7 @@ from shared.setting_types import (
     TenantName,
     to_list,
 )
-from shared.units import GIB, MIB, NS_PER_S
+from shared.types.units import GIB, MIB, NS_PER_S
 
 ENV_PREFIX = "KVD"
 # Of options of the commands, which are no settings (kvd/cli/options.py, connection.py).
@@ -37,7 +37,7 @@ OTHER_VARIABLES = (
     *("KVD_CONFIG", "KVD_ADDRESS", "KVD_TOKEN_FILE"),
     *("KVD_TLS_CA_FILE", "KVD_TLS_CERT_FILE", "KVD_TLS_KEY_FILE"),
 )
-# What a reload changes in a running kvd (shared/reload.py); all else waits for the next start.
+# What a reload changes in a running kvd (shared/config/reload.py); else the next start does.
 LIVE_KEYS = (
     "ssd.admission",
     "ssd.write_back_after",
@@ -313,7 +313,7 @@ def check_possible(settings: Settings) -> None:
 
 
 def load(config_path: Path | None, flags: dict[str, object]) -> LoadedSettings[Settings]:
-    """Read kvd's settings; see shared/config.py.
+    """Read kvd's settings; see shared/config/settings.py.
 
     Raises:
         InvalidSettingsError: naming every problem.

@@ -38,12 +38,12 @@ from kvd.service import Draining, EngineService
 from kvd.session_files.transfers import Transfers
 from kvd.tiers.faults import Faults, NoFaults
 from kvd.tiers.manifest import Manifest
-from shared import systemd
-from shared.log import get_logger
-from shared.reload import LiveSettings
-from shared.rpc_observer import RpcMetrics
-from shared.runtime_dir import DATA_SOCKET
-from shared.tracing import start_tracing
+from shared.config.reload import LiveSettings
+from shared.process import systemd
+from shared.process.log import get_logger
+from shared.process.runtime_dir import DATA_SOCKET
+from shared.serving.rpc_observer import RpcMetrics
+from shared.serving.tracing import start_tracing
 from shared.version import __version__
 
 MANIFEST_NAME = "manifest.db"
@@ -173,8 +173,8 @@ class Daemon:
             return nullcontext()
         # A second of imports, only where they are needed.
         from kvd.metric_values import Sources, make_exporter
-        from shared.http_connections import ConnectionMetrics
-        from shared.operations_http import Operations, serving_operations
+        from shared.serving.http_connections import ConnectionMetrics
+        from shared.serving.operations_http import Operations, serving_operations
 
         connections = ConnectionMetrics()
         exporter = make_exporter(Sources(caches, engines, self._rpcs, self._live, connections))

@@ -17,12 +17,12 @@ from kvd.engine_users import EngineUsers
 from kvd.errors import AttachDeniedError, UnusableSocketError
 from kvd.process_identity import ProcessWatch, watch_peer
 from kvd.tiers.progress import Wakeup
-from shared import data_socket_protocol as packets
-from shared import seqpacket
 from shared.access.refusals import RefusalLog
 from shared.access.sockets import SocketGroupError, open_to_group
-from shared.histogram import Tally
-from shared.log import get_logger
+from shared.kvd_client import data_socket_protocol as packets
+from shared.kvd_client import seqpacket
+from shared.process.log import get_logger
+from shared.types.histogram import Tally
 
 TOKEN_BYTES = 16
 BACKLOG = 64

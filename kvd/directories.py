@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 
 from kvd.errors import RunningError, UnusableDirectoryError
-from shared.log import get_logger
-from shared.runtime_dir import MAX_SOCKET_PATH, OPERATOR_SOCKET
+from shared.process.log import get_logger
+from shared.process.runtime_dir import MAX_SOCKET_PATH, OPERATOR_SOCKET
 
 LOCK_NAME = "kvd.lock"
 ENTER = 0o011  # group and others: who is in the group is not looked at as one of the others

@@ -6,8 +6,8 @@ from kvd.budgets import Budgets
 from kvd.cache import Cache
 from kvd.engines import Engines
 from kvd.tiers.arena import num_slots_for
-from shared.kv_layout import KVLayout
-from shared.log import get_logger
+from shared.process.log import get_logger
+from shared.types.kv_layout import KVLayout
 
 UNMOUNT_S = 10.0  # how long a layout without engines may write before its arena is taken
 

@@ -32,9 +32,9 @@ from kvd.process_identity import (
     watch_identity,
 )
 from kvd.tiers.journal import JournaledWrite
-from shared.engine_id import shown_id
-from shared.errors import InvalidInputError
-from shared.log import get_logger
+from shared.process.log import get_logger
+from shared.types.engine_id import shown_id
+from shared.types.errors import InvalidInputError
 
 log = get_logger(__name__)
 

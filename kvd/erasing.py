@@ -24,7 +24,7 @@ from kvd.encryption.errors import NotErasableError
 from kvd.errors import NotDurableError
 from kvd.events import EventHub
 from kvd.tenant_secrets import has_segments
-from shared.log import get_logger
+from shared.process.log import get_logger
 
 STEP_SESSIONS = 200  # dropped in one go: some milliseconds
 POLL_S = 0.05  # upper bound between two looks whether what was moved has arrived

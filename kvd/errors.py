@@ -1,6 +1,6 @@
 """Errors of the daemon around the core; those of the core are in kvd/core/errors.py."""
 
-from shared.errors import (
+from shared.types.errors import (
     ConfigError,
     ConflictError,
     DeadlineError,

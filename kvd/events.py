@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from kvd.core.actions import Emit
 from kvd.errors import LimitReachedError
 from kvd.messages import key_message
-from shared.log import get_logger
 from shared.pb.kvd.v1 import kvd_pb2
+from shared.process.log import get_logger
 
 MAX_WAITING = 1024  # events a watcher may lag behind
 MAX_RECENT = 4096  # events that are remembered: about 2 MiB

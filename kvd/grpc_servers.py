@@ -14,19 +14,19 @@ from kvd.config import Settings
 from kvd.errors import UnusableSocketError
 from shared.access.addresses import UNIX, is_unix
 from shared.access.credentials import server_credentials
-from shared.access.interceptor import AccessInterceptor
 from shared.access.server_options import server_options
 from shared.access.settings import TlsSettings
 from shared.access.sockets import open_to_group
-from shared.grpc_status import ReportedErrorInterceptor
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
-from shared.rpc_observer import RpcMetrics, RpcObserver
-from shared.runtime_dir import (
+from shared.process.runtime_dir import (
     ENGINE_SOCKET,
     MAX_MESSAGE_BYTES,
     OPERATOR_SOCKET,
     READER_SOCKET,
 )
+from shared.serving.grpc_status import ReportedErrorInterceptor
+from shared.serving.interceptor import AccessInterceptor
+from shared.serving.rpc_observer import RpcMetrics, RpcObserver
 
 DOMAIN = "kvd"  # of google.rpc.ErrorInfo
 MAX_CONNECTIONS = 512  # of one address: engines, operators and monitors are few

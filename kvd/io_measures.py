@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from shared.histogram import Histogram
+from shared.types.histogram import Histogram
 
 LOAD, AHEAD = "load", "ahead"  # what a read is for when it begins; a load may come meanwhile
 

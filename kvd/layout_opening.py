@@ -26,11 +26,11 @@ from kvd.tiers.space_budget import SpaceBudget
 from kvd.tiers.volume import SegmentVolume
 from kvd.tiers.volume_identity import UnusableVolumeError, sync_directory
 from kvd.unavailable import UnavailableLayout
-from shared.block_key import KEY_BYTES
-from shared.kv_layout import KVLayout
-from shared.layout_message import layout_message, layout_of
-from shared.log import get_logger
+from shared.kvd_client.layout_message import layout_message, layout_of
 from shared.pb.kvd.v1 import kvd_pb2
+from shared.process.log import get_logger
+from shared.types.block_key import KEY_BYTES
+from shared.types.kv_layout import KVLayout
 
 VOLUMES = "volumes"  # in the state directory
 

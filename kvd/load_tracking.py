@@ -14,7 +14,7 @@ from opentelemetry.trace import Span
 
 from kvd.io_measures import IoMeasures
 from kvd.tiers.progress import Progress
-from shared.tracing import open_span
+from shared.serving.tracing import open_span
 
 
 @dataclass

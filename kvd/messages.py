@@ -11,11 +11,11 @@ from kvd.core.records import (
     StoreAnswer,
     Tier,
 )
-from shared.kv_layout import KVLayout
-from shared.lineage import LINEAGE_BYTES, WHOLE, Lineage
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.session_key import SessionKey, session_key
-from shared.units import NS_PER_S
+from shared.types.kv_layout import KVLayout
+from shared.types.lineage import LINEAGE_BYTES, WHOLE, Lineage
+from shared.types.session_key import SessionKey, session_key
+from shared.types.units import NS_PER_S
 
 MAX_DURATION_S = 100 * 365 * 86400.0  # in ns, added to an instant, it is less than 2^63
 
@@ -150,7 +150,7 @@ def lineage_of(
     if len(digest) != LINEAGE_BYTES:
         raise InvalidRequestError(
             f"a lineage digest of {len(digest)} bytes",
-            f"send {LINEAGE_BYTES} bytes (shared/lineage.py), or none: nothing was discarded",
+            f"send {LINEAGE_BYTES} bytes (shared/types/lineage.py), or none: nothing was discarded",
         )
     return Lineage(digest, request.lineage.clean_tokens)
 

@@ -13,11 +13,11 @@ from kvd.core.measures import Measures
 from kvd.core.records import LeaseInfo, QueueStats, TenantUsage
 from kvd.engines import Engines
 from kvd.metrics import METRICS
-from shared.http_connections import ConnectionMetrics
-from shared.metric_export import MetricExporter, Scrape
-from shared.process_values import fill_connections, fill_process
-from shared.reload import LiveSettings
-from shared.rpc_observer import RpcMetrics
+from shared.config.reload import LiveSettings
+from shared.serving.http_connections import ConnectionMetrics
+from shared.serving.metric_export import MetricExporter, Scrape
+from shared.serving.process_values import fill_connections, fill_process
+from shared.serving.rpc_observer import RpcMetrics
 from shared.version import __version__
 
 LAYOUT_CHARS = 12  # of a fingerprint, as `kvd stats` shows it

@@ -4,8 +4,8 @@
 are few of them (limits.max_layouts). A tenant is a label only if the settings name it.
 """
 
-from shared.metric_table import Metric, MetricTable
-from shared.process_metrics import PROCESS_METRICS, connection_metrics
+from shared.serving.metric_table import Metric, MetricTable
+from shared.serving.process_metrics import PROCESS_METRICS, connection_metrics
 
 LAYOUT = ("layout",)
 

@@ -16,10 +16,10 @@ from kvd.engines import OwnerFacts
 from kvd.messages import TIERS, key_message
 from kvd.tier_facts import ArenaFacts, EncryptionFacts, VolumeFacts
 from kvd.unavailable import UnavailableLayout
-from shared.engine_id import shown_id
-from shared.kv_layout import KVLayout
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.units import NS_PER_S
+from shared.types.engine_id import shown_id
+from shared.types.kv_layout import KVLayout
+from shared.types.units import NS_PER_S
 
 _KINDS = {"load": kvd_pb2.LEASE_KIND_LOAD, "store": kvd_pb2.LEASE_KIND_STORE}
 

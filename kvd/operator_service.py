@@ -24,7 +24,7 @@ from kvd.selection import allowed_tenants, check_allowed, filter_of, is_of_one, 
 from kvd.session_files.transfers import Transfers
 from kvd.session_listing import look_through
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 GONE_S = 5.0  # how long KillHolder waits for the end of a process
 GONE_POLL_S = 0.05  # upper bound between two looks whether its leases have ended

@@ -57,8 +57,8 @@ from kvd.tiers.io_pool import IoPool, Priority
 from kvd.tiers.manifest import Manifest
 from kvd.tiers.staging import Staging
 from kvd.tiers.volume import SegmentVolume
-from shared.kv_layout import KVLayout
-from shared.log import get_logger
+from shared.process.log import get_logger
+from shared.types.kv_layout import KVLayout
 
 Performable: TypeAlias = (
     ReadBlock

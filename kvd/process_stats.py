@@ -5,8 +5,8 @@ import time
 import psutil
 
 from kvd.engines import AttachedEngine
-from shared.dumps import may_be_dumped
 from shared.pb.kvd.v1 import kvd_pb2
+from shared.process.dumps import may_be_dumped
 
 MAX_COMMAND = 500  # characters of an engine's command line
 

@@ -12,8 +12,8 @@ from typing import TypeVar
 from kvd.core.errors import InvalidRequestError
 from kvd.messages import ns_of
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.queue_change import QueueChange, QueuedJob, QueueUpdate, RunningJob
-from shared.session_key import SessionKey, session_keys
+from shared.types.queue_change import QueueChange, QueuedJob, QueueUpdate, RunningJob
+from shared.types.session_key import SessionKey, session_keys
 
 EQUAL_COLUMNS = "send columns of one length, or leave one out"
 

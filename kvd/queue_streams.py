@@ -17,8 +17,8 @@ from kvd.errors import NotAttachedError, StreamReplacedError
 from kvd.queue_messages import check_num_jobs, queue_update
 from kvd.told_queue import ToldQueue
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.queue_change import QueueUpdate
-from shared.session_key import DEFAULT_TENANT
+from shared.types.queue_change import QueueUpdate
+from shared.types.session_key import DEFAULT_TENANT
 
 
 class QueueStreams:

@@ -28,8 +28,8 @@ from kvd.selection import allowed_tenants, check_allowed, event_filter_of, listi
 from kvd.session_listing import SessionLister
 from kvd.session_moves import gone_error, history_messages
 from kvd.turn_messages import recent_turns_messages
+from shared.config.reload import LiveSettings
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
-from shared.reload import LiveSettings
 from shared.version import __version__
 
 

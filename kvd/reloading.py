@@ -3,12 +3,12 @@
 import json
 
 from kvd.config import Settings, is_live
-from shared import systemd
-from shared.config import LoadedSettings
-from shared.errors import ReportedError
-from shared.log import get_logger
+from shared.config.reload import Changes, LiveSettings
+from shared.config.settings import LoadedSettings
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.reload import Changes, LiveSettings
+from shared.process import systemd
+from shared.process.log import get_logger
+from shared.types.errors import ReportedError
 
 log = get_logger(__name__)
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvd.checksums import BlockHasher
 from kvd.core.actions import CompactRows, DenseBlock, RowRun
 from kvd.slot_rows import SlotRows
-from shared.kv_layout import KVLayout
+from shared.types.kv_layout import KVLayout
 
 Rows = NDArray[np.uint8]  # [block_tokens, token_bytes]
 Indexes = NDArray[np.intp]

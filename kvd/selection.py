@@ -13,7 +13,7 @@ from kvd.messages import ns_of
 from shared.access.current import current_identity
 from shared.access.identity import TenantDeniedError
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 _TIERS: Mapping[int, Tier | None] = {
     kvd_pb2.TIER_UNSPECIFIED: None,

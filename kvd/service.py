@@ -21,11 +21,11 @@ from kvd.engines import AttachedEngine, Engines
 from kvd.errors import AttachDeniedError, StoppingError
 from kvd.messages import key_of, lineage_of, load_response, session_message, store_response
 from kvd.queue_streams import QueueStreams
-from shared.layout_message import layout_of
-from shared.log import get_logger
+from shared.config.reload import LiveSettings
+from shared.kvd_client.layout_message import layout_of
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
-from shared.reload import LiveSettings
-from shared.session_key import SessionKey
+from shared.process.log import get_logger
+from shared.types.session_key import SessionKey
 from shared.version import __version__
 
 MAX_WAIT_S = 60.0  # of one call, whatever deadline its caller names

@@ -23,7 +23,7 @@ from kvd.core.records import SessionInfo
 from kvd.core.session_filter import SessionFilter, SessionOrder
 from kvd.messages import session_message
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 BIT_SESSIONS = 1_000  # looked at in one go: some milliseconds
 

@@ -8,8 +8,8 @@ from kvd.core.engine import CacheEngine
 from kvd.core.errors import UnknownSessionError
 from kvd.core.session_history import Move, MoveKind
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.session_key import SessionKey, session_key
-from shared.units import NS_PER_S, format_duration
+from shared.types.session_key import SessionKey, session_key
+from shared.types.units import NS_PER_S, format_duration
 
 _GONE = {
     MoveKind.DROPPED: "left all tiers for room",

@@ -6,7 +6,7 @@ the rows of a full block make one run per layer.
 
 from typing import TypeAlias
 
-from shared.kv_layout import KVLayout
+from shared.types.kv_layout import KVLayout
 
 Run: TypeAlias = tuple[int, int]  # half-open, in bytes from the slot's start
 

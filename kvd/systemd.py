@@ -9,7 +9,7 @@ the process; a full stop closes them, unless the unit says FileDescriptorStorePr
 import os
 from collections.abc import Iterable, Mapping, MutableMapping
 
-from shared.systemd import send
+from shared.process.systemd import send
 
 STORE_S = 1.0  # how long a busy supervisor may take: what it misses here would be lost
 FIRST_FD = 3  # SD_LISTEN_FDS_START

@@ -23,8 +23,8 @@ from kvd.encryption.keyring import Keyring
 from kvd.errors import LimitReachedError
 from kvd.tier_facts import EncryptionFacts
 from kvd.tiers.manifest import Manifest
-from shared.block_key import SALT_BYTES
-from shared.log import get_logger
+from shared.process.log import get_logger
+from shared.types.block_key import SALT_BYTES
 
 META_NAME = "encryption"
 

@@ -10,7 +10,7 @@
 from collections.abc import Callable
 
 from kvd.core.errors import InvalidRequestError
-from shared.queue_change import QueueUpdate
+from shared.types.queue_change import QueueUpdate
 
 
 class ToldQueue:

@@ -5,9 +5,9 @@ from itertools import islice
 
 from kvd.core.records import Tier, TierStats
 from kvd.core.turn_log import MAX_TURNS, RecordedTurn
-from shared.kv_layout import KVLayout
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.units import NS_PER_S
+from shared.types.kv_layout import KVLayout
+from shared.types.units import NS_PER_S
 
 TURNS_PER_MESSAGE = 512  # encoded in a few milliseconds, in which nothing else is done
 

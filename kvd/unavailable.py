@@ -18,8 +18,8 @@ from kvd.errors import LayoutUnavailableError, UnclearSelectionError, UnknownLay
 from kvd.tiers.arena_store import KeptArena
 from kvd.tiers.manifest import LayoutRow
 from kvd.tiers.volume_identity import UnusableVolumeError
-from shared.errors import ReportedError
-from shared.log import get_logger
+from shared.process.log import get_logger
+from shared.types.errors import ReportedError
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0

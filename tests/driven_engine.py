@@ -18,8 +18,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from shared.errors import ReportedError
-from shared.log import configure_logging
+from shared.process.log import configure_logging
+from shared.types.errors import ReportedError
 from tests.synthetic_engine import CALL_S, SyntheticEngine, attached_engine, encode, key_of
 
 ANSWER_S = 60.0

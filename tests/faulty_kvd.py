@@ -26,11 +26,11 @@ from kvd.clock import Clock
 from kvd.daemon import Daemon
 from kvd.tiers.faults import NoFaults, WritePoint
 from kvd.tiers.manifest import Manifest
-from shared.child_process import wait_serving
-from shared.dumps import forbid_dumps
-from shared.log import configure_logging
-from shared.reload import fixed
-from shared.runtime_dir import OPERATOR_SOCKET
+from shared.children.child_process import wait_serving
+from shared.config.reload import fixed
+from shared.process.dumps import forbid_dumps
+from shared.process.log import configure_logging
+from shared.process.runtime_dir import OPERATOR_SOCKET
 from tests.processes import KvdProcess
 
 # Reached by what needs a key only: see tests/fault/test_erase_kills.py.

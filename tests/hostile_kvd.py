@@ -9,10 +9,10 @@ from pathlib import Path
 
 import grpc
 
-from shared import data_socket_protocol as packets
-from shared import seqpacket
+from shared.kvd_client import data_socket_protocol as packets
+from shared.kvd_client import seqpacket
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
-from shared.runtime_dir import DATA_SOCKET, ENGINE_SOCKET
+from shared.process.runtime_dir import DATA_SOCKET, ENGINE_SOCKET
 
 SLOT_BYTES = 3 * 64 * 1024
 NUM_SLOTS = 4

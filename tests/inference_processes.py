@@ -9,7 +9,7 @@ from typing import Self
 
 from inference_svc.client import InferenceClient
 from shared.access.channels import ClientCredentials
-from shared.child_process import ChildProcess
+from shared.children.child_process import ChildProcess
 from tests.warm_python import WarmProcess, WarmPython
 
 STATE_S = 60.0

@@ -28,9 +28,9 @@ from inference_svc.runtime.model.model_loader import load_model
 from inference_svc.runtime.store.saves import Saves
 from inference_svc.runtime.store.session_store import BegunLoad
 from inference_svc.runtime.worker_thread import WorkerThread
-from shared.grants import LoadGrant, Lookup
-from shared.progress_words import LoadFailedError
-from shared.session_key import SessionKey
+from shared.kvd_client.grants import LoadGrant, Lookup
+from shared.kvd_client.progress_words import LoadFailedError
+from shared.types.session_key import SessionKey
 
 POISON = 13  # a runner with a fault raises when it is fed this token
 BLOCK_TOKENS = 16

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 
 from inference_svc.client import InferenceClient, turn_request
-from shared.errors import ConflictError, DeadlineError, NotFoundError, ReportedError
 from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.types.errors import ConflictError, DeadlineError, NotFoundError, ReportedError
 from tests.mixed_pair import until_settled
 from tests.oracle import Oracle, Verdict
 from tests.pair import VOCAB_SIZE, Pair

@@ -13,7 +13,7 @@ import grpc
 from inference_svc.client import TurnResult, turn_request
 from shared.pb.inference.v1 import inference_pb2
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
-from shared.runtime_dir import READER_SOCKET, channel_options
+from shared.process.runtime_dir import READER_SOCKET, channel_options
 from tests.inference_processes import InferenceProcess
 from tests.oracle import Oracle, Verdict
 from tests.processes import KvdProcess

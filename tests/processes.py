@@ -12,8 +12,8 @@ from types import MappingProxyType
 import pytest
 
 from kvd.cli.main import main
-from shared.child_process import wait_serving
-from shared.runtime_dir import OPERATOR_SOCKET
+from shared.children.child_process import wait_serving
+from shared.process.runtime_dir import OPERATOR_SOCKET
 from tests.warm_python import AnyProcess, WarmPython, wait_ended
 
 EXIT_S = 60.0

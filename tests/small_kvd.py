@@ -10,9 +10,9 @@ from kvd.data_socket import DataSocket, Peer
 from kvd.engine_users import EngineUsers
 from kvd.tiers.arena import Arena
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore
-from shared.kv_layout import KVLayout
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
-from shared.runtime_dir import DATA_SOCKET, ENGINE_SOCKET
+from shared.process.runtime_dir import DATA_SOCKET, ENGINE_SOCKET
+from shared.types.kv_layout import KVLayout
 
 NUM_SLOTS = 4
 MAX_QUEUE_JOBS = 3

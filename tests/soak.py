@@ -18,9 +18,9 @@ from collections import Counter
 from pathlib import Path
 
 from kvd.cli.operator_client import connect
-from shared.errors import ReportedError
-from shared.log import configure_logging
 from shared.pb.kvd.v1 import kvd_pb2
+from shared.process.log import configure_logging
+from shared.types.errors import ReportedError
 from tests.kvd_polling import eventually, reader_stats
 from tests.processes import KvdProcess
 from tests.synthetic_engine import SyntheticEngine, attached_engine, key_of, small_layout

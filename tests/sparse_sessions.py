@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shared.arena_map import ArenaMap
-from shared.grants import LoadSpan, Lookup
-from shared.lineage import WHOLE, Lineage
+from shared.kvd_client.arena_map import ArenaMap
+from shared.kvd_client.grants import LoadSpan, Lookup
+from shared.types.lineage import WHOLE, Lineage
 from tests.synthetic_engine import CALL_S, SyntheticEngine, encode, key_of
 
 

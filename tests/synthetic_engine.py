@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from shared.arena_map import ArenaMap
-from shared.grants import LoadSpan, Lookup, StoreGrant
-from shared.kv_layout import Component, KVLayout, Layer
-from shared.kvd_client import KvdClient
-from shared.queue_feed import QueueFeed
-from shared.session_key import SessionKey
+from shared.kvd_client.arena_map import ArenaMap
+from shared.kvd_client.client import KvdClient
+from shared.kvd_client.grants import LoadSpan, Lookup, StoreGrant
+from shared.kvd_client.queue_feed import QueueFeed
+from shared.types.kv_layout import Component, KVLayout, Layer
+from shared.types.session_key import SessionKey
 
 MODEL = "5e" * 16
 ATTACH_S = 30.0

@@ -20,8 +20,8 @@ from inference_svc.runtime.turns.turn_report import TurnReport
 from inference_svc.runtime.turns.turn_runner import TurnRunner
 from inference_svc.runtime.turns.turns import Turns
 from inference_svc.runtime.worker_thread import WorkerThread
-from shared.errors import ReportedError
-from shared.session_key import SessionKey
+from shared.types.errors import ReportedError
+from shared.types.session_key import SessionKey
 from tests.memory_engine import running_engine
 
 KEY = SessionKey("default", "m", "s")

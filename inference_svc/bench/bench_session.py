@@ -3,7 +3,7 @@
 from inference_svc.bench.interleaved import Interleaved
 from inference_svc.bench.local_engine import LocalEngine
 from inference_svc.bench.turn_times import Source, TurnTimes, is_from
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 ATTEMPTS = 3  # at a measurement whose history was not where it should have been
 

@@ -22,8 +22,8 @@ from inference_svc.bench.options import (
     Variant,
 )
 from inference_svc.runtime.model.model_directory import check_model
-from shared.errors import InvalidInputError
-from shared.group_help import WholeHelp
+from shared.config.group_help import WholeHelp
+from shared.types.errors import InvalidInputError
 
 bench_app = typer.Typer(
     cls=WholeHelp,

@@ -10,9 +10,9 @@ from inference_svc.bench.figures import Report, as_document
 from inference_svc.bench.options import ModelChoice, RunOptions
 from inference_svc.bench.report import tables
 from inference_svc.engine_extra import require_engine
-from shared import printing
-from shared.errors import ConfigError, InvalidInputError
-from shared.log import configure_logging
+from shared.process.log import configure_logging
+from shared.terminal import printing
+from shared.types.errors import ConfigError, InvalidInputError
 
 if TYPE_CHECKING:
     from inference_svc.bench.runner import Part

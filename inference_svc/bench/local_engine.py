@@ -19,8 +19,8 @@ from inference_svc.core.sampling_params import SamplingParams
 from inference_svc.core.scheduling.request import Request
 from inference_svc.runtime.compute.sampling import Sampled, Sampler
 from inference_svc.runtime.engine.engine_job import EngineJob, LoadOutcome
-from shared.child_kvd import ChildKvd
-from shared.session_key import SessionKey
+from shared.children.child_kvd import ChildKvd
+from shared.types.session_key import SessionKey
 
 ATTACH_S = 60.0
 STORE_WAIT_S = 120.0  # for kvd, in one load or save: a slow disk is to be measured

@@ -10,7 +10,7 @@ import torch
 from inference_svc.assembly import Model
 from inference_svc.bench.figures import Machine, Subject
 from inference_svc.bench.options import ModelChoice
-from shared.machine import cpu_name, private_huge_pages
+from shared.process.machine import cpu_name, private_huge_pages
 from shared.version import __version__
 
 _LIBRARIES = ("torch", "transformers", "grpcio", "numpy")

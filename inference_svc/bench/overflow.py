@@ -20,7 +20,7 @@ from inference_svc.bench.local_engine import LocalEngine, running_engine
 from inference_svc.bench.options import OverflowOptions, RunOptions
 from inference_svc.bench.turn_times import Source, TurnTimes, is_from
 from inference_svc.bench.workspace import Workspace
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 METRIC = "ttft_s"
 WARM_UP = 2

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from inference_svc.bench.figures import Case, Report
-from shared.errors import ConfigError
+from shared.types.errors import ConfigError
 
 BAR_SPACE = 0.8  # of the room of a case
 LOG_FROM = 20.0  # times the least value: from there on the axis is logarithmic

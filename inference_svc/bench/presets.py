@@ -9,7 +9,7 @@ the same number of weights.
 
 from dataclasses import asdict, dataclass, replace
 
-from shared.errors import InvalidInputError
+from shared.types.errors import InvalidInputError
 
 
 class UnknownPresetError(InvalidInputError):

@@ -11,8 +11,8 @@ from inference_svc.bench.options import ModelChoice
 from inference_svc.bench.presets import Shape, preset
 from inference_svc.core.errors import UnknownModelError, UnsupportedModelError
 from inference_svc.runtime.model.model_loader import LoadedModel, describe_model, load_model
-from shared.errors import ExhaustedError
-from shared.units import format_bytes
+from shared.types.errors import ExhaustedError
+from shared.types.units import format_bytes
 
 MIN_WINDOW_TOKENS = 4096
 

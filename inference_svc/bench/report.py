@@ -5,10 +5,10 @@ from collections.abc import Iterable, Iterator
 from rich.table import Table
 
 from inference_svc.bench.figures import Case, Measured, Report
-from shared.printing import counted
-from shared.statistics import Spread
-from shared.tables import Column, facts, fits, fitted
-from shared.units import format_bytes, format_duration
+from shared.terminal.printing import counted
+from shared.terminal.tables import Column, facts, fits, fitted
+from shared.types.statistics import Spread
+from shared.types.units import format_bytes, format_duration
 
 _RATIOS = (
     Column("case", may_be_cut=True, least=12),

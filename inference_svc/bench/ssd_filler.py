@@ -6,8 +6,8 @@ kvd has no command for that, and needs none: loading another session that fills 
 import numpy as np
 
 from inference_svc.bench.local_engine import LocalEngine
-from shared.block_key import TOKEN_BYTES
-from shared.kvd_client import KvdClient
+from shared.kvd_client.client import KvdClient
+from shared.types.block_key import TOKEN_BYTES
 
 CALL_S = 120.0
 

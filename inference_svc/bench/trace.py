@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared.errors import InvalidInputError
+from shared.types.errors import InvalidInputError
 
 _GZIP = b"\x1f\x8b"
 

@@ -12,9 +12,9 @@ import psutil
 from inference_svc.assembly import Model
 from inference_svc.bench.kvd_sizes import KvdSizes
 from inference_svc.bench.random_model import NoRoomError
-from shared.child_kvd import ChildKvd, running_child_kvd
-from shared.kv_layout import KVLayout
-from shared.units import ceil_div, format_bytes
+from shared.children.child_kvd import ChildKvd, running_child_kvd
+from shared.types.kv_layout import KVLayout
+from shared.types.units import ceil_div, format_bytes
 
 SPARE_BLOCKS = 16  # of a tier, beyond what is asked for
 SEGMENT_BYTES = 64 << 20

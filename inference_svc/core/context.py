@@ -17,7 +17,7 @@ from inference_svc.core.discards import (
     without,
 )
 from inference_svc.core.turn_record import TurnRecord
-from shared.lineage import WHOLE, Lineage
+from shared.types.lineage import WHOLE, Lineage
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from inference_svc.core.errors import InvalidDiscardError
-from shared.lineage import Lineage
+from shared.types.lineage import Lineage
 
 Range = tuple[int, int]
 

@@ -1,4 +1,4 @@
-"""The inference service's errors, each a class of `shared.errors` with its `reason` slug.
+"""The inference service's errors, each a class of `shared.types.errors` with its `reason` slug.
 
 InvalidInputError   invalid_sampling, input_too_long, empty_turn, invalid_input, invalid_discard,
                     invalid_compression, request_id_reused
@@ -13,7 +13,7 @@ ReportedError       engine_failed
 ConfigError         unknown_model, unsupported_model, transcripts_unusable, socket_unusable
 """
 
-from shared.errors import (
+from shared.types.errors import (
     ConfigError,
     ConflictError,
     DeadlineError,

@@ -5,7 +5,7 @@ back together would nearly all be refused again. After some time it begins anew:
 estimated too slow, and places must not stay empty.
 """
 
-from shared.units import NS_PER_S
+from shared.types.units import NS_PER_S
 
 
 class ReturnTimes:

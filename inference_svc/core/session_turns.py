@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from inference_svc.core.errors import QueueFullError, SessionBusyError
 from inference_svc.core.return_times import ReturnTimes
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 MAX_RETRY_S = 10.0
 MAX_RETURNS = 1024  # tenants that are remembered, unless more have been refused just now

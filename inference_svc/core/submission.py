@@ -6,7 +6,7 @@ from typing import TypeAlias
 from inference_svc.core.compression.policy import CompressionPolicy
 from inference_svc.core.sampling_params import SamplingParams
 from inference_svc.core.truncation import USUAL_SINKS, OverflowPolicy
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 
 @dataclass(frozen=True)

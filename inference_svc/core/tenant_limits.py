@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 from inference_svc.core.errors import RateLimitedError, TooManySessionsError, TooManyTurnsError
 from inference_svc.core.return_times import ReturnTimes
-from shared.errors import ExhaustedError
-from shared.units import NS_PER_S
+from shared.types.errors import ExhaustedError
+from shared.types.units import NS_PER_S
 
 MINUTE_S = 60.0
 MAX_RETRY_S = MINUTE_S  # those who are refused are spread over so much

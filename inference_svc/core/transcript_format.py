@@ -21,8 +21,8 @@ from inference_svc.core.context import Context, replay
 from inference_svc.core.discards import Discard
 from inference_svc.core.errors import InvalidDiscardError
 from inference_svc.core.turn_record import TurnRecord, Usage
-from shared.errors import StateError
-from shared.lineage import Lineage
+from shared.types.errors import StateError
+from shared.types.lineage import Lineage
 
 _USAGE_FIELDS = frozenset(known.name for known in fields(Usage))
 

@@ -7,8 +7,8 @@ if the settings name it, all others are OTHER.
 from collections.abc import Collection
 
 from inference_svc.core.turn_record import Usage
-from shared.histogram import SIZE_BOUNDS, Histogram, Tally
-from shared.session_key import DEFAULT_TENANT
+from shared.types.histogram import SIZE_BOUNDS, Histogram, Tally
+from shared.types.session_key import DEFAULT_TENANT
 
 OTHER = "other"
 

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.table import Table
 
 from inference_svc.demo.facts import Summary, TurnFacts
-from shared.units import format_duration
+from shared.types.units import format_duration
 
 
 class LiveReport:

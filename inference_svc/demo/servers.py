@@ -9,9 +9,9 @@ import grpc
 
 from inference_svc.client import InferenceClient
 from inference_svc.demo.conversations import MODEL_DIR
-from shared.child_process import ChildFailedError, ChildProcess
+from shared.children.child_process import ChildFailedError, ChildProcess
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
-from shared.runtime_dir import READER_SOCKET, channel_options
+from shared.process.runtime_dir import READER_SOCKET, channel_options
 
 SETTLE_DEADLINE_S = 30.0  # for write-back, and for the engine to find the restarted kvd
 POLL_S = 0.05

@@ -18,10 +18,10 @@ from inference_svc.eval.options import (
     Truncation,
 )
 from inference_svc.runtime.model.model_directory import check_model
-from shared import printing
-from shared.errors import InvalidInputError
-from shared.group_help import WholeHelp
-from shared.log import configure_logging
+from shared.config.group_help import WholeHelp
+from shared.process.log import configure_logging
+from shared.terminal import printing
+from shared.types.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from inference_svc.eval.runner import Options

@@ -35,7 +35,7 @@ from inference_svc.eval.retrieval import is_found
 from inference_svc.eval.sequence import Sequence as Context
 from inference_svc.eval.text import EvalText, UnusableTextError, load_text
 from inference_svc.runtime.compute.attention_scores import keeper_for
-from shared.errors import InvalidInputError
+from shared.types.errors import InvalidInputError
 
 MOST_ASKED_TOKENS = 64  # room for a question and its answer behind a context
 

@@ -21,7 +21,7 @@ from inference_svc.runtime.model.model_loader import LoadedModel, load_model
 from inference_svc.runtime.model.recipes import Calibration
 from inference_svc.runtime.model.sinks import find_sinks
 from inference_svc.runtime.turns.chat_text import TurnText
-from shared.errors import ConfigError, InvalidInputError
+from shared.types.errors import ConfigError, InvalidInputError
 
 SEQUENCES = 2  # that have rows at a time, each in a slab and a write buffer
 

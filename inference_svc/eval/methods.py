@@ -5,7 +5,7 @@
 
 from typing import Literal, cast
 
-from shared.errors import InvalidInputError
+from shared.types.errors import InvalidInputError
 
 Method = Literal["ca", "ca-shift", "tt", "of", "nkvt"]
 Positions = Literal["auto", "decoupled", "naive"]

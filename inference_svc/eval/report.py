@@ -14,9 +14,9 @@ from inference_svc.eval.figures import (
 )
 from inference_svc.eval.intervals import Interval
 from inference_svc.eval.options import Truncation
-from shared.printing import counted
-from shared.tables import Column, facts, fitted
-from shared.units import format_bytes, format_duration
+from shared.terminal.printing import counted
+from shared.terminal.tables import Column, facts, fitted
+from shared.types.units import format_bytes, format_duration
 
 
 def _number(heading: str, rank: int = 0) -> Column:

@@ -27,7 +27,7 @@ from inference_svc.eval.records import (
 )
 from inference_svc.eval.sequence import Sequence as Context
 from inference_svc.eval.truncating import check_truncation, dropped, with_sinks
-from shared.errors import InvalidInputError
+from shared.types.errors import InvalidInputError
 
 
 @dataclass

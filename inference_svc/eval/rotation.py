@@ -25,7 +25,7 @@ from inference_svc.eval.sequence import Sequence as Context
 from inference_svc.eval.text import UnusableTextError, load_text
 from inference_svc.eval.truncating import check_truncation, dropped
 from inference_svc.runtime.model.rotary import RotaryTable
-from shared.errors import InvalidInputError
+from shared.types.errors import InvalidInputError
 
 LEAST_LENGTH = 1e-30  # of a key; shorter ones have no direction to lose
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

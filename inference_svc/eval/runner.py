@@ -21,7 +21,7 @@ from inference_svc.eval.options import (
 from inference_svc.eval.perplexity import measure_perplexity
 from inference_svc.eval.retrieval import measure_retrieval
 from inference_svc.eval.rotation import measure_rotation
-from shared.machine import cpu_name
+from shared.process.machine import cpu_name
 from shared.version import __version__
 
 Options = PerplexityOptions | RetrievalOptions | RotationOptions | CompressionOptions

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from inference_svc.eval.eval_model import EvalModel
-from shared.errors import InvalidInputError
+from shared.types.errors import InvalidInputError
 
 SUFFIXES = (".txt", ".txt.gz")
 _WORD = re.compile(r"\S+|\n")

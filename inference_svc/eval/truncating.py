@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from inference_svc.core.discards import Range
 from inference_svc.eval.options import Truncation
-from shared.errors import InvalidInputError
+from shared.types.errors import InvalidInputError
 
 
 def with_sinks(truncation: Truncation, model_sinks: int) -> Truncation:

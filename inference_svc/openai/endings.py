@@ -22,8 +22,8 @@ from inference_svc.openai.places import Caller, Place
 from inference_svc.openai.remembered import Remembered
 from inference_svc.openai.wanted_turn import WantedTurn
 from shared.access.identity import ANY, Identity
-from shared.errors import ReportedError
-from shared.log import get_logger
+from shared.process.log import get_logger
+from shared.types.errors import ReportedError
 
 CLEANER = Identity("openai", "internal", (ANY,), frozenset())  # removes what a kill left
 

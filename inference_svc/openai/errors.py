@@ -19,7 +19,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from shared.errors import (
+from shared.types.errors import (
     DeadlineError,
     ExhaustedError,
     InvalidInputError,

@@ -16,7 +16,7 @@ from inference_svc.openai.known import Point
 from inference_svc.openai.messages import ASSISTANT, Message
 from inference_svc.openai.remembered import Remembered
 from shared.access.identity import Identity
-from shared.errors import NotFoundError
+from shared.types.errors import NotFoundError
 
 
 @dataclass(frozen=True)

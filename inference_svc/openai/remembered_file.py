@@ -13,7 +13,7 @@ from pathlib import Path
 
 from inference_svc.core.errors import TranscriptError
 from inference_svc.openai.history_chain import KEY_BYTES
-from shared.log import get_logger
+from shared.process.log import get_logger
 
 FILE_NAME = "openai.sqlite"
 SCHEMA_VERSION = 1

@@ -9,9 +9,9 @@ from aiohttp import web
 from inference_svc.openai.errors import error_headers, error_object, status_of
 from inference_svc.openai.event_stream import json_bytes
 from inference_svc.openai.requests import REQUEST_ID, SESSION
-from shared.errors import ReportedError
-from shared.grpc_status import InternalError
-from shared.log import get_logger
+from shared.process.log import get_logger
+from shared.serving.grpc_status import InternalError
+from shared.types.errors import ReportedError
 
 CLOSES = frozenset({401, 408, 413, 429})  # what is left of the body is not worth reading
 

@@ -20,7 +20,7 @@ from inference_svc.openai.response_events import ResponseEvents, finished_respon
 from inference_svc.openai.response_objects import ResponseFacts
 from inference_svc.openai.response_request import ResponseRequest, decode_response
 from inference_svc.openai.wanted_turn import WantedTurn
-from shared.errors import NotFoundError
+from shared.types.errors import NotFoundError
 
 MAX_KEPT_INSTRUCTIONS = 16384  # characters that GET shows again; longer ones are compared only
 

@@ -22,9 +22,9 @@ from shared.access.addresses import is_unix
 from shared.access.clients import ClientBook
 from shared.access.credentials import ssl_context
 from shared.access.identity import Identity, socket_identity
-from shared.http_connections import ConnectionMetrics
-from shared.http_server import HttpServer
-from shared.log import get_logger
+from shared.process.log import get_logger
+from shared.serving.http_connections import ConnectionMetrics
+from shared.serving.http_server import HttpServer
 
 STOP_GRACE_S = 1.0  # for answers that are complete to reach their clients
 SOCKET_NAME = "openai-socket"  # identity of whoever may open the Unix socket

@@ -5,9 +5,9 @@ from ipaddress import ip_network
 from pydantic import Field, field_validator
 
 from shared.access.addresses import is_tcp, is_unix
-from shared.http_connections import LOOPBACK, Bounds
-from shared.runtime_dir import MAX_SOCKET_PATH
-from shared.setting_types import ByteSize, Duration, Section, TextList
+from shared.process.runtime_dir import MAX_SOCKET_PATH
+from shared.serving.http_connections import LOOPBACK, Bounds
+from shared.types.setting_types import ByteSize, Duration, Section, TextList
 
 MIB = 2**20
 

@@ -8,7 +8,7 @@ page first.
 
 import ctypes
 
-from shared.units import MIB
+from shared.types.units import MIB
 
 # Of mallopt (glibc's malloc.h); other C libraries have no such function, and no such habit.
 _M_TRIM_THRESHOLD = -1

@@ -20,12 +20,12 @@ from kvd.bench.process import KvdSizes, attached_client, running_kvd
 from kvd.bench.sessions import bench_key, token_ids_of
 from kvd.bench.statistics import Pair, Sample
 from kvd.bench.workspace import Workspace
-from shared.arena_map import ArenaMap
-from shared.child_kvd import CALL_S, ChildKvd
-from shared.child_process import ChildFailedError
-from shared.kv_layout import KVLayout
-from shared.kvd_client import KvdClient
-from shared.units import SECTOR_BYTES
+from shared.children.child_kvd import CALL_S, ChildKvd
+from shared.children.child_process import ChildFailedError
+from shared.kvd_client.arena_map import ArenaMap
+from shared.kvd_client.client import KvdClient
+from shared.types.kv_layout import KVLayout
+from shared.types.units import SECTOR_BYTES
 
 SPARE = 1.25  # of the arena: no store waits for room
 

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from kvd.tiers.page_advice import ask_huge_pages, populate
-from shared.units import SECTOR_BYTES, align_up
+from shared.types.units import SECTOR_BYTES, align_up
 
 _FILL_BYTES = 8 << 20
 

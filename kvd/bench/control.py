@@ -21,10 +21,10 @@ from kvd.bench.process import attached_client, running_kvd
 from kvd.bench.rounds import Rounds
 from kvd.bench.sessions import bench_key, token_ids_of
 from kvd.bench.workspace import Workspace
-from shared.child_kvd import CALL_S, ChildKvd
-from shared.child_process import ChildFailedError
-from shared.grants import Lookup
-from shared.kvd_client import KvdClient
+from shared.children.child_kvd import CALL_S, ChildKvd
+from shared.children.child_process import ChildFailedError
+from shared.kvd_client.client import KvdClient
+from shared.kvd_client.grants import Lookup
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from kvd.bench.buffers import BlockAt
-from shared.units import ceil_div
+from shared.types.units import ceil_div
 
 
 class Copier:

@@ -19,7 +19,7 @@ from kvd.bench.statistics import Pair
 from kvd.bench.workspace import Workspace
 from kvd.core.extent_shape import ExtentShape
 from kvd.encryption.key_file import new_master_key, write_master_key
-from shared.kv_layout import KVLayout
+from shared.types.kv_layout import KVLayout
 
 
 async def measure_encryption(options: BenchOptions, work: Workspace) -> tuple[Comparison, ...]:

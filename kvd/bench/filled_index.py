@@ -27,9 +27,9 @@ from kvd.bench.sessions import TENANT
 from kvd.core.extent_shape import ExtentShape
 from kvd.tiers.faults import NoFaults
 from kvd.tiers.manifest import PUT_BLOCK, PUT_SESSION, LayoutRow, Manifest, Value
-from shared.block_key import KEY_BYTES
-from shared.layout_message import layout_message
-from shared.units import ceil_div
+from shared.kvd_client.layout_message import layout_message
+from shared.types.block_key import KEY_BYTES
+from shared.types.units import ceil_div
 
 MANIFEST_NAME = "manifest.db"
 DRAM_BYTES = 64 << 20

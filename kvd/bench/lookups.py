@@ -27,7 +27,7 @@ from kvd.bench.rounds import Rounds
 from kvd.bench.sessions import bench_key, token_ids_of
 from kvd.core.engine import CacheEngine, Limits
 from kvd.core.records import Lookup
-from shared.child_process import ChildFailedError
+from shared.children.child_process import ChildFailedError
 
 T = TypeVar("T")
 

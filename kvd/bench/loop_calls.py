@@ -23,7 +23,7 @@ from kvd.core.eviction.registry import POLICIES
 from kvd.core.tenants import TenantLimits
 from kvd.tiers.faults import NoFaults
 from kvd.tiers.manifest import Manifest
-from shared.units import NS_PER_S
+from shared.types.units import NS_PER_S
 
 POLICY = "predictive"  # the default one
 OWNER = 1

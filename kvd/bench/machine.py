@@ -9,7 +9,7 @@ import psutil
 
 from kvd.bench.figures import Machine
 from kvd.bench.floor import open_direct
-from shared.machine import cpu_name, private_huge_pages, shared_huge_pages
+from shared.process.machine import cpu_name, private_huge_pages, shared_huge_pages
 from shared.version import __version__
 
 _LIBRARIES = ("grpcio", "numpy", "protobuf", "uvloop", "xxhash")

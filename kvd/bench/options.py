@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from shared.kv_layout import Component, KVLayout, Layer
+from shared.types.kv_layout import Component, KVLayout, Layer
 
 MIB = 1 << 20
 Part = Literal["arena", "ssd", "encryption", "control", "queue", "restart"]

@@ -13,8 +13,8 @@ from kvd.core.extent_shape import ExtentShape
 from kvd.core.packing import pack_spans, plain_span
 from kvd.core.records import IndexRows, SessionRecord
 from kvd.core.session_rows import columns_of
-from shared.block_key import SALT_BYTES, TOKEN_BYTES, block_key, root_key
-from shared.session_key import SessionKey
+from shared.types.block_key import SALT_BYTES, TOKEN_BYTES, block_key, root_key
+from shared.types.session_key import SessionKey
 
 SALT = bytes(range(SALT_BYTES))  # a secret of nobody: these sessions are the bench's own
 TOKENS_PER_SESSION = BLOCKS_PER_SESSION * SMALL_LAYOUT.block_tokens

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvd.bench.workspace import Workspace
-from shared.child_kvd import ChildKvd, running_child_kvd
-from shared.kv_layout import KVLayout
-from shared.kvd_client import KvdClient
+from shared.children.child_kvd import ChildKvd, running_child_kvd
+from shared.kvd_client.client import KvdClient
+from shared.types.kv_layout import KVLayout
 
 ATTACH_S = 60.0
 

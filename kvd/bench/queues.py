@@ -19,11 +19,11 @@ from kvd.core.engine import CacheEngine, Limits
 from kvd.core.eviction.registry import POLICIES
 from kvd.queue_messages import queue_update
 from kvd.told_queue import ToldQueue
+from shared.kvd_client.queue_feed import QueueFeed
+from shared.kvd_client.queue_message import snapshot_message
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.queue_change import QueueUpdate
-from shared.queue_feed import QueueFeed
-from shared.queue_message import snapshot_message
-from shared.statistics import spread
+from shared.types.queue_change import QueueUpdate
+from shared.types.statistics import spread
 
 OWNER = 1
 INTERVAL_S = 0.1  # between two starts

@@ -22,9 +22,9 @@ from kvd.bench.figures import (
     Restart,
 )
 from kvd.bench.goals import goals_of
-from shared.statistics import Spread
-from shared.tables import Column, facts, fitted
-from shared.units import format_bytes, format_duration
+from shared.terminal.tables import Column, facts, fitted
+from shared.types.statistics import Spread
+from shared.types.units import format_bytes, format_duration
 
 _COMPARISON = (
     Column("operation"),

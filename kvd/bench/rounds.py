@@ -4,7 +4,7 @@ from collections import defaultdict
 
 from kvd.bench.figures import Growth, Latency, latency
 from kvd.bench.statistics import growth
-from shared.statistics import percentile
+from shared.types.statistics import percentile
 
 
 class Rounds:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvd.bench.options import MODEL
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 TENANT = "bench"
 

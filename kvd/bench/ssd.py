@@ -24,10 +24,10 @@ from kvd.bench.sessions import bench_key, token_ids_of
 from kvd.bench.statistics import Pair, Sample
 from kvd.bench.workspace import Workspace
 from kvd.core.extent_shape import ExtentShape
-from shared.child_kvd import CALL_S, ChildKvd
-from shared.child_process import ChildFailedError
-from shared.kv_layout import KVLayout
-from shared.kvd_client import KvdClient
+from shared.children.child_kvd import CALL_S, ChildKvd
+from shared.children.child_process import ChildFailedError
+from shared.kvd_client.client import KvdClient
+from shared.types.kv_layout import KVLayout
 
 SEGMENT_BYTES = 256 << 20  # kvd's default
 PROBE_BYTES = 64 << 20  # by which the disk's speed is estimated

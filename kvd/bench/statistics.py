@@ -1,9 +1,9 @@
-"""Transfers in interleaved pairs, and their ratios. Pure; see shared/statistics.py."""
+"""Transfers in interleaved pairs, and their ratios. Pure; see shared/types/statistics.py."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shared.statistics import Spread, spread
+from shared.types.statistics import Spread, spread
 
 
 @dataclass(frozen=True, slots=True)

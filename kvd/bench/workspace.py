@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from shared.errors import ExhaustedError
-from shared.units import format_bytes
+from shared.types.errors import ExhaustedError
+from shared.types.units import format_bytes
 
 
 class NoRoomError(ExhaustedError):

@@ -8,8 +8,8 @@ import typer
 
 from kvd.cli.options import AsJson, print_json
 from kvd.errors import UnclearSelectionError, UnusableDirectoryError
-from shared.log import configure_logging
-from shared.printing import console
+from shared.process.log import configure_logging
+from shared.terminal.printing import console
 
 PART_NAMES = "arena, ssd, encryption, control, queue or restart"
 

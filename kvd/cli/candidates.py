@@ -10,7 +10,7 @@ from typing import Any
 
 from kvd.cli.filters import SortName, TierName
 from kvd.core import actions
-from shared.group_help import first_sentence, summary
+from shared.config.group_help import first_sentence, summary
 
 SHELLS = ("bash", "zsh", "fish")
 # What an option or argument of this name may be, in all commands.

@@ -12,8 +12,8 @@ from kvd.cli.candidates import candidates
 from kvd.cli.completion_scripts import COMPLETIONS
 from kvd.cli.connection import open_client
 from kvd.cli.operator_client import OperatorClient
-from shared.errors import ReportedError
 from shared.pb.kvd.v1 import kvd_pb2
+from shared.types.errors import ReportedError
 
 MOST_IDS = 200
 WAIT_S = 2.0  # nobody waits longer at a Tab

@@ -9,10 +9,10 @@ import typer
 from kvd import config
 from kvd.cli.connection import open_client
 from kvd.cli.options import AsJson, Config, RuntimeDir, print_json
-from shared import printing
-from shared.config import InvalidSettingsError
-from shared.group_help import WholeHelp
-from shared.tables import Column, fitted
+from shared.config.group_help import WholeHelp
+from shared.config.settings import InvalidSettingsError
+from shared.terminal import printing
+from shared.terminal.tables import Column, fitted
 
 config_app = typer.Typer(
     cls=WholeHelp,

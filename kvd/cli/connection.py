@@ -12,7 +12,7 @@ import typer
 
 from kvd.errors import SocketDeniedError
 from shared.access.denials import denial_of
-from shared.runtime_dir import (
+from shared.process.runtime_dir import (
     OPERATOR_SOCKET,
     READER_SOCKET,
     SYSTEM_RUNTIME_DIR,

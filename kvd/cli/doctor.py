@@ -11,9 +11,9 @@ from kvd.cli.connection import open_client
 from kvd.cli.options import AsJson, Config, RuntimeDir, print_json
 from kvd.doctor.finding import Finding, Level, worst
 from kvd.doctor.machine import Machine, limits_of_this_process, may_read
-from shared import printing
-from shared.errors import ReportedError
-from shared.printing import counted
+from shared.terminal import printing
+from shared.terminal.printing import counted
+from shared.types.errors import ReportedError
 
 EXIT_PROBLEM = 1
 SYSTEM_CONFIG = Path("/etc/kvd/kvd.toml")  # as kvd install-units puts it in place

@@ -10,7 +10,7 @@ from kvd.cli.connection import open_client
 from kvd.cli.naming import name_of
 from kvd.cli.options import AsJson, RuntimeDir, print_json, print_json_line
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.printing import PIPE_WIDTH, console, hanging, plain
+from shared.terminal.printing import PIPE_WIDTH, console, hanging, plain
 
 _IDS = frozenset({"block", "layout"})  # hexadecimal: some have no letter
 

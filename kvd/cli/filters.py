@@ -8,7 +8,7 @@ import typer
 
 from kvd.errors import UnclearSelectionError
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.units import parse_bytes, parse_duration_s
+from shared.types.units import parse_bytes, parse_duration_s
 
 T = TypeVar("T")
 

@@ -15,14 +15,14 @@ from kvd.cli.examples import add_examples
 from kvd.cli.exit_codes import exit_codes_help
 from kvd.cli.options import Config, RuntimeDir
 from kvd.errors import BrokenError
-from shared.command_line import arranged
-from shared.errors import ReportedError
-from shared.lazy_commands import lazy_group
+from shared.config.command_line import arranged
+from shared.config.lazy_commands import lazy_group
+from shared.types.errors import ReportedError
 from shared.version import __version__
 
 if TYPE_CHECKING:
     from kvd.config import Settings
-    from shared.reload import LiveSettings
+    from shared.config.reload import LiveSettings
 
 EXIT_BROKEN = 70  # EX_SOFTWARE
 PRIVATE_UMASK = 0o077  # files of the daemon are its own; sockets get their mode explicitly
@@ -75,8 +75,8 @@ def serve(
     import uvloop
 
     from kvd import config
-    from shared.config import warn_of_overridden
-    from shared.dumps import forbid_dumps
+    from shared.config.settings import warn_of_overridden
+    from shared.process.dumps import forbid_dumps
 
     live = config.load_live(config_file, flags)
     if not live.settings.process.dumps:
@@ -91,7 +91,7 @@ def serve(
 
 
 def _configure_logging(settings: "Settings") -> None:
-    from shared.log import configure_logging
+    from shared.process.log import configure_logging
 
     as_json = {"auto": None, "json": True, "text": False}[settings.log.format]
     configure_logging(settings.log.level, json=as_json)

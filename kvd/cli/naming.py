@@ -12,8 +12,8 @@ from typing import TypeVar
 from kvd.cli.operator_client import OperatorClient
 from kvd.cli.options import key_of
 from kvd.errors import AmbiguousSessionError
-from shared.errors import NotFoundError, StateError
 from shared.pb.kvd.v1 import kvd_pb2
+from shared.types.errors import NotFoundError, StateError
 
 DEFAULT_TENANT = "default"
 MOST_LOOKED_AT = 200  # sessions whose ids begin so

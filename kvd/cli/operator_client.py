@@ -12,10 +12,10 @@ from kvd.errors import NotRunningError, SocketDeniedError
 from shared.access.addresses import UNIX, is_unix
 from shared.access.channels import ClientCredentials, channel_of
 from shared.access.denials import denial_of
-from shared.errors import ReportedError, UnavailableError
-from shared.grpc_status import error_from_rpc
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
-from shared.runtime_dir import OPERATOR_SOCKET, READER_SOCKET, channel_options
+from shared.process.runtime_dir import OPERATOR_SOCKET, READER_SOCKET, channel_options
+from shared.serving.grpc_status import error_from_rpc
+from shared.types.errors import ReportedError, UnavailableError
 
 MAX_WHY = 300  # of gRPC's own words about a connection
 TIMEOUT_S = 30.0  # a flush of everything walks over every session

@@ -10,8 +10,8 @@ from typing import Any
 import typer
 from rich.table import Table
 
-from shared.errors import ConfigError
-from shared.printing import console
+from shared.terminal.printing import console
+from shared.types.errors import ConfigError
 
 ONLY = "-"  # as the file of --json: the document goes to stdout, and nothing else
 

@@ -14,9 +14,9 @@ from kvd.cli.operator_client import OperatorClient
 from kvd.cli.options import AsJson, Model, RuntimeDir, SessionId, Tenant, print_json
 from kvd.errors import UnusableFileError
 from kvd.session_files.file_format import FileReader, SessionFileError
-from shared.errors import ConflictError
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.units import format_bytes
+from shared.types.errors import ConflictError
+from shared.types.units import format_bytes
 
 PIECE_BYTES = 1 << 20
 TRIES = 3  # of an export whose session changes meanwhile

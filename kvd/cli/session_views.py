@@ -6,9 +6,9 @@ from rich.table import Table
 
 from kvd.cli.views import expiry, leases_table, state
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.printing import counted, plain
-from shared.tables import Column, fitted
-from shared.units import format_bytes, format_duration
+from shared.terminal.printing import counted, plain
+from shared.terminal.tables import Column, fitted
+from shared.types.units import format_bytes, format_duration
 
 _BLOCK_COLUMNS = (
     Column("block"),

@@ -37,9 +37,9 @@ from kvd.cli.options import (
     warn_of_unavailable,
 )
 from kvd.errors import InUseError, UnclearSelectionError
-from shared import printing
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.units import format_bytes, parse_duration_s
+from shared.terminal import printing
+from shared.types.units import format_bytes, parse_duration_s
 
 
 def list_sessions(

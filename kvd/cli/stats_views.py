@@ -7,9 +7,9 @@ from rich.text import Text
 
 from kvd.cli.rates import Rates
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.printing import plain
-from shared.tables import Column, fitted
-from shared.units import format_bytes, format_duration
+from shared.terminal.printing import plain
+from shared.terminal.tables import Column, fitted
+from shared.types.units import format_bytes, format_duration
 
 MOST_TENANTS = 20  # lines; --json has them all
 

@@ -23,8 +23,8 @@ from kvd.cli.options import (
 )
 from kvd.cli.watching import look_again, show_in_place
 from kvd.errors import CorruptionFoundError, UnclearSelectionError, UnverifiedError
-from shared import printing
 from shared.pb.kvd.v1 import kvd_pb2
+from shared.terminal import printing
 
 
 def stats(

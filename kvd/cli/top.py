@@ -26,8 +26,8 @@ from kvd.cli.rates import Rates
 from kvd.errors import NoTerminalError
 from kvd.top.loop import MOST_SESSIONS, Top
 from kvd.top.screen import Screen, starts_reversed
-from shared import printing
 from shared.pb.kvd.v1 import kvd_pb2
+from shared.terminal import printing
 
 
 def top(

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.printing import plain
-from shared.tables import Column, fitted
-from shared.units import format_bytes, format_duration
+from shared.terminal.printing import plain
+from shared.terminal.tables import Column, fitted
+from shared.types.units import format_bytes, format_duration
 
 SESSION_COLUMNS = (
     Column("session", may_be_cut=True, least=36),  # a UUID

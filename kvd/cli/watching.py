@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.live import Live
 
-from shared.printing import console
+from shared.terminal.printing import console
 
 
 def look_again(look: Callable[[], Any], every_s: float) -> Iterator[Any]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvd.core.records import BlockRecord, SessionRecord, SlotRecord
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 # Names of events, for Emit.
 SESSION_STORED = "session_stored"

@@ -16,7 +16,7 @@ from kvd.core.leases import RestoredLease
 from kvd.core.records import AdoptedSlot, OrphanSlot
 from kvd.core.slots import SlotState
 from kvd.core.state import CacheState
-from shared.block_key import KEY_BYTES, TOKEN_BYTES
+from shared.types.block_key import KEY_BYTES, TOKEN_BYTES
 
 
 def adopt(

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvd.core.records import Tier
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 
 class BlockIo(Enum):

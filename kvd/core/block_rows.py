@@ -10,7 +10,7 @@ from kvd.core.block import Block
 from kvd.core.records import IndexRows
 from kvd.core.row_join import BlockColumns, Flags, Ints, Rows, SpanJoin, index_blocks
 from kvd.core.state import CacheState
-from shared.block_key import KEY_BYTES
+from shared.types.block_key import KEY_BYTES
 
 Number = TypeVar("Number", np.int32, np.int64)
 

@@ -21,7 +21,7 @@ from kvd.core.block import Block, BlockIndex
 from kvd.core.eviction.policy import EvictionPolicy
 from kvd.core.records import Pin, Tier
 from kvd.core.session import Session
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 Answers = tuple[bool, bool, bool]  # in DRAM, on SSD, for clean blocks in DRAM
 NOWHERE: Answers = (False, False, False)

@@ -8,8 +8,8 @@ there. What is computed later is chained to that in turn.
 from kvd.core.packing import is_plain
 from kvd.core.records import Span
 from kvd.core.state import CacheState
-from shared.block_key import block_key, discard_key, root_key, tokens_digest
-from shared.lineage import WHOLE, Lineage
+from shared.types.block_key import block_key, discard_key, root_key, tokens_digest
+from shared.types.lineage import WHOLE, Lineage
 
 
 class Chaining:

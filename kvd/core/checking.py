@@ -13,7 +13,7 @@ from kvd.core.leases import LoadLease, StoreLease
 from kvd.core.records import Pin, Tier
 from kvd.core.slots import SlotState
 from kvd.core.state import CacheState
-from shared.block_key import TOKEN_BYTES
+from shared.types.block_key import TOKEN_BYTES
 
 
 def check(state: CacheState) -> None:

@@ -40,8 +40,8 @@ from kvd.core.session_history import MoveKind
 from kvd.core.state import CacheState
 from kvd.core.verifying import Verifier
 from kvd.core.writing import Writer
-from shared.session_key import SessionKey
-from shared.units import MIB, NS_PER_S
+from shared.types.session_key import SessionKey
+from shared.types.units import MIB, NS_PER_S
 
 MAX_RUN_BYTES = 64 * MIB  # of new blocks: some ten milliseconds of copying
 RETRY_NS = NS_PER_S  # after a session was in use, or a run was given up

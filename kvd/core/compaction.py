@@ -5,7 +5,7 @@ from enum import Enum
 
 from kvd.core.block import Block
 from kvd.core.records import Span
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 
 @dataclass(frozen=True, slots=True)

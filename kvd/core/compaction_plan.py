@@ -4,7 +4,7 @@ Pure; changes nothing. Only what a discard has left is moved, out of blocks that
 uses: a shared block saves nothing by it. Whole spans are taken, in order, as many as fit into a
 block, so that a new block ends where a span ended: it takes that span's chain over, and whatever
 was computed after it keeps its key. The chain stands for all of the context up to there, so a key
-made of it and the number of rows means equal rows (shared/block_key.py: dense_key).
+made of it and the number of rows means equal rows (shared/types/block_key.py: dense_key).
 
 A span that cannot be moved now stays: its block is shared, not in DRAM, not hashed or verified yet,
 or in use.
@@ -19,7 +19,7 @@ from kvd.core.packing import is_plain
 from kvd.core.records import Span
 from kvd.core.session import Session
 from kvd.core.state import CacheState
-from shared.block_key import TOKEN_BYTES, dense_key
+from shared.types.block_key import TOKEN_BYTES, dense_key
 
 MANY_SPANS = 4  # of a block, on average: a load names each of them
 

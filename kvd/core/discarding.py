@@ -30,8 +30,8 @@ from kvd.core.records import Span
 from kvd.core.session import Session
 from kvd.core.session_history import MoveKind
 from kvd.core.state import CacheState
-from shared.lineage import WHOLE, Lineage
-from shared.session_key import SessionKey
+from shared.types.lineage import WHOLE, Lineage
+from shared.types.session_key import SessionKey
 
 Range = tuple[int, int]  # half-open, in token positions before the discard
 

@@ -75,10 +75,10 @@ from kvd.core.storing import Storer
 from kvd.core.turn_log import RecordedTurn
 from kvd.core.verifying import Verifier
 from kvd.core.writing import Writer
-from shared.kv_layout import KVLayout
-from shared.lineage import Lineage
-from shared.session_key import SessionKey
-from shared.units import NS_PER_S
+from shared.types.kv_layout import KVLayout
+from shared.types.lineage import Lineage
+from shared.types.session_key import SessionKey
+from shared.types.units import NS_PER_S
 
 __all__ = ["COUNTERS", "CacheEngine", "Limits"]
 

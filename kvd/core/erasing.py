@@ -25,10 +25,10 @@ from kvd.core.records import FlushAnswer
 from kvd.core.retention import freed_bytes
 from kvd.core.state import CacheState
 from kvd.core.storing import Storer
-from shared.units import MIB
+from shared.types.units import MIB
 
 if TYPE_CHECKING:
-    from shared.session_key import SessionKey
+    from shared.types.session_key import SessionKey
 
 WIPE_BYTES = 256 * MIB  # at a time: some ten milliseconds; meanwhile the slots are out of use
 LOOKED_AT = 20  # sessions, for each that may be dropped in the same call

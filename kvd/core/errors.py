@@ -1,6 +1,6 @@
-"""Errors of kvd that reach a caller; the tree's upper half is in shared/errors.py. Pure."""
+"""Errors of kvd that reach a caller; the tree's upper half is in shared/types/errors.py. Pure."""
 
-from shared.errors import (
+from shared.types.errors import (
     ConflictError,
     ExhaustedError,
     InvalidInputError,

@@ -21,8 +21,8 @@ from kvd.core.matching import Piece, slice_tokens
 from kvd.core.records import ExportedRows, Span
 from kvd.core.session import Session
 from kvd.core.state import CacheState
-from shared.lineage import WHOLE, Lineage
-from shared.session_key import SessionKey
+from shared.types.lineage import WHOLE, Lineage
+from shared.types.session_key import SessionKey
 
 
 @dataclass(slots=True, eq=False)

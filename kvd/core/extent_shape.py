@@ -12,8 +12,8 @@ hold both, and neither depends on the other's size.
 Pure. `kvd/FORMATS.md` has the header's bytes.
 """
 
-from shared.kv_layout import KVLayout
-from shared.units import SECTOR_BYTES, align_up
+from shared.types.kv_layout import KVLayout
+from shared.types.units import SECTOR_BYTES, align_up
 
 HEADER_FIXED_BYTES = 64
 CHECKSUM_BYTES = 8  # per layer

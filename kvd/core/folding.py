@@ -23,8 +23,8 @@ from kvd.core.block import Block, BlockIndex
 from kvd.core.packing import FULL_SPAN_BYTES, PLACE_BYTES, is_plain, pack_full, pack_places
 from kvd.core.records import BlockRecord
 from kvd.core.session import Session
-from shared.block_key import KEY_BYTES
-from shared.session_key import SessionKey
+from shared.types.block_key import KEY_BYTES
+from shared.types.session_key import SessionKey
 
 
 class FoldedTails:

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 
 from kvd.core.actions import CommitRows, DropBlock, DropSession, PutBlock, PutSession, PutUse
 from kvd.core.session import Session
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 ROW_BYTES = 256  # of a row, beside what it holds of spans
 NO_BOUND = 1 << 62

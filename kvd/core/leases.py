@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from kvd.core.block import Block
 from kvd.core.errors import LeaseLostError, TooManyLeasesError
 from kvd.core.records import LeaseInfo, LoadSpan, Span
-from shared.lineage import Lineage
-from shared.session_key import SessionKey
+from shared.types.lineage import Lineage
+from shared.types.session_key import SessionKey
 
 
 @dataclass(slots=True, eq=False)

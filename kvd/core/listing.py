@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvd.core.errors import InvalidRequestError
 from kvd.core.session_filter import EVERYTHING, SessionFilter, SessionOrder
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 MAX_LISTINGS = 8  # at once; each takes 24 bytes a session
 _MOST_DIGITS = 20

@@ -34,8 +34,8 @@ from kvd.core.session_history import MoveKind
 from kvd.core.state import Arrival, CacheState
 from kvd.core.verifying import Verifier
 from kvd.core.writing import Writer
-from shared.lineage import Lineage
-from shared.session_key import SessionKey
+from shared.types.lineage import Lineage
+from shared.types.session_key import SessionKey
 
 BUSY = "busy"
 READ_ERROR = "read_error"

@@ -26,9 +26,9 @@ from kvd.core.packing import plain_span
 from kvd.core.records import Span
 from kvd.core.session import Session
 from kvd.core.state import CacheState
-from shared.block_key import TOKEN_BYTES
-from shared.lineage import Lineage
-from shared.session_key import SessionKey
+from shared.types.block_key import TOKEN_BYTES
+from shared.types.lineage import Lineage
+from shared.types.session_key import SessionKey
 
 
 @dataclass(frozen=True, slots=True)

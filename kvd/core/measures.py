@@ -6,9 +6,9 @@ Beside the counters of `outbox.py`, which say how often. Times are of kvd's own 
 from collections import OrderedDict
 
 from kvd.core.records import Tier
-from shared.histogram import LATENCY_BOUNDS_S, REST_BOUNDS_S, Histogram, Tally
-from shared.session_key import SessionKey
-from shared.units import NS_PER_S
+from shared.types.histogram import LATENCY_BOUNDS_S, REST_BOUNDS_S, Histogram, Tally
+from shared.types.session_key import SessionKey
+from shared.types.units import NS_PER_S
 
 MOST_EVICTED = 10_000  # sessions whose eviction is remembered until they are asked for
 

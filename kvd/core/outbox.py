@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from kvd.core.actions import Action, Emit, SpaceFreed
 from kvd.core.index_line import IndexLine
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 # Monotonic counters since start; each name is a row of LayoutStats.counters.
 COUNTERS = (

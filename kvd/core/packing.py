@@ -17,7 +17,7 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvd.core.records import BlockRecord, Span
-from shared.block_key import KEY_BYTES
+from shared.types.block_key import KEY_BYTES
 
 PLAIN = 0
 FULL = 1

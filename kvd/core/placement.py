@@ -23,7 +23,7 @@ from kvd.core.records import Admission, Tier
 from kvd.core.session import Session
 from kvd.core.session_history import MoveKind
 from kvd.core.state import CacheState
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 EVICTED = "evicted"
 MOST_LOOKED_AT = 64  # sessions, for room that nobody waits for

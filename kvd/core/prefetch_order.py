@@ -12,7 +12,7 @@ from itertools import islice
 from sortedcontainers import SortedList
 
 from kvd.core.queue_window import QueuePlace, QueueWindow
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 MOST_LATE = 16  # sessions passed over because they cannot be read in time, per look
 BULK_SHARE = 8  # with more than one of so many sessions to be moved, sorting all is faster

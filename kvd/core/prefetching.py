@@ -29,8 +29,8 @@ from kvd.core.reading import Reader
 from kvd.core.session import Session
 from kvd.core.state import CacheState
 from kvd.core.writing import Writer
-from shared.session_key import SessionKey
-from shared.units import NS_PER_S
+from shared.types.session_key import SessionKey
+from shared.types.units import NS_PER_S
 
 MOST_STEPS = 16  # blocks begun, and sessions found to need none, per call
 MOST_KEPT = 8  # one of so many slots is kept for stores, at most

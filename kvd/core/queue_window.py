@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from sortedcontainers import SortedList
 
-from shared.queue_change import QueueChange, QueuedJob, RunningJob
-from shared.queue_digest import Rank, combined, running_digest, waiting_digest
-from shared.session_key import SessionKey
+from shared.types.queue_change import QueueChange, QueuedJob, RunningJob
+from shared.types.queue_digest import Rank, combined, running_digest, waiting_digest
+from shared.types.session_key import SessionKey
 
 __all__ = ["QueueChange", "QueuePlace", "QueueWindow", "QueuedJob", "RunningJob"]
 

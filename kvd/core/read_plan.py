@@ -10,7 +10,7 @@ from kvd.core.block import Block, BlockIo
 from kvd.core.records import Tier
 from kvd.core.session import Session
 from kvd.core.state import CacheState
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 MOST_TIMES = 2  # its blocks are read ahead for a session between two uses of it
 

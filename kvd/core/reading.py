@@ -7,7 +7,7 @@ what the reads under way amount to that no load has come to wait for.
 from kvd.core.actions import IoOutcome, ReadBlock
 from kvd.core.block import Block, BlockIo
 from kvd.core.state import Arrival, CacheState
-from shared.units import MIB, NS_PER_S, SECTOR_BYTES
+from shared.types.units import MIB, NS_PER_S, SECTOR_BYTES
 
 RETRY_NS = NS_PER_S  # nothing is read ahead for so long after a read that could not be made
 MEASURED_BYTES = 256 * MIB  # about so much, read last, makes the rate

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 if TYPE_CHECKING:
     from kvd.core.session_rows import SessionColumns

@@ -18,7 +18,7 @@ from kvd.core.records import Pin
 from kvd.core.session import Session
 from kvd.core.state import CacheState, Limits
 from kvd.core.writing import Writer
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 RESCHEDULE_BATCH = 1024  # sessions per call, so that one call stays short
 DROP_BATCH = 64  # the same; dropping one costs more

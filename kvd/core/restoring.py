@@ -30,7 +30,7 @@ from kvd.core.row_join import (
 from kvd.core.session import Session
 from kvd.core.session_rows import SessionRows
 from kvd.core.state import CacheState
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 Settings: TypeAlias = dict[SessionKey, SessionRecord]  # of sessions that have some of their own
 

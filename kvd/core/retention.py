@@ -15,8 +15,8 @@ from kvd.core.session import Session
 from kvd.core.session_filter import SessionFilter, selects
 from kvd.core.session_history import MoveKind
 from kvd.core.state import CacheState
-from shared.session_key import SessionKey
-from shared.units import NS_PER_S
+from shared.types.session_key import SessionKey
+from shared.types.units import NS_PER_S
 
 EXPIRE_BATCH = (
     128  # sessions per call, so that one call stays short; the next deadline is then already due

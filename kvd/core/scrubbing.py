@@ -24,8 +24,8 @@ from kvd.core.packing import unpack_places
 from kvd.core.records import BlockRecord, ScrubReport, ScrubStep, Tier
 from kvd.core.state import CacheState
 from kvd.core.writing import Writer
-from shared.session_key import SessionKey
-from shared.units import SECTOR_BYTES
+from shared.types.session_key import SessionKey
+from shared.types.units import SECTOR_BYTES
 
 
 class _Check(Enum):

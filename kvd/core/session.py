@@ -18,8 +18,8 @@ from kvd.core.packing import (
     unpack_places,
 )
 from kvd.core.records import TTL_NEVER_NS, BlockRecord, Pin, SessionRecord, Span
-from shared.lineage import Lineage
-from shared.session_key import SessionKey
+from shared.types.lineage import Lineage
+from shared.types.session_key import SessionKey
 
 
 @dataclass(slots=True, eq=False)

@@ -11,8 +11,8 @@ from kvd.core.loading import Loader
 from kvd.core.records import ExportedRows, LoadAnswer, StoreAnswer
 from kvd.core.state import CacheState
 from kvd.core.storing import Storer
-from shared.lineage import Lineage
-from shared.session_key import SessionKey
+from shared.types.lineage import Lineage
+from shared.types.session_key import SessionKey
 
 
 class SessionFiles:

@@ -7,7 +7,7 @@ from enum import Enum
 from kvd.core.records import Pin, Tier
 from kvd.core.session import Session
 from kvd.core.state import CacheState
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 _NEVER_NS = 2**62  # expires after everything that expires at all
 

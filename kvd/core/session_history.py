@@ -13,8 +13,8 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass
 from enum import Enum
 
-from shared.session_key import SessionKey
-from shared.units import NS_PER_S
+from shared.types.session_key import SessionKey
+from shared.types.units import NS_PER_S
 
 MAX_MOVES = 32_768  # about 6 MiB
 MOST_OF_A_SESSION = 32

@@ -13,7 +13,7 @@ from kvd.core.eviction.policy import EvictionPolicy, PolicyContext
 from kvd.core.prefetch_order import PrefetchOrder
 from kvd.core.queue_window import QueueChange, QueueWindow
 from kvd.core.records import Tier
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 MEAN_SHARE = 1 / 256  # of the newest session's size in the running mean
 

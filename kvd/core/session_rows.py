@@ -17,7 +17,7 @@ from kvd.core.packing import (
 )
 from kvd.core.records import Pin, SessionRecord, Span
 from kvd.core.row_join import PARTIAL, Flags, Ints, SpanJoin
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 _PLAIN_KIND = bytes((PLAIN,))
 

@@ -43,9 +43,9 @@ from kvd.core.tenants import TenantLimits, TenantTable, no_limits
 from kvd.core.ttl import TtlClock
 from kvd.core.turn_log import MAX_TURNS, TurnLog
 from kvd.core.write_queue import WriteQueue
-from shared.kv_layout import KVLayout
-from shared.session_key import SessionKey
-from shared.units import NS_PER_S
+from shared.types.kv_layout import KVLayout
+from shared.types.session_key import SessionKey
+from shared.types.units import NS_PER_S
 
 if TYPE_CHECKING:
     from kvd.core.compaction import Compaction

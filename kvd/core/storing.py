@@ -22,8 +22,8 @@ from kvd.core.session import Session
 from kvd.core.session_history import MoveKind
 from kvd.core.state import CacheState
 from kvd.core.writing import Writer
-from shared.lineage import Lineage
-from shared.session_key import SessionKey
+from shared.types.lineage import Lineage
+from shared.types.session_key import SessionKey
 
 GAP = "gap"
 WAIT = "wait"

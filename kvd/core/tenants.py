@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from kvd.core.eviction.lru_order import LruOrder
 from kvd.core.records import TenantUsage
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ Invariant: a session has one entry at most, so that the order is as long as what
 
 from sortedcontainers import SortedList
 
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 
 class TtlClock:

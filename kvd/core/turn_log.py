@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from kvd.core.queue_window import QueueChange, QueuedJob
 from kvd.core.records import Tier
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 MAX_TURNS = 8_192  # about 2 MiB; at a turn a second, two hours
 

@@ -8,7 +8,7 @@ outcomes are taken by loading.py, because loads wait for them.
 from kvd.core.actions import VerifySlot
 from kvd.core.block import Block, BlockIo
 from kvd.core.state import Arrival, CacheState
-from shared.units import NS_PER_S
+from shared.types.units import NS_PER_S
 
 MAX_BACKGROUND = 4  # verifications under way that nobody waits for
 RETRY_NS = NS_PER_S  # after a verification that could not be made

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from kvd.core.block import Block
 from kvd.core.extent_shape import ExtentShape
 from kvd.core.extents import ExtentTable
-from shared.units import ceil_div
+from shared.types.units import ceil_div
 
 
 class WriteQueue:

@@ -22,7 +22,7 @@ from kvd.core.records import Admission, BlockRecord
 from kvd.core.session import Session
 from kvd.core.session_history import MoveKind
 from kvd.core.state import CacheState, WriteOp
-from shared.units import NS_PER_S, SECTOR_BYTES
+from shared.types.units import NS_PER_S, SECTOR_BYTES
 
 FIRST_RETRY_NS = NS_PER_S  # after a failed write; doubles with each further failure
 LAST_RETRY_NS = 64 * NS_PER_S

@@ -27,8 +27,8 @@ from kvd.doctor.running import (
 from kvd.doctor.storage import check_descriptors, check_directories, check_state_disk
 from kvd.doctor.unit import check_unit, unit_properties
 from kvd.errors import NotRunningError
-from shared.config import LoadedSettings
-from shared.errors import ReportedError
+from shared.config.settings import LoadedSettings
+from shared.types.errors import ReportedError
 
 
 def examine(

@@ -11,7 +11,7 @@ from kvd.config import Settings
 from kvd.doctor.finding import Finding, ok, problem, warning
 from kvd.encryption.key_file import read_master_key
 from shared.access.credentials import CREDENTIALS, TlsFiles, file_of
-from shared.errors import ReportedError
+from shared.types.errors import ReportedError
 
 # Where LoadCredential= finds what it is told by name only.
 CREDENTIAL_STORES = (

@@ -9,7 +9,7 @@ from kvd.doctor.finding import Finding, ok, problem, warning
 from kvd.doctor.machine import PROC, Machine, ProcessLimits, is_directory, may_write, text_of
 from kvd.tiers.arena import dram_bytes
 from kvd.tiers.arena_store import resolve_keep
-from shared.units import ceil_div, format_bytes
+from shared.types.units import ceil_div, format_bytes
 
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from kvd.config import Settings, is_live
 from kvd.doctor.finding import Finding, ok, problem, warning
-from shared.config import LoadedSettings
+from shared.config.settings import LoadedSettings
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.runtime_dir import DATA_SOCKET, ENGINE_SOCKET, OPERATOR_SOCKET, READER_SOCKET
-from shared.units import format_bytes, format_duration
+from shared.process.runtime_dir import DATA_SOCKET, ENGINE_SOCKET, OPERATOR_SOCKET, READER_SOCKET
+from shared.types.units import format_bytes, format_duration
 from shared.version import __version__
 
 _OPEN = os.R_OK | os.W_OK

@@ -13,8 +13,8 @@ from kvd.doctor.machine import Machine, ProcessLimits, is_directory, may_write
 from kvd.doctor.memory import MEMORY_FILE_SYSTEMS, file_system_of
 from kvd.layout_opening import VOLUMES
 from kvd.tiers.direct_io import probe_direct
-from shared.errors import ReportedError
-from shared.units import ceil_div, format_bytes
+from shared.types.errors import ReportedError
+from shared.types.units import ceil_div, format_bytes
 
 REMOTE_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "glusterfs")
 FDS_OF_ENGINE = 8  # its connections, its arena, what watches it

@@ -8,7 +8,7 @@ from pathlib import Path
 from kvd.config import Settings
 from kvd.doctor.finding import Finding, ok, problem, warning
 from kvd.tiers.arena import dram_bytes
-from shared.units import GIB, format_bytes
+from shared.types.units import GIB, format_bytes
 
 UNIT = "kvd.service"
 BOOTED = Path("/run/systemd/system")

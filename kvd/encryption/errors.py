@@ -1,6 +1,6 @@
 """What can be wrong with keys, and with erasing by them."""
 
-from shared.errors import ConfigError, StateError
+from shared.types.errors import ConfigError, StateError
 
 
 class KeyFileError(ConfigError):

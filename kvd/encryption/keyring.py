@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from kvd.encryption.key_file import MasterKey
 from kvd.encryption.sealing import KEY_BYTES, key_id, unwrap, wrap
-from shared.block_key import SALT_BYTES
+from shared.types.block_key import SALT_BYTES
 
 
 @dataclass(frozen=True, slots=True)

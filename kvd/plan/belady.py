@@ -17,7 +17,7 @@ from kvd.core.eviction.ranked import ENDED, IDLE, QUEUED, RankedPolicy, SessionF
 from kvd.core.eviction.session_order import Warmth
 from kvd.core.queue_window import QueuePlace
 from kvd.core.records import Tier
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 
 class BeladyPolicy(RankedPolicy):

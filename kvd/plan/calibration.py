@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvd.plan.hardware import EngineConstants
-from shared.errors import InvalidInputError
+from shared.types.errors import InvalidInputError
 
 SCHEMA = "inference_svc.bench/1"
 _REMEDY = "give what inference-svc bench turns or decode wrote with --json"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from kvd.plan.hardware import Hardware
 from kvd.plan.replay_options import ReplayOptions
 from kvd.plan.trace import Session, Turn, truncated
-from shared.units import NS_PER_S
+from shared.types.units import NS_PER_S
 
 
 class Costs:

@@ -1,8 +1,8 @@
 """Sizes as plans write them: decimal, 1 GB = 10**9 bytes. Pure.
 
 The paper's figures, prices and disks are decimal, and with 10 % more at a terabyte no plan would
-reproduce them. Settings of kvd are binary (shared/units.py): 128 GB here are "119.2 GB" there.
-Binary units have names of their own: KiB, MiB, GiB, TiB.
+reproduce them. Settings of kvd are binary (shared/types/units.py): 128 GB here are "119.2 GB"
+there. Binary units have names of their own: KiB, MiB, GiB, TiB.
 """
 
 import re

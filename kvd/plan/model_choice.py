@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvd.plan.hardware import MODELS, PlannedModel
-from shared.errors import InvalidInputError
+from shared.types.errors import InvalidInputError
 
 CONFIG = "config.json"
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}

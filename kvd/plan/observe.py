@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from kvd.core.records import Tier
 from kvd.core.turn_log import RecordedTurn
 from kvd.plan.recorded_replay import ObservedCache, replay_recorded
-from shared.units import NS_PER_S
+from shared.types.units import NS_PER_S
 
 SCALES = (1, 2, 4)
 MIN_JUDGED = 200  # below, a share is off by several points by chance alone

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from kvd.plan.observe import MIN_JUDGED, MIN_SESSIONS, HitRates, Observation
-from shared.units import format_bytes, format_duration
+from shared.types.units import format_bytes, format_duration
 
 
 def observation_tables(model: str, observed: Observation) -> Iterator[Table]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from kvd.core.records import Tier
-from shared.units import NS_PER_S
+from shared.types.units import NS_PER_S
 
 BUSY_QUEUE = 4  # jobs ahead: from here on there is time to read a session ahead
 _S_PER_H = 3600

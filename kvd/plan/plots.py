@@ -6,7 +6,7 @@ from typing import Any
 from kvd.plan.charts import Chart, capacity_ticks, charts, headline
 from kvd.plan.figures import PlanReport
 from kvd.plan.page import page
-from shared.errors import ConfigError
+from shared.types.errors import ConfigError
 
 PAGES = (".html", ".htm")
 

@@ -15,7 +15,7 @@ from kvd.core.records import Tier
 from kvd.core.session_placement import SessionPlacement
 from kvd.plan.ssd_channel import Read, SsdChannel
 from kvd.plan.tiers import Tiers
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 MOST_RETURNING = 4  # sessions that are likely to return looked at, per look
 

@@ -21,8 +21,8 @@ from kvd.core.turn_log import RecordedTurn
 from kvd.plan.reading import Reading
 from kvd.plan.ssd_channel import SsdChannel
 from kvd.plan.tiers import Tiers
-from shared.session_key import SessionKey
-from shared.units import ceil_div
+from shared.types.session_key import SessionKey
+from shared.types.units import ceil_div
 
 ENGINE = 1  # there is one
 ARRIVES, STARTS, ENDS = range(3)

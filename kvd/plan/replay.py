@@ -36,8 +36,8 @@ from kvd.plan.replay_options import ReplayOptions
 from kvd.plan.ssd_channel import Read, SsdChannel
 from kvd.plan.tiers import Tiers
 from kvd.plan.trace import Session, Turn
-from shared.session_key import SessionKey
-from shared.units import NS_PER_S
+from shared.types.session_key import SessionKey
+from shared.types.units import NS_PER_S
 
 __all__ = ["Replay", "ReplayOptions", "replay"]
 

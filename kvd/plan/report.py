@@ -14,7 +14,7 @@ from kvd.plan.decimal_sizes import format_size
 from kvd.plan.figures import SCHEMA, Capacity, PlanReport, Result
 from kvd.plan.loading import history_text
 from kvd.plan.sections import Section, load_text, sections_of
-from shared.units import format_duration
+from shared.types.units import format_duration
 
 CURVE_COLUMNS = ("policy", "knee of the tokens: more brings less", "cheapest")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvd.plan.decimal_sizes import format_size
 from kvd.plan.figures import PlanReport, Result
 from kvd.plan.outcome import BUSY_QUEUE
-from shared.units import format_duration
+from shared.types.units import format_duration
 
 _S_PER_H = 3600.0
 

@@ -5,8 +5,8 @@ from itertools import product
 
 from kvd.plan.decimal_sizes import parse_size
 from kvd.plan.figures import Capacity
-from shared.errors import InvalidInputError
-from shared.units import parse_duration_s
+from shared.types.errors import InvalidInputError
+from shared.types.units import parse_duration_s
 
 DEFAULT_SHARES = "1%,2%,5%,10%,20%,40%"  # of the footprint, if no size is given
 NEVER = "never"

@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shared.units import NS_PER_S
+from shared.types.units import NS_PER_S
 
 
 class Read(NamedTuple):

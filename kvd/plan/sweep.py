@@ -24,7 +24,7 @@ from kvd.plan.outcome import Outcome
 from kvd.plan.replay import replay
 from kvd.plan.replay_options import ReplayOptions
 from kvd.plan.trace import Session
-from shared.errors import ReportedError
+from shared.types.errors import ReportedError
 
 JOIN_S = 10.0  # for a worker to be gone, once it is told to go
 OnProgress = Callable[[int], None]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from kvd.core.records import Tier
 from kvd.core.session_placement import SessionPlacement
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from shared.errors import InvalidInputError
+from shared.types.errors import InvalidInputError
 
 MAX_TOKENS = 1 << 30  # of one field: far beyond any model's context
 MAX_SECONDS = 1e11  # Unix times too

@@ -8,7 +8,7 @@ from kvd.plan.formats.filling import Filling
 from kvd.plan.formats.recognition import RECOGNISED, read_sessions
 from kvd.plan.positions import coupled
 from kvd.plan.trace import Session, footprint_tokens
-from shared.errors import InvalidInputError
+from shared.types.errors import InvalidInputError
 
 DEFAULT_FILLING = Filling()
 

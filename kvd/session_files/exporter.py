@@ -21,7 +21,7 @@ from kvd.errors import BusyTransferError
 from kvd.session_files.file_format import FileHeader, end_bytes, frame_bytes, header_bytes
 from kvd.session_files.slot_runs import SlotRuns
 from kvd.session_files.threads import finished_in_thread
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 from shared.version import __version__
 
 BATCH_BYTES = 8 << 20  # of rows copied at once; at least one block

@@ -21,13 +21,13 @@ from dataclasses import dataclass
 import xxhash
 from google.protobuf.message import DecodeError
 
-from shared.block_key import TOKEN_BYTES
-from shared.errors import InvalidInputError, ReportedError
-from shared.kv_layout import KVLayout
-from shared.layout_message import layout_message, layout_of
-from shared.lineage import LINEAGE_BYTES, Lineage
+from shared.kvd_client.layout_message import layout_message, layout_of
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.session_key import SessionKey, session_key
+from shared.types.block_key import TOKEN_BYTES
+from shared.types.errors import InvalidInputError, ReportedError
+from shared.types.kv_layout import KVLayout
+from shared.types.lineage import LINEAGE_BYTES, Lineage
+from shared.types.session_key import SessionKey, session_key
 
 MAGIC = b"KVDSESSN"
 VERSION = 1

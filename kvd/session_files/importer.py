@@ -33,12 +33,12 @@ from kvd.session_files.file_format import (
 from kvd.session_files.slot_runs import RowBuffer, SlotRuns
 from kvd.session_files.threads import finished_in_thread
 from shared.access.identity import TenantDeniedError
-from shared.block_key import TOKEN_BYTES
-from shared.kv_layout import KVLayout
-from shared.lineage import Lineage
-from shared.log import get_logger
-from shared.session_key import SessionKey, session_key
-from shared.units import NS_PER_S
+from shared.process.log import get_logger
+from shared.types.block_key import TOKEN_BYTES
+from shared.types.kv_layout import KVLayout
+from shared.types.lineage import Lineage
+from shared.types.session_key import SessionKey, session_key
+from shared.types.units import NS_PER_S
 
 BATCH_BYTES = 8 << 20  # of rows stored at once; at least one block
 WAIT_S = 60.0  # for a slot

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kvd.slot_rows import SlotRows
-from shared.kv_layout import KVLayout
+from shared.types.kv_layout import KVLayout
 
 
 class SlotRuns:

@@ -16,9 +16,9 @@ import psutil
 from kvd.tiers import page_advice
 from kvd.tiers.journal import Journal
 from kvd.tiers.progress import Progress
-from shared.arena_map import ArenaMap
-from shared.errors import StateError
-from shared.units import format_bytes
+from shared.kvd_client.arena_map import ArenaMap
+from shared.types.errors import StateError
+from shared.types.units import format_bytes
 
 AUTO_FRACTION = 0.25  # of the memory that is available when kvd starts
 MIN_SLOTS = 2  # one to read while another is written

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvd.tiers.journal import UnfitArenaError
-from shared.arena_map import ArenaMap
-from shared.units import SECTOR_BYTES, align_up
+from shared.kvd_client.arena_map import ArenaMap
+from shared.types.units import SECTOR_BYTES, align_up
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 HUGE_PAGE_BYTES = 2 << 20

@@ -19,7 +19,7 @@ from kvd import systemd
 from kvd.tiers import arena_file
 from kvd.tiers.faults import Faults, WritePoint
 from kvd.tiers.journal import UnfitArenaError
-from shared.log import get_logger
+from shared.process.log import get_logger
 
 PARTS = ("slots", "journal")
 

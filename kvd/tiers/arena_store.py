@@ -32,11 +32,11 @@ from kvd.tiers.journal import (
     unpack_header,
 )
 from kvd.tiers.progress import Progress
-from shared.arena_map import ArenaMap
-from shared.errors import StateError
-from shared.kv_layout import KVLayout
-from shared.log import get_logger
-from shared.units import SECTOR_BYTES, align_up
+from shared.kvd_client.arena_map import ArenaMap
+from shared.process.log import get_logger
+from shared.types.errors import StateError
+from shared.types.kv_layout import KVLayout
+from shared.types.units import SECTOR_BYTES, align_up
 
 DEFAULT_DIRECTORY = Path("/dev/shm")  # noqa: S108  # checked to be ours before it is used
 FIRST_EPOCHS = 1 << 20  # a new arena begins at one of these, so that old lease ids mean nothing

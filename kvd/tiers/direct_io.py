@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from shared.units import SECTOR_BYTES
+from shared.types.units import SECTOR_BYTES
 
 
 def read_fully(fd: int, buffers: Sequence[memoryview], offset: int) -> bool:

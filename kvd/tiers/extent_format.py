@@ -13,8 +13,8 @@ from kvd.core.records import StoredBlock
 from kvd.slot_rows import SlotRows
 from kvd.tiers.extent_header import HeaderFormat
 from kvd.tiers.layer_groups import layer_groups
-from shared.kv_layout import KVLayout
-from shared.units import SECTOR_BYTES, align_up
+from shared.types.kv_layout import KVLayout
+from shared.types.units import SECTOR_BYTES, align_up
 
 
 class ToWrite(NamedTuple):

@@ -20,7 +20,7 @@ import struct
 from kvd.checksums import CHECKSUM_BYTES, checksum
 from kvd.core.extent_shape import HEADER_FIXED_BYTES, ExtentShape
 from kvd.core.records import StoredBlock
-from shared.block_key import KEY_BYTES, TOKEN_BYTES
+from shared.types.block_key import KEY_BYTES, TOKEN_BYTES
 
 MAGIC = b"KVDX"
 VERSION = 1

@@ -15,7 +15,7 @@ from kvd.core.actions import IoOutcome
 from kvd.tiers.extent_format import ExtentFormat, GroupPlan
 from kvd.tiers.sealed_extents import SPARE_BYTES, OpenedExtent, SealedFormat, is_sealed
 from kvd.tiers.staging import Staging
-from shared.log import get_logger
+from shared.process.log import get_logger
 
 if TYPE_CHECKING:
     from kvd.core.records import StoredBlock

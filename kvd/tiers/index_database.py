@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvd.tiers.faults import Faults, WritePoint
-from shared.errors import ConfigError
-from shared.log import get_logger
+from shared.process.log import get_logger
+from shared.types.errors import ConfigError
 
 SCHEMA_VERSION = 4
 OLDEST_VERSION = 2  # that is read: it lacks tables, and they are added

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from kvd.core.records import Pin, SessionRecord
 from kvd.core.session_rows import SessionColumns
-from shared.block_key import KEY_BYTES
-from shared.session_key import SessionKey
+from shared.types.block_key import KEY_BYTES
+from shared.types.session_key import SessionKey
 
 _FETCH = 1024  # rows at a time; some may be long
 

@@ -29,7 +29,7 @@ from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 
 from kvd.tiers.staging import Staging
-from shared.log import get_logger
+from shared.process.log import get_logger
 
 Job: TypeAlias = Callable[[Staging], None]
 

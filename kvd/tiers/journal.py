@@ -20,9 +20,9 @@ import xxhash
 from kvd.core.records import AdoptedSlot, CommittedSlot, SlotRecord, WritingSlot
 from kvd.process_identity import INSTANCE_BYTES, NOBODY, ProcessIdentity
 from kvd.tiers.faults import Faults, WritePoint
-from shared.block_key import KEY_BYTES, TOKEN_BYTES
-from shared.kv_layout import KVLayout
-from shared.units import SECTOR_BYTES, align_up
+from shared.types.block_key import KEY_BYTES, TOKEN_BYTES
+from shared.types.kv_layout import KVLayout
+from shared.types.units import SECTOR_BYTES, align_up
 
 MAGIC = b"KVDARENA"
 VERSION = 1

@@ -23,10 +23,10 @@ from kvd.tiers.batch_worker import BatchWorker
 from kvd.tiers.faults import Faults, WritePoint
 from kvd.tiers.index_database import BUSY_S, open_database
 from kvd.tiers.index_rows import read_blocks, read_sessions
-from shared.block_key import SALT_BYTES
-from shared.kv_layout import KVLayout
-from shared.log import get_logger
-from shared.session_key import SessionKey
+from shared.process.log import get_logger
+from shared.types.block_key import SALT_BYTES
+from shared.types.kv_layout import KVLayout
+from shared.types.session_key import SessionKey
 
 MAX_BATCH = 4096  # rows in one commit
 GATHER_S = 0.01  # between commits: each syncs the disk, and writes of data wait for that

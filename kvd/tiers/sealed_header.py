@@ -23,7 +23,7 @@ from kvd.core.extent_shape import HEADER_FIXED_BYTES, ExtentShape
 from kvd.core.records import StoredBlock
 from kvd.encryption.keyring import Keyring
 from kvd.encryption.sealing import KEY_ID_BYTES, SALT_BYTES, TAG_BYTES, Seal, key_id, new_salt
-from shared.block_key import TOKEN_BYTES
+from shared.types.block_key import TOKEN_BYTES
 
 SEALED_MAGIC = b"KVDS"
 VERSION = 1

@@ -21,7 +21,7 @@ from kvd.tiers.direct_io import probe_direct, set_direct
 from kvd.tiers.faults import Faults, WritePoint
 from kvd.tiers.space_budget import SpaceBudget
 from kvd.tiers.volume_identity import identify, remove_volume, sync_directory
-from shared.log import get_logger
+from shared.process.log import get_logger
 
 _STEP = 8  # a segment grows by this part of the free budget at a time
 _WITHOUT_FALLOCATE = {errno.EOPNOTSUPP, errno.EINVAL}

@@ -6,8 +6,8 @@ STAGED_IO_BYTES, so that it stays small however large a block is.
 
 import mmap
 
-from shared.dumps import leave_out
-from shared.units import SECTOR_BYTES, align_up
+from shared.process.dumps import leave_out
+from shared.types.units import SECTOR_BYTES, align_up
 
 STAGED_IO_BYTES = 4 << 20
 

@@ -32,9 +32,9 @@ from kvd.tiers.sealed_extents import SealedFormat
 from kvd.tiers.segment_files import SegmentFiles
 from kvd.tiers.space_budget import SpaceBudget
 from kvd.tiers.staging import STAGED_IO_BYTES, Staging
-from shared.kv_layout import KVLayout
-from shared.log import get_logger
-from shared.units import SECTOR_BYTES
+from shared.process.log import get_logger
+from shared.types.kv_layout import KVLayout
+from shared.types.units import SECTOR_BYTES
 
 T = TypeVar("T")
 Offset = TypeVar("Offset", int, NDArray[np.int64])  # one, or many

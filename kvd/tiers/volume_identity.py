@@ -13,7 +13,7 @@ import secrets
 from pathlib import Path
 
 from kvd.tiers.faults import Faults, WritePoint
-from shared.log import get_logger
+from shared.process.log import get_logger
 
 ID_NAME = "volume.id"
 ID_BYTES = 16

@@ -11,10 +11,10 @@ from kvd.cli.operator_client import OperatorClient
 from kvd.top.screen import Act, Command, Name, Screen, name_of, pressed
 from kvd.top.trends import MOST_LOOKS, points
 from kvd.top.views import Seen, top_view
-from shared.errors import NotFoundError, ReportedError
-from shared.keyboard import Keyboard, keyboard
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.units import format_bytes
+from shared.terminal.keyboard import Keyboard, keyboard
+from shared.types.errors import NotFoundError, ReportedError
+from shared.types.units import format_bytes
 
 MOST_SESSIONS = 200  # listed; the filters of the command line find others
 LIST_SHARE = 10  # the list is asked for as seldom as makes it cost a tenth of the time

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from kvd.cli.rates import Rates
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.printing import sparkline
+from shared.terminal.printing import sparkline
 
 MOST_LOOKS = 200  # that are kept: what the widest terminals have room for
 _GAP = 2

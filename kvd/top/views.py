@@ -14,9 +14,9 @@ from kvd.top import screen as screens
 from kvd.top.screen import Screen, index_of, name_of, starts_reversed
 from kvd.top.trends import Points, trend_line
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.printing import counted, plain
-from shared.tables import fitted
-from shared.units import format_bytes, format_duration
+from shared.terminal.printing import counted, plain
+from shared.terminal.tables import fitted
+from shared.types.units import format_bytes, format_duration
 
 _BAR_WIDTH = 20
 _TREND_HEIGHT = 20  # a lower terminal has no line to spare for it

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
-from shared.errors import ConfigError
+from shared.types.errors import ConfigError
 
 if TYPE_CHECKING:  # a client on a command line needs no settings
     from shared.access.settings import ClientSettings, TlsSettings

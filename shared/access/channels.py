@@ -13,7 +13,7 @@ import grpc
 from shared.access.addresses import is_loopback, is_tcp, is_unix
 from shared.access.metadata import TokenInterceptor, aio_interceptors
 from shared.access.tokens import read_token
-from shared.errors import InvalidInputError
+from shared.types.errors import InvalidInputError
 
 Options = Sequence[tuple[str, Any]]
 

@@ -10,7 +10,7 @@ from hashlib import sha256
 
 from shared.access.identity import Identity
 from shared.access.settings import ClientSettings
-from shared.errors import UnauthenticatedError
+from shared.types.errors import UnauthenticatedError
 
 MAX_TOKEN_BYTES = 256  # anything longer is none of ours, and is not hashed
 

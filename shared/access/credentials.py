@@ -15,8 +15,8 @@ import grpc
 
 from shared.access.settings import TlsSettings
 from shared.access.tls_connections import TlsConnections
-from shared.errors import ConfigError
-from shared.log import get_logger
+from shared.process.log import get_logger
+from shared.types.errors import ConfigError
 
 CREDENTIALS = "CREDENTIALS_DIRECTORY"  # systemd's variable, of LoadCredential=
 

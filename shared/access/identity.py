@@ -7,8 +7,8 @@ request says of itself: a request names a tenant, and the identity says whether 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from shared.errors import DeniedError
-from shared.session_key import DEFAULT_TENANT
+from shared.types.errors import DeniedError
+from shared.types.session_key import DEFAULT_TENANT
 
 ANY = "*"  # among an identity's tenants: all there are
 _INCLUDED = {"reader": "operator"}  # role -> the one that includes it

@@ -7,8 +7,8 @@ from typing import Annotated, TypeVar
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
 from shared.access.identity import ANY
-from shared.session_key import InvalidNameError, session_key
-from shared.setting_types import HIDDEN, PathOrNone, Section, TextList
+from shared.types.session_key import InvalidNameError, session_key
+from shared.types.setting_types import HIDDEN, PathOrNone, Section, TextList
 
 _DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 

@@ -4,7 +4,7 @@ import grp
 import os
 from pathlib import Path
 
-from shared.errors import ConfigError
+from shared.types.errors import ConfigError
 
 SOCKET_MODE = 0o660  # owner and group
 

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from shared.access.identity import Identity
-from shared.errors import ExhaustedError
+from shared.types.errors import ExhaustedError
 
 RETRY_S = 1.0
 

@@ -4,7 +4,7 @@ import os
 from hashlib import sha256
 from pathlib import Path
 
-from shared.errors import InvalidInputError
+from shared.types.errors import InvalidInputError
 
 PREFIX = "kvt_"  # so that a scanner for leaked secrets can find one
 TOKEN_BYTES = 32

@@ -23,7 +23,7 @@ from inference_svc.cli import app
 from inference_svc.cli import main as inference_svc
 from kvd.cli.main import main as kvd
 from kvd.cli.main import root_command
-from shared.runtime_dir import OPERATOR_SOCKET
+from shared.process.runtime_dir import OPERATOR_SOCKET
 from tests.cli.fixed_kvd import answering
 from tests.cli.fixed_views import ONLY_ON_TERMINALS, VIEWS
 

@@ -10,7 +10,7 @@ import grpc
 from shared.pb.inference.v1 import inference_pb2, inference_pb2_grpc
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.pb.kvd.v1 import kvd_pb2_grpc
-from shared.runtime_dir import OPERATOR_SOCKET
+from shared.process.runtime_dir import OPERATOR_SOCKET
 
 MIB = 1 << 20
 MODEL = "5e5e5e5e5e5e5e5e5e5e5e5e5e5e5e5e"

@@ -6,7 +6,7 @@ from inference_svc.eval.intervals import Interval
 from inference_svc.eval.options import Truncation
 from kvd.bench import figures as kvd
 from kvd.plan.figures import PlanReport
-from shared.statistics import Spread
+from shared.types.statistics import Spread
 from tests.kvd.plan.plans import plan, result
 
 PROCESSOR = "AMD EPYC 9654 96-Core Processor"

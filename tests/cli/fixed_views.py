@@ -16,9 +16,9 @@ from kvd.plan.report import tables as plan_tables
 from kvd.top.screen import Screen
 from kvd.top.trends import points
 from kvd.top.views import Seen, top_view
-from shared import printing
 from shared.pb.inference.v1 import inference_pb2
 from shared.pb.kvd.v1 import kvd_pb2
+from shared.terminal import printing
 from tests.cli import fixed_kvd, fixed_reports
 
 NUM_LOOKS = 60

@@ -3,7 +3,7 @@
 import pytest
 
 from inference_svc.cli import main as inference_svc
-from shared.runtime_dir import OPERATOR_SOCKET
+from shared.process.runtime_dir import OPERATOR_SOCKET
 from tests.cli.captures import CAPTURES, GOLDEN, KINDS, capture, golden_path, prepared
 from tests.terminal import on_terminal
 

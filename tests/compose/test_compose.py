@@ -16,8 +16,8 @@ from kvd import config
 from kvd.cli.main import app as kvd_app
 from kvd.config import Settings
 from kvd.install.units import SYSTEM_VALUES
-from shared.config import load_settings
-from shared.units import parse_duration_s
+from shared.config.settings import load_settings
+from shared.types.units import parse_duration_s
 
 REPOSITORY = Path(__file__).parents[2]
 COMPOSE = yaml.safe_load((REPOSITORY / "compose.yaml").read_text())

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvd.cli.candidates import CHOICES
-from shared.group_help import summary
+from shared.config.group_help import summary
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from inference_svc.metrics import METRICS as INFERENCE
 from kvd.metrics import METRICS as KVD
-from shared.metric_table import Metric, MetricTable
-from shared.process_metrics import PROCESS_METRICS
+from shared.serving.metric_table import Metric, MetricTable
+from shared.serving.process_metrics import PROCESS_METRICS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 MARKER = "<!-- From here on:"

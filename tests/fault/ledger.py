@@ -12,7 +12,7 @@ from pathlib import Path
 
 import grpc
 
-from shared.errors import ReportedError
+from shared.types.errors import ReportedError
 from tests.kvd_polling import all_clean, eventually, reader_stats
 from tests.processes import KvdProcess, run_cli
 from tests.synthetic_engine import SyntheticEngine, key_of

@@ -11,11 +11,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from shared import data_socket_protocol as packets
-from shared import seqpacket
-from shared.errors import ReportedError
-from shared.layout_message import layout_message
+from shared.kvd_client import data_socket_protocol as packets
+from shared.kvd_client import seqpacket
+from shared.kvd_client.layout_message import layout_message
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
+from shared.types.errors import ReportedError
 from tests.kvd_polling import all_clean, eventually, reader_stats, sessions_of
 from tests.processes import KvdProcess, running_kvd
 from tests.synthetic_engine import ATTACH_S, SyntheticEngine, attached_engine, key_of, small_layout

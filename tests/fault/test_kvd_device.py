@@ -15,8 +15,8 @@ import pytest
 from kvd.config import DramSettings, Settings, SsdSettings
 from kvd.daemon import Daemon
 from kvd.tiers.faults import NoFaults
-from shared.child_process import wait_serving
-from shared.reload import fixed
+from shared.children.child_process import wait_serving
+from shared.config.reload import fixed
 from tests.kvd_polling import all_clean, eventually, reader_stats
 from tests.processes import KvdProcess
 from tests.synthetic_engine import attached_engine, key_of

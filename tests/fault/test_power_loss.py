@@ -29,8 +29,8 @@ from kvd.scrubber import Scrubber
 from kvd.tiers.faults import NoFaults, WritePoint
 from kvd.tiers.manifest import Manifest
 from kvd.tiers.volume_identity import ID_NAME
-from shared.grants import Lookup
-from shared.units import ceil_div
+from shared.kvd_client.grants import Lookup
+from shared.types.units import ceil_div
 from tests.synthetic_engine import encode, key_of, small_layout
 
 LAYOUT = small_layout()

@@ -9,8 +9,8 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 
 from inference_svc.client import turn_request
-from shared.errors import ExhaustedError
 from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.types.errors import ExhaustedError
 from tests.fault.test_disk import small_disk
 from tests.inference_processes import InferenceProcess
 

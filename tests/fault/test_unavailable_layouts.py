@@ -14,12 +14,12 @@ import grpc
 import pytest
 
 from kvd.tiers.volume_identity import ID_NAME
-from shared import data_socket_protocol as packets
-from shared import seqpacket
-from shared.kvd_client import KvdClient
-from shared.layout_message import layout_message
+from shared.kvd_client import data_socket_protocol as packets
+from shared.kvd_client import seqpacket
+from shared.kvd_client.client import KvdClient
+from shared.kvd_client.layout_message import layout_message
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
-from shared.runtime_dir import DATA_SOCKET, ENGINE_SOCKET
+from shared.process.runtime_dir import DATA_SOCKET, ENGINE_SOCKET
 from tests.faulty_kvd import FaultyKvd
 from tests.kvd_polling import all_clean, eventually, reader_stats, sessions_of
 from tests.processes import run_cli

@@ -11,11 +11,11 @@ from socket import socket
 
 import grpc
 
-from shared import data_socket_protocol as packets
-from shared import seqpacket
-from shared.kv_layout import KVLayout
-from shared.layout_message import layout_message
+from shared.kvd_client import data_socket_protocol as packets
+from shared.kvd_client import seqpacket
+from shared.kvd_client.layout_message import layout_message
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
+from shared.types.kv_layout import KVLayout
 
 ANSWER_S = 30.0
 

@@ -12,8 +12,8 @@ import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared import data_socket_protocol as packets
-from shared import seqpacket
+from shared.kvd_client import data_socket_protocol as packets
+from shared.kvd_client import seqpacket
 from tests.fuzz.amounts import few, many
 from tests.fuzz.fuzzed_kvd import FuzzedKvd
 from tests.fuzz.raw_engine import raw_engine, receive

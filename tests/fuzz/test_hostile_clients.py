@@ -18,11 +18,11 @@ import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from shared import data_socket_protocol as packets
 from shared.access.channels import ClientCredentials, aio_channel_of
 from shared.access.tokens import token_digest
+from shared.kvd_client import data_socket_protocol as packets
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
-from shared.runtime_dir import MAX_MESSAGE_BYTES, channel_options
+from shared.process.runtime_dir import MAX_MESSAGE_BYTES, channel_options
 from tests.fuzz.fuzzed_kvd import FuzzedKvd
 from tests.fuzz.hostile import (
     PREFACE,

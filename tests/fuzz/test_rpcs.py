@@ -16,11 +16,11 @@ from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared import data_socket_protocol as packets
-from shared import seqpacket
-from shared.errors import ReportedError
+from shared.kvd_client import data_socket_protocol as packets
+from shared.kvd_client import seqpacket
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.runtime_dir import channel_options
+from shared.process.runtime_dir import channel_options
+from shared.types.errors import ReportedError
 from tests.fuzz.amounts import few, many
 from tests.fuzz.fuzzed_kvd import FuzzedKvd
 from tests.fuzz.messages import LAYOUTS, NUM_MARKS, requests_of, resolve

@@ -13,10 +13,10 @@ from inference_svc.core.errors import (
     SessionBusyError,
     SessionEndedError,
 )
-from shared.errors import ConflictError, DeadlineError, ExhaustedError, StateError
-from shared.grpc_status import ReportedErrorInterceptor
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.pb.inference.v1 import inference_pb2_grpc
+from shared.serving.grpc_status import ReportedErrorInterceptor
+from shared.types.errors import ConflictError, DeadlineError, ExhaustedError, StateError
 
 
 class Service(inference_pb2_grpc.InferenceServicer):

@@ -22,7 +22,7 @@ from inference_svc.listening import prepare_sockets
 from inference_svc.status_view import format_gauge, status_lines, status_tables
 from inference_svc.turn_defaults import turn_defaults
 from shared.access.addresses import UnguardedError
-from shared.config import InvalidSettingsError
+from shared.config.settings import InvalidSettingsError
 from shared.pb.inference.v1 import inference_pb2 as pb
 from tests.kvd_as_user import let_others_enter
 
@@ -201,7 +201,7 @@ def test_a_mistyped_model_directory_is_told_at_once(tmp_path, command):
     assert said[0].startswith(
         f"inference-svc: model directory {tmp_path}/typo does not exist: give"
     )
-    assert "shared.errors" in imported
+    assert "shared.types.errors" in imported
     assert "torch" not in imported
     assert list(tmp_path.iterdir()) == []
 

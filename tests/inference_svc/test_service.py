@@ -30,8 +30,8 @@ from inference_svc.turn_requests import (
     decode_submission,
 )
 from shared.pb.inference.v1 import inference_pb2 as pb
-from shared.session_key import SessionKey
-from shared.units import NS_PER_S
+from shared.types.session_key import SessionKey
+from shared.types.units import NS_PER_S
 
 KEY = SessionKey("default", "m", "s")
 HELLO = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="Hello")])

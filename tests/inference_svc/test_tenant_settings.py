@@ -4,7 +4,7 @@ import pytest
 
 from inference_svc.config import LIVE_KEYS, InferenceSettings, load_inference_settings
 from inference_svc.core.tenant_limits import TenantBounds
-from shared.config import InvalidSettingsError, load_settings
+from shared.config.settings import InvalidSettingsError, load_settings
 
 LIMITS = """
 [limits]

@@ -2,7 +2,7 @@
 
 from inference_svc.top_view import top_lines
 from shared.pb.inference.v1 import inference_pb2 as pb
-from shared.printing import sparkline
+from shared.terminal.printing import sparkline
 
 
 def look(uptime_s, num_tokens, num_turns=0, ttft_total_s=0.0, running=1):

@@ -15,9 +15,9 @@ import pytest
 import pytest_asyncio
 
 from inference_svc.client import InferenceClient, TurnResult, turn_request
-from shared.errors import DeadlineError, ReportedError
 from shared.pb.inference.v1 import inference_pb2 as pb
-from shared.units import MIB
+from shared.types.errors import DeadlineError, ReportedError
+from shared.types.units import MIB
 from tests.inference_processes import InferenceProcess
 from tests.models import WINDOW_TOKENS
 

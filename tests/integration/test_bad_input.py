@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from inference_svc.client import InferenceClient, turn_request
-from shared.errors import InvalidInputError, NotFoundError, ReportedError, StateError
 from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.types.errors import InvalidInputError, NotFoundError, ReportedError, StateError
 from tests.inference_processes import SERVICE
 from tests.models import WINDOW_TOKENS, build_recurrent_model
 from tests.pair import Pair

@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from kvd.core.extent_shape import ExtentShape
 from kvd.encryption.key_file import read_master_key
-from shared.errors import ReportedError
+from shared.types.errors import ReportedError
 from tests.fault.ledger import flip
 from tests.kvd_polling import all_clean, reader_stats
 from tests.processes import KvdProcess, run_cli

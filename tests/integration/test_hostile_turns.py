@@ -21,9 +21,9 @@ from inference_svc.cli import app
 from inference_svc.client import InferenceClient, TurnResult, turn_request
 from shared.access.channels import ClientCredentials, aio_channel_of
 from shared.access.tokens import token_digest
-from shared.errors import DeniedError, NotFoundError, ReportedError, UnauthenticatedError
 from shared.pb.inference.v1 import inference_pb2 as pb
-from shared.runtime_dir import MAX_MESSAGE_BYTES, channel_options
+from shared.process.runtime_dir import MAX_MESSAGE_BYTES, channel_options
+from shared.types.errors import DeniedError, NotFoundError, ReportedError, UnauthenticatedError
 from tests.fuzz.hostile import (
     PREFACE,
     SETTINGS,

@@ -18,10 +18,10 @@ import pytest
 import pytest_asyncio
 
 from kvd.session_files.file_format import FileHeader, end_bytes, header_bytes
-from shared.errors import DeniedError
-from shared.lineage import WHOLE
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.runtime_dir import DATA_SOCKET, ENGINE_SOCKET, OPERATOR_SOCKET, READER_SOCKET
+from shared.process.runtime_dir import DATA_SOCKET, ENGINE_SOCKET, OPERATOR_SOCKET, READER_SOCKET
+from shared.types.errors import DeniedError
+from shared.types.lineage import WHOLE
 from tests.kvd_as_user import let_others_enter
 from tests.kvd_polling import eventually, reader_stats
 from tests.processes import KVD, KvdProcess, run_cli, running_kvd

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shared.kvd_attachment import KvdUnavailableError
+from shared.kvd_client.attachment import KvdUnavailableError
 from tests.kvd_polling import all_clean
 from tests.processes import running_kvd
 from tests.synthetic_engine import attached_engine, key_of, small_layout

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvd.cli.operator_client import connect
-from shared.errors import InvalidInputError
+from shared.types.errors import InvalidInputError
 from tests.kvd_polling import eventually, reader_stats
 from tests.processes import KvdProcess, run_cli, running_kvd
 from tests.synthetic_engine import attached_engine, encode, key_of

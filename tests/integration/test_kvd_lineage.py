@@ -1,6 +1,6 @@
 """A real kvd takes a lineage at its word, also that nothing was discarded."""
 
-from shared.lineage import WHOLE
+from shared.types.lineage import WHOLE
 from tests.faulty_kvd import FaultyKvd
 from tests.sparse_sessions import read_rows
 from tests.synthetic_engine import attached_engine, encode, key_of

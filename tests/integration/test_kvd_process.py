@@ -9,9 +9,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from shared.errors import InvalidInputError, NotFoundError
-from shared.kvd_attachment import KvdUnavailableError
+from shared.kvd_client.attachment import KvdUnavailableError
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
+from shared.types.errors import InvalidInputError, NotFoundError
 from tests.kvd_polling import all_clean, eventually, reader_stats, sessions_of
 from tests.processes import KvdProcess, running_kvd
 from tests.synthetic_engine import attached_engine, encode, key_of, small_layout

@@ -11,8 +11,8 @@ import grpc
 import pytest
 
 from kvd.session_files import file_format
-from shared.lineage import WHOLE
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
+from shared.types.lineage import WHOLE
 from tests.kvd_polling import all_clean, eventually, reader_stats, sessions_of
 from tests.processes import KvdProcess, run_cli, running_kvd
 from tests.synthetic_engine import (

@@ -7,8 +7,8 @@ import pytest
 from inference_svc.client import InferenceClient, turn_request
 from shared.access.channels import ClientCredentials
 from shared.access.tokens import make_token
-from shared.errors import DeniedError, UnauthenticatedError
 from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.types.errors import DeniedError, UnauthenticatedError
 from tests.inference_processes import InferenceProcess
 
 SAMPLING = pb.Sampling(max_tokens=2)

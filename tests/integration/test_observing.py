@@ -22,9 +22,9 @@ from inference_svc.core.counters import COUNTERS
 from inference_svc.metrics import METRICS as INFERENCE
 from kvd.core.outbox import COUNTERS as KVD_COUNTERS
 from kvd.metrics import METRICS as KVD
-from shared.errors import ReportedError
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.pb.inference.v1 import inference_pb2_grpc
+from shared.types.errors import ReportedError
 from tests.inference_processes import InferenceProcess, wait_kvd_state, wait_saved
 from tests.otlp_collector import CollectedSpan, Collector, running_collector
 from tests.processes import KvdProcess

@@ -16,10 +16,10 @@ import pytest_asyncio
 
 from inference_svc.client import turn_request
 from inference_svc.core.truncation import USUAL_SINKS
-from shared.errors import ConflictError, InvalidInputError
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.pb.inference.v1 import inference_pb2_grpc
-from shared.runtime_dir import channel_options
+from shared.process.runtime_dir import channel_options
+from shared.types.errors import ConflictError, InvalidInputError
 from tests.models import narrow_model
 from tests.pair import SLOT_BYTES, Pair, until
 from tests.truncation_oracle import TruncationOracle

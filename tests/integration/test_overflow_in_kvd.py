@@ -19,7 +19,7 @@ from inference_svc.runtime.compute.sampling import Sampler
 from inference_svc.runtime.engine.engine_job import EngineJob, as_token_bytes
 from inference_svc.runtime.model.calibration import calibrate
 from inference_svc.runtime.model.model_loader import load_model
-from shared.lineage import WHOLE
+from shared.types.lineage import WHOLE
 from tests.inference_svc.runtime.engine.test_discards import PlainSession
 from tests.memory_engine import Sink
 

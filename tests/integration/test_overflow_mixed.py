@@ -12,8 +12,8 @@ from contextlib import suppress
 import pytest
 
 from inference_svc.client import turn_request
-from shared.errors import ReportedError
 from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.types.errors import ReportedError
 from tests.models import narrow_model
 from tests.pair import SLOT_BYTES, Pair
 from tests.truncation_oracle import TruncationOracle

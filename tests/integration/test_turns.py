@@ -10,14 +10,14 @@ import pytest
 import pytest_asyncio
 
 from inference_svc.client import turn_request
-from shared.errors import (
+from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.types.errors import (
     ConflictError,
     InvalidInputError,
     NotFoundError,
     ReportedError,
     StateError,
 )
-from shared.pb.inference.v1 import inference_pb2 as pb
 from tests.inference_processes import InferenceProcess
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -6,7 +6,7 @@ import pytest
 import xxhash
 
 from kvd.checksums import BlockHasher
-from shared.block_key import TOKEN_BYTES
+from shared.types.block_key import TOKEN_BYTES
 from tests.kvd.tiers.disk import LAYOUT, random_slot
 
 HASHER = BlockHasher(LAYOUT)

@@ -18,8 +18,8 @@ from kvd.config import (
     load,
 )
 from kvd.core.records import TTL_NEVER_NS
-from shared.config import InvalidSettingsError, load_settings
-from shared.units import NS_PER_S
+from shared.config.settings import InvalidSettingsError, load_settings
+from shared.types.units import NS_PER_S
 from tests.synthetic_engine import small_layout
 
 SHIPPED = Path(__file__).parents[2] / "systemd" / "kvd.toml"

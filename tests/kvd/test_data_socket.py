@@ -12,10 +12,10 @@ from kvd.data_socket import DataSocket
 from kvd.engine_users import EngineUsers
 from kvd.errors import AttachDeniedError, UnusableSocketError
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore
-from shared import data_socket_protocol as packets
-from shared import seqpacket
-from shared.histogram import Tally
-from shared.progress_words import ProgressWords, lease_bits
+from shared.kvd_client import data_socket_protocol as packets
+from shared.kvd_client import seqpacket
+from shared.kvd_client.progress_words import ProgressWords, lease_bits
+from shared.types.histogram import Tally
 from tests.synthetic_engine import small_layout
 
 # Connects, leaves the connection to a child that outlives it, and waits to be killed.

@@ -17,7 +17,7 @@ from kvd.engines import Engines
 from kvd.errors import LimitReachedError, NotAttachedError
 from kvd.process_identity import ProcessIdentity, start_ticks_of, watch_identity, watch_peer
 from kvd.tiers.journal import JournaledWrite
-from shared.errors import InvalidInputError
+from shared.types.errors import InvalidInputError
 from tests.kvd.core.turns import A, B
 from tests.property.cache_world import LAYOUT, salt_of, to_bytes
 

@@ -12,7 +12,7 @@ from kvd.events import (
     EventFilter,
     EventHub,
 )
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 KEY = SessionKey("tenant", "model", "a")
 

@@ -6,7 +6,7 @@ import pkgutil
 import kvd
 import shared
 from kvd.cli.exit_codes import EXIT_CODES, exit_codes_help
-from shared.errors import ReportedError
+from shared.types.errors import ReportedError
 
 
 def test_every_error_has_a_documented_exit_code():

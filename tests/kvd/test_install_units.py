@@ -23,7 +23,7 @@ from kvd.install.units import (
     user_files,
     with_values,
 )
-from shared.units import parse_duration_s
+from shared.types.units import parse_duration_s
 
 PROGRAMS = Path(sys.executable).parent
 SYSTEMD_ANALYZE = shutil.which("systemd-analyze")

@@ -7,10 +7,10 @@ import pytest
 from kvd.core.errors import InvalidRequestError
 from kvd.core.records import TTL_NEVER_NS
 from kvd.messages import MAX_DURATION_S, key_of, lineage_of, ns_of, ttl_ns_of
-from shared.kvd_client import _lineage_message
-from shared.lineage import WHOLE
+from shared.kvd_client.client import _lineage_message
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.session_key import InvalidNameError
+from shared.types.lineage import WHOLE
+from shared.types.session_key import InvalidNameError
 
 
 @pytest.mark.parametrize("duration_s", [math.nan, math.inf, -math.inf, 1e300, MAX_DURATION_S * 1.1])

@@ -16,7 +16,7 @@ from kvd.engines import OwnerFacts
 from kvd.operator_messages import layout_stats_message, lease_message, verify_message
 from kvd.tier_facts import ArenaFacts, VolumeFacts
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.units import NS_PER_S
+from shared.types.units import NS_PER_S
 from tests.synthetic_engine import key_of, small_layout
 
 LAYOUT = small_layout()

@@ -43,10 +43,10 @@ from kvd.tiers.io_pool import IoPool, Priority
 from kvd.tiers.manifest import MAX_QUEUED_BYTES, LayoutRow, Manifest
 from kvd.tiers.space_budget import SpaceBudget
 from kvd.tiers.volume import SegmentVolume
-from shared.kv_layout import Component, KVLayout, Layer
-from shared.progress_words import FAILED_BIT, LAYERS_MASK, ProgressWords
-from shared.session_key import SessionKey
-from shared.units import SECTOR_BYTES
+from shared.kvd_client.progress_words import FAILED_BIT, LAYERS_MASK, ProgressWords
+from shared.types.kv_layout import Component, KVLayout, Layer
+from shared.types.session_key import SessionKey
+from shared.types.units import SECTOR_BYTES
 
 # Slices of 512 KiB: a layered read has four groups.
 LAYOUT = KVLayout(

@@ -6,11 +6,11 @@ import pytest
 
 from kvd.core.errors import InvalidRequestError
 from kvd.queue_messages import queue_update
-from shared.errors import InvalidInputError
+from shared.kvd_client.queue_message import snapshot_message
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.queue_change import QueueChange, QueuedJob, QueueUpdate, RunningJob
-from shared.queue_message import snapshot_message
-from shared.session_key import InvalidNameError, SessionKey
+from shared.types.errors import InvalidInputError
+from shared.types.queue_change import QueueChange, QueuedJob, QueueUpdate, RunningJob
+from shared.types.session_key import InvalidNameError, SessionKey
 
 MODEL = "0f"
 NUMBERS = list(range(4))

@@ -6,7 +6,7 @@ import pytest
 from kvd.checksums import BlockHasher
 from kvd.core.actions import CompactRows, DenseBlock, RowRun, SourceSlot
 from kvd.row_copying import RowCopier
-from shared.kv_layout import Component, KVLayout, Layer
+from shared.types.kv_layout import Component, KVLayout, Layer
 
 BLOCK_TOKENS = 16
 ORDINARY = Layer((Component("k", (2, 8), "float32"), Component("v", (2, 8), "float32")))

@@ -7,7 +7,7 @@ from kvd.core.records import Tier
 from kvd.core.session_filter import SessionFilter, SessionOrder
 from kvd.selection import check_allowed, event_filter_of, filter_of, is_of_one, listing_of
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 MINE = frozenset({"mine"})
 SESSION = kvd_pb2.SessionKey(session_id="a")

@@ -4,7 +4,7 @@ import pytest
 
 from kvd.core.errors import InvalidRequestError
 from kvd.told_queue import ToldQueue
-from shared.queue_change import QueueChange, QueueUpdate
+from shared.types.queue_change import QueueChange, QueueUpdate
 
 RIGHT = 7  # every queue's digest
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from kvd.core.records import Tier, TierStats
 from kvd.core.turn_log import MAX_TURNS, RecordedTurn
 from kvd.turn_messages import TURNS_PER_MESSAGE, recent_turns_messages, recorded_turns
-from shared.units import NS_PER_S
+from shared.types.units import NS_PER_S
 from tests.synthetic_engine import small_layout
 
 TIERS = (TierStats(Tier.DRAM, 4096, 0, 0), TierStats(Tier.SSD, 8192, 0, 0))

@@ -10,7 +10,8 @@ from contextlib import aclosing, suppress
 from typing import ClassVar
 
 from inference_svc.client import InferenceClient, turn_request
-from shared.errors import (
+from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.types.errors import (
     ConflictError,
     DeniedError,
     ExhaustedError,
@@ -18,7 +19,6 @@ from shared.errors import (
     NotFoundError,
     ReportedError,
 )
-from shared.pb.inference.v1 import inference_pb2 as pb
 from tests.pair import VOCAB_SIZE
 
 MAX_MESSAGE_BYTES = 65536  # of the service under load: the least there may be

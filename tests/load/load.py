@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inference_svc.client import InferenceClient, turn_request
-from shared.errors import ReportedError
 from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.types.errors import ReportedError
 from tests.inference_processes import InferenceProcess
 from tests.load.hostile import EXPECTED, FLOOD, KINDS, MAX_MESSAGE_BYTES, HostileClient
 from tests.mixed_pair import EXTENT_BYTES

@@ -11,9 +11,9 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI, OpenAI
 
-from shared.errors import NotFoundError
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
-from shared.runtime_dir import READER_SOCKET, channel_options
+from shared.process.runtime_dir import READER_SOCKET, channel_options
+from shared.types.errors import NotFoundError
 from tests.inference_processes import InferenceProcess, wait_kvd_state
 from tests.processes import KvdProcess
 

@@ -8,8 +8,8 @@ import openai
 import pytest
 
 from inference_svc.client import turn_request
-from shared.errors import NotFoundError
 from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.types.errors import NotFoundError
 from tests.openai.conftest import MODEL, name_of, said
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

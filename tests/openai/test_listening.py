@@ -12,8 +12,8 @@ from openai import AsyncOpenAI
 
 from inference_svc.config import load_inference_settings
 from shared.access.addresses import UnguardedError
-from shared.child_process import ChildFailedError
-from shared.errors import DeniedError
+from shared.children.child_process import ChildFailedError
+from shared.types.errors import DeniedError
 from tests.inference_processes import InferenceProcess
 from tests.openai.conftest import MODEL
 from tests.tls_files import Authority

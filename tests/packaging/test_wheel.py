@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.child_process import wait_serving
+from shared.children.child_process import wait_serving
 from shared.version import __version__
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]

@@ -46,8 +46,8 @@ from kvd.core.records import (
     StoredBlock,
 )
 from kvd.core.session_rows import columns_of
-from shared.kv_layout import Component, KVLayout, Layer
-from shared.session_key import SessionKey
+from shared.types.kv_layout import Component, KVLayout, Layer
+from shared.types.session_key import SessionKey
 
 BLOCK_TOKENS = 4
 MODEL = "0f"

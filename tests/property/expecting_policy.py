@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from kvd.core.eviction.lookahead_queue import LookaheadQueuePolicy
 from kvd.core.records import Tier
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 
 class ExpectingPolicy(LookaheadQueuePolicy):

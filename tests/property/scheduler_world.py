@@ -13,8 +13,8 @@ from inference_svc.core.rates.rates import Rates
 from inference_svc.core.scheduling.request import Request, RequestState
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.core.scheduling.step_plan import Admission, SchedulerLimits, StepPlan, StepResult
-from shared.queue_digest import Rank
-from shared.session_key import SessionKey
+from shared.types.queue_digest import Rank
+from shared.types.session_key import SessionKey
 
 ADMITTED = (RequestState.LOADING, RequestState.READY, RequestState.RUNNING)
 NUM_LAYERS = 4

@@ -42,8 +42,8 @@ from kvd.core.records import (
     Tier,
 )
 from kvd.core.tenants import TenantLimits
-from shared.lineage import WHOLE, Lineage
-from shared.session_key import SessionKey
+from shared.types.lineage import WHOLE, Lineage
+from shared.types.session_key import SessionKey
 from tests.property.cache_world import (
     ADOPTED_OWNERS,
     BLOCK_TOKENS,

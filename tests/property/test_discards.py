@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from kvd.core.engine import Limits
 from kvd.core.records import Admission, Lookup, Tier
-from shared.lineage import WHOLE, Lineage
-from shared.session_key import SessionKey
+from shared.types.lineage import WHOLE, Lineage
+from shared.types.session_key import SessionKey
 from tests.property.cache_world import MODEL, CacheWorld, Row, compute, to_bytes
 
 KEYS = [SessionKey("a", MODEL, name) for name in "xyz"]

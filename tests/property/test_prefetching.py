@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from kvd.core.engine import Limits
 from kvd.core.eviction.registry import POLICIES
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 from tests.kvd.core.turns import OWNER, counter, load, queue_of, store, tiers_of
 from tests.property.cache_world import MODEL, SHAPE, CacheWorld
 

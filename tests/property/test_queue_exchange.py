@@ -14,9 +14,9 @@ import pytest
 from kvd.core.queue_window import QueueWindow
 from kvd.queue_messages import queue_update
 from kvd.told_queue import ToldQueue
+from shared.kvd_client.queue_message import snapshot_message
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.queue_change import QueueUpdate
-from shared.queue_message import snapshot_message
+from shared.types.queue_change import QueueUpdate
 from tests.property.scheduler_world import KEYS, SchedulerWorld
 from tests.property.test_scheduler import go_round, random_limits
 

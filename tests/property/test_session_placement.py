@@ -15,8 +15,8 @@ from kvd.core.prefetch_order import MOST_LATE
 from kvd.core.queue_window import QueueChange, QueuedJob, RunningJob
 from kvd.core.records import Tier
 from kvd.core.session_placement import SessionPlacement
-from shared.queue_digest import combined, running_digest, waiting_digest
-from shared.session_key import SessionKey
+from shared.types.queue_digest import combined, running_digest, waiting_digest
+from shared.types.session_key import SessionKey
 
 SESSIONS = [SessionKey("a", "m", f"s{number}") for number in range(7)]
 ENGINES = [1, 2, 3]

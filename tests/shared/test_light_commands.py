@@ -12,12 +12,18 @@ from inference_svc import cli as inference_cli
 from inference_svc.cli_commands import COMMANDS as INFERENCE_COMMANDS
 from kvd.cli.commands import COMMANDS as KVD_COMMANDS
 from kvd.cli.main import root_command
-from shared.group_help import summary
+from shared.config.group_help import summary
 from tests.processes import running_kvd
 
 PROGRAMS = {"kvd": "kvd.cli.main", "inference-svc": "inference_svc.cli"}
 ENGINE = {"torch", "transformers", "safetensors", "jinja2"}
-SERVERS = {"kvd.config", "kvd.daemon", "inference_svc.config", "shared.config", "shared.log"}
+SERVERS = {
+    "kvd.config",
+    "kvd.daemon",
+    "inference_svc.config",
+    "shared.config.settings",
+    "shared.process.log",
+}
 NEVER = {"aiohttp", "cryptography", "numpy", "pydantic", "structlog", "uvloop", *ENGINE, *SERVERS}
 FOR_CALLS = {"asyncio", "grpc", "google.protobuf"}
 FOR_TABLES = {"rich"}

@@ -12,13 +12,13 @@ from aiohttp import ClientSession, web
 from shared.access.clients import ClientBook, Clients
 from shared.access.settings import ClientSettings, TlsSettings
 from shared.access.tokens import new_token, token_digest
-from shared.http_observer import HttpMetrics, observing
-from shared.http_server import HttpServer
-from shared.log import configure_logging
-from shared.metric_export import MetricExporter
-from shared.metric_table import Metric, MetricTable
-from shared.observing_settings import MetricsSettings
-from shared.operations_http import Operations, operations_app, serving_operations
+from shared.process.log import configure_logging
+from shared.serving.http_observer import HttpMetrics, observing
+from shared.serving.http_server import HttpServer
+from shared.serving.metric_export import MetricExporter
+from shared.serving.metric_table import Metric, MetricTable
+from shared.serving.observing_settings import MetricsSettings
+from shared.serving.operations_http import Operations, operations_app, serving_operations
 
 TABLE = MetricTable((Metric("a_rows", "gauge", "Rows"),))
 EXPORTER = MetricExporter(TABLE, lambda scrape: scrape.put("a_rows", 7))

@@ -12,8 +12,8 @@ import pytest
 import pytest_asyncio
 
 from inference_svc.client import InferenceClient, turn_request
-from shared.errors import ReportedError
 from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.types.errors import ReportedError
 from tests.systemd.container import REPOSITORY, VENV
 
 pytestmark = [pytest.mark.systemd, pytest.mark.asyncio(loop_scope="session")]

@@ -7,7 +7,7 @@ computed more than it has rows for, nor rows for more than its window.
 from collections.abc import Iterator
 
 from inference_svc.core.scheduling.request import Request, RequestState
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 _STATES = frozenset({RequestState.LOADING, RequestState.READY, RequestState.RUNNING})
 

@@ -15,7 +15,7 @@ from inference_svc.core.scheduling.residents import Residents
 from inference_svc.core.scheduling.row_budget import RowBudget
 from inference_svc.core.scheduling.step_plan import Admission, SchedulerLimits
 from inference_svc.core.scheduling.waiting_queue import WaitingQueue
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 
 @dataclass(frozen=True)

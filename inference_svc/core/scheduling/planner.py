@@ -23,7 +23,7 @@ from inference_svc.core.scheduling.row_budget import RowBudget
 from inference_svc.core.scheduling.start_gate import StartGate
 from inference_svc.core.scheduling.step_plan import Admission, SchedulerLimits, StepPlan
 from inference_svc.core.scheduling.waiting_queue import WaitingQueue
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 
 @dataclass

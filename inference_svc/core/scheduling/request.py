@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from inference_svc.core.discards import Range, kept_runs, num_in, without
-from shared.lineage import Lineage
-from shared.session_key import SessionKey
+from shared.types.lineage import Lineage
+from shared.types.session_key import SessionKey
 
 NO_WINDOW = 1 << 62  # rows; more than there will ever be
 

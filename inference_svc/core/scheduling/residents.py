@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from inference_svc.core.scheduling.request import Request
-from shared.lineage import Lineage
-from shared.queue_digest import Rank
-from shared.session_key import SessionKey
+from shared.types.lineage import Lineage
+from shared.types.queue_digest import Rank
+from shared.types.session_key import SessionKey
 
 
 @dataclass(frozen=True, eq=False)

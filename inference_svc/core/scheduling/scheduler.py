@@ -36,8 +36,8 @@ from inference_svc.core.scheduling.start_estimates import StartEstimates
 from inference_svc.core.scheduling.start_gate import StartGate
 from inference_svc.core.scheduling.step_plan import SchedulerLimits, StepPlan, StepResult
 from inference_svc.core.scheduling.waiting_queue import WaitingQueue
-from shared.queue_feed import QueueFeed
-from shared.session_key import SessionKey
+from shared.kvd_client.queue_feed import QueueFeed
+from shared.types.session_key import SessionKey
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 

@@ -9,7 +9,7 @@ from itertools import islice
 
 from inference_svc.core.rates.rates import Rates, pairs
 from inference_svc.core.scheduling.request import Request
-from shared.units import NS_PER_S
+from shared.types.units import NS_PER_S
 
 UNKNOWN_RETRY_S = 1.0  # a guess at a turn's length, until one was seen
 _FEW = 16  # prompts that stand for all that wait

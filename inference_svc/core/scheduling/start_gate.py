@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from inference_svc.core.rates.rates import Rates, pairs
 from inference_svc.core.scheduling.read_buffer import start_in_s
 from inference_svc.core.scheduling.request import Request
-from shared.units import NS_PER_S
+from shared.types.units import NS_PER_S
 
 IDLE_SLACK_S = 0.02  # if nobody else is held up, waiting here or in the forward is the same
 HOLD_LIMIT_NS = NS_PER_S  # without news of a load: far longer than a layer takes

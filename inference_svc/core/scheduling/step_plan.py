@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from inference_svc.core.scheduling.request import Request
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 
 @dataclass(frozen=True)

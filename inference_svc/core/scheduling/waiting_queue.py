@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping
 from sortedcontainers import SortedList
 
 from inference_svc.core.scheduling.request import Request
-from shared.queue_digest import Rank
-from shared.queue_feed import QueueFeed
-from shared.session_key import SessionKey
+from shared.kvd_client.queue_feed import QueueFeed
+from shared.types.queue_digest import Rank
+from shared.types.session_key import SessionKey
 
 
 class WaitingQueue:

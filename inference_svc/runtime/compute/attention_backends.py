@@ -6,7 +6,7 @@ import torch
 
 from inference_svc.runtime.compute.attention import AttentionBackend
 from inference_svc.runtime.compute.torch_attention import TorchAttention
-from shared.errors import ConfigError
+from shared.types.errors import ConfigError
 
 AUTO = "auto"  # the best there is for the device
 _BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"torch": TorchAttention}

@@ -24,9 +24,9 @@ from inference_svc.runtime.engine.engine_job import EngineJob, as_token_bytes
 from inference_svc.runtime.engine.job_memory import JobMemory
 from inference_svc.runtime.kv.resident_slabs import ResidentSlabs
 from inference_svc.runtime.kv.shift import SlabShifts
-from shared.lineage import Lineage
-from shared.log import get_logger
-from shared.session_key import SessionKey
+from shared.process.log import get_logger
+from shared.types.lineage import Lineage
+from shared.types.session_key import SessionKey
 
 log = get_logger(__name__)
 

@@ -16,9 +16,9 @@ from inference_svc.runtime.compute.sampling import Sampled, Sampler
 from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.store.save_stream import SaveStream
-from shared.block_key import TOKEN_BYTES
-from shared.lineage import Lineage
-from shared.session_key import SessionKey
+from shared.types.block_key import TOKEN_BYTES
+from shared.types.lineage import Lineage
+from shared.types.session_key import SessionKey
 
 
 @dataclass(eq=False)

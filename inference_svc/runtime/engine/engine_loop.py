@@ -35,10 +35,10 @@ from inference_svc.runtime.kv.resident_slabs import ResidentSlabs
 from inference_svc.runtime.kv.shift import SlabShifts
 from inference_svc.runtime.store.saves import Saves
 from inference_svc.runtime.store.session_store import SessionStore
-from shared.lineage import Lineage
-from shared.progress_words import LoadFailedError
-from shared.session_key import SessionKey
-from shared.units import NS_PER_S
+from shared.kvd_client.progress_words import LoadFailedError
+from shared.types.lineage import Lineage
+from shared.types.session_key import SessionKey
+from shared.types.units import NS_PER_S
 
 
 class EngineLoop:

@@ -23,8 +23,8 @@ from inference_svc.runtime.kv.resident_slabs import ResidentSlabs
 from inference_svc.runtime.store.save_stream import SaveStream
 from inference_svc.runtime.store.saves import DiscardLink, Saves
 from inference_svc.runtime.store.session_store import SessionStore
-from shared.lineage import Lineage
-from shared.session_key import SessionKey
+from shared.types.lineage import Lineage
+from shared.types.session_key import SessionKey
 
 # Each has up to a block of rows beside the scheduler's account: for its tail.
 MOST_RESIDENTS = 128

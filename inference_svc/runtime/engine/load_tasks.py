@@ -19,8 +19,8 @@ from inference_svc.runtime.engine.job_memory import JobMemory
 from inference_svc.runtime.engine.loads import Load, Loads
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.store.saves import Saves
-from shared.tracing import child_span
-from shared.units import NS_PER_S
+from shared.serving.tracing import child_span
+from shared.types.units import NS_PER_S
 
 
 @dataclass(eq=False)

@@ -5,8 +5,8 @@ instead of one per slot.
 
 Owns the views; knows no slabs and no positions.
 
-Invariant: the views keep the arena mapped (`shared.arena_map`): what they show stays readable for
-as long as they live, though it means something only under a lease.
+Invariant: the views keep the arena mapped (`shared.kvd_client.arena_map`): what they show stays
+readable for as long as they live, though it means something only under a lease.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from inference_svc.runtime.kv.scratch import ThreadScratch
-from shared.kv_layout import ITEM_BYTES, KVLayout
+from shared.types.kv_layout import ITEM_BYTES, KVLayout
 
 
 class Arena(Protocol):

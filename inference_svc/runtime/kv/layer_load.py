@@ -18,8 +18,8 @@ from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
 from inference_svc.runtime.model.recipes import Calibration, PostRotary
 from inference_svc.runtime.model.rotary import RotaryTable
 from inference_svc.runtime.model.rotation import Turn
-from shared.kv_layout import KVLayout
-from shared.units import ceil_div
+from shared.types.kv_layout import KVLayout
+from shared.types.units import ceil_div
 
 PIECE_ITEMS = 1 << 18  # elements of rows turned at once: 1 MiB in float32; 16 MiB are 25 % slower
 

@@ -14,8 +14,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from shared.dumps import leave_out
-from shared.units import MIB, align_up
+from shared.process.dumps import leave_out
+from shared.types.units import MIB, align_up
 
 HUGE_PAGE_BYTES = 2 * MIB
 POPULATE_STEP_BYTES = 64 * MIB  # 3 to 150 ms: so long may stopping take

@@ -16,7 +16,7 @@ from inference_svc.core.discards import Range
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
 from inference_svc.runtime.kv.shift import SlabShifts
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 
 @dataclass(eq=False)

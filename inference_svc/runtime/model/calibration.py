@@ -57,7 +57,7 @@ from inference_svc.runtime.model.stock import (
     stock_logits,
     use_attention,
 )
-from shared.kv_layout import Component, KVLayout, Layer, choose_block_tokens
+from shared.types.kv_layout import Component, KVLayout, Layer, choose_block_tokens
 
 __all__ = ["Calibration", "calibrate"]
 

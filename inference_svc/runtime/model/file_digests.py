@@ -28,8 +28,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from shared.log import get_logger
-from shared.units import NS_PER_S, ceil_div
+from shared.process.log import get_logger
+from shared.types.units import NS_PER_S, ceil_div
 
 PIECE_BYTES = 16 * 2**20
 READ_BYTES = 2**20  # at once: stays in a core's cache between reading and hashing

@@ -12,7 +12,7 @@ from inference_svc.runtime.model.probe import Probe, run_probe
 from inference_svc.runtime.model.recipes import Mode
 from inference_svc.runtime.model.refusals import REMEDY, ModelModeMissingError, ModelUncachedError
 from inference_svc.runtime.model.stock import use_attention
-from shared.errors import ReportedError
+from shared.types.errors import ReportedError
 
 PROBE_LENGTHS = (11, 13, 17, 19, 23)  # tokens; the first that no dimension of the model equals
 REPEATED_TOKENS = 4  # of a probe: its last ones are its first ones

@@ -19,7 +19,7 @@ from inference_svc.runtime.model.file_digests import DigestCache
 from inference_svc.runtime.model.fingerprint import Fingerprint
 from inference_svc.runtime.model.gguf_file import no_progress_bar
 from inference_svc.runtime.model.model_directory import check_model
-from shared.kv_layout import ITEM_BYTES
+from shared.types.kv_layout import ITEM_BYTES
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 # Names that configs use for the number of positions.

@@ -11,7 +11,7 @@ from inference_svc.runtime.compute.attention import AttentionOptions
 from inference_svc.runtime.kv.kv_slab import LayerShape
 from inference_svc.runtime.model.rotary import RotaryTable
 from inference_svc.runtime.model.scaled_rotary import ScaledRotary
-from shared.kv_layout import KVLayout
+from shared.types.kv_layout import KVLayout
 
 Mode = Literal["paged", "gather", "masked", "single"]
 Positions = Literal["decoupled", "coupled", "naive"]

@@ -22,11 +22,11 @@ from inference_svc.runtime.model.calibration import Calibration
 from inference_svc.runtime.store.kvd_talk import KvdTalk
 from inference_svc.runtime.store.session_store import BegunLoad, LoadRequest
 from inference_svc.runtime.worker_thread import WorkerThread
-from shared.errors import ReportedError
-from shared.grants import LoadGrant, Lookup
-from shared.kvd_client import KvdClient
-from shared.log import get_logger
-from shared.progress_words import LoadFailedError, LoadProgress
+from shared.kvd_client.client import KvdClient
+from shared.kvd_client.grants import LoadGrant, Lookup
+from shared.kvd_client.progress_words import LoadFailedError, LoadProgress
+from shared.process.log import get_logger
+from shared.types.errors import ReportedError
 
 DRAM, SSD = "dram", "ssd"
 RECOMPUTE_CHEAPER = "recompute_cheaper"

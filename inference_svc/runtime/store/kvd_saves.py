@@ -15,12 +15,12 @@ from inference_svc.runtime.kv.layer_store import no_wait, store_blocks
 from inference_svc.runtime.model.calibration import Calibration
 from inference_svc.runtime.store.kvd_talk import KvdTalk
 from inference_svc.runtime.worker_thread import WorkerThread
-from shared.errors import ReportedError
-from shared.grants import StoreGrant
-from shared.kvd_client import KvdClient
-from shared.lineage import Lineage
-from shared.session_key import SessionKey
-from shared.units import ceil_div
+from shared.kvd_client.client import KvdClient
+from shared.kvd_client.grants import StoreGrant
+from shared.types.errors import ReportedError
+from shared.types.lineage import Lineage
+from shared.types.session_key import SessionKey
+from shared.types.units import ceil_div
 
 WAKE_UPS = 4  # of the store thread while it follows a step
 

@@ -13,12 +13,12 @@ from inference_svc.runtime.store.kvd_loads import CopyThreads, KvdLoads
 from inference_svc.runtime.store.kvd_saves import KvdSaves
 from inference_svc.runtime.store.kvd_talk import KvdTalk
 from inference_svc.runtime.store.session_store import BegunLoad, LoadRequest, StoreState
-from shared.block_key import TOKEN_BYTES
-from shared.errors import ReportedError
-from shared.kvd_client import KvdClient
-from shared.lineage import Lineage
-from shared.queue_feed import QueueFeed
-from shared.session_key import SessionKey
+from shared.kvd_client.client import KvdClient
+from shared.kvd_client.queue_feed import QueueFeed
+from shared.types.block_key import TOKEN_BYTES
+from shared.types.errors import ReportedError
+from shared.types.lineage import Lineage
+from shared.types.session_key import SessionKey
 
 
 class KvdSessionStore:

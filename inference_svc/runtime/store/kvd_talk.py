@@ -2,10 +2,10 @@
 
 from inference_svc.core.counters import Counters
 from inference_svc.runtime.kv.arena_rows import ArenaRows
-from shared.arena_map import ArenaMap
-from shared.errors import ReportedError
-from shared.kv_layout import KVLayout
-from shared.log import get_logger
+from shared.kvd_client.arena_map import ArenaMap
+from shared.process.log import get_logger
+from shared.types.errors import ReportedError
+from shared.types.kv_layout import KVLayout
 
 log = get_logger(__name__)
 

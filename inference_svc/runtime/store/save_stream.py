@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.kv_slab import WriteBuffer
 from inference_svc.runtime.store.session_store import SessionStore
-from shared.block_key import TOKEN_BYTES
-from shared.lineage import Lineage
-from shared.session_key import SessionKey
-from shared.tracing import child_span
+from shared.serving.tracing import child_span
+from shared.types.block_key import TOKEN_BYTES
+from shared.types.lineage import Lineage
+from shared.types.session_key import SessionKey
 
 
 @dataclass(frozen=True)

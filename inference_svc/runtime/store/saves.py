@@ -12,8 +12,8 @@ from inference_svc.core.discards import Range
 from inference_svc.runtime.kv.kv_slab import WriteBuffer
 from inference_svc.runtime.store.save_stream import SaveStream
 from inference_svc.runtime.store.session_store import SessionStore
-from shared.lineage import Lineage
-from shared.session_key import SessionKey
+from shared.types.lineage import Lineage
+from shared.types.session_key import SessionKey
 
 
 class DiscardLink:

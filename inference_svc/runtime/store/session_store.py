@@ -15,11 +15,11 @@ from inference_svc.core.rates.load_or_recompute import LoadPolicy
 from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
 from inference_svc.runtime.kv.layer_gate import LayerGate
-from shared.block_key import TOKEN_BYTES
-from shared.grants import LoadGrant
-from shared.lineage import Lineage
-from shared.queue_feed import QueueFeed
-from shared.session_key import SessionKey
+from shared.kvd_client.grants import LoadGrant
+from shared.kvd_client.queue_feed import QueueFeed
+from shared.types.block_key import TOKEN_BYTES
+from shared.types.lineage import Lineage
+from shared.types.session_key import SessionKey
 
 StoreState = Literal["attached", "detached", "off"]
 

@@ -15,8 +15,8 @@ from inference_svc.runtime.engine.engine_job import EngineJob, LoadOutcome
 from inference_svc.runtime.turns.detokenize import Detokenizer
 from inference_svc.runtime.turns.turn import Turn
 from inference_svc.runtime.turns.turn_prompt import Prompt
-from shared.histogram import Histogram
-from shared.units import NS_PER_S
+from shared.types.histogram import Histogram
+from shared.types.units import NS_PER_S
 
 
 class AnswerWriter:

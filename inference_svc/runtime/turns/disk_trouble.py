@@ -10,10 +10,10 @@ import os
 from pathlib import Path
 
 from inference_svc.core.errors import TranscriptDiskFullError, TranscriptUnavailableError
-from shared.errors import ReportedError
-from shared.histogram import Tally
-from shared.line_allowance import LineAllowance
-from shared.log import get_logger
+from shared.process.line_allowance import LineAllowance
+from shared.process.log import get_logger
+from shared.types.errors import ReportedError
+from shared.types.histogram import Tally
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 PROBE_FILE = "room"  # written to see whether there is room again

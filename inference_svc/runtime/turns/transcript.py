@@ -38,8 +38,8 @@ from inference_svc.core.transcript_format import (
 )
 from inference_svc.core.turn_record import TurnRecord
 from inference_svc.runtime.turns.disk_trouble import DiskTrouble
-from shared.log import get_logger
-from shared.session_key import SessionKey
+from shared.process.log import get_logger
+from shared.types.session_key import SessionKey
 
 MAX_CACHED_TOKENS = 8_000_000  # about half a gigabyte of Python integers at the very worst
 LOCK_FILE = "lock"  # held by the service that owns the directory

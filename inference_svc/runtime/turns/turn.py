@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from inference_svc.core.submission import Submission
 from inference_svc.core.turn_events import Finished, TurnEvent
-from shared.errors import ReportedError
-from shared.units import NS_PER_S
+from shared.types.errors import ReportedError
+from shared.types.units import NS_PER_S
 
 if TYPE_CHECKING:
     from inference_svc.core.scheduling.request import Request

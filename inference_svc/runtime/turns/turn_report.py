@@ -19,12 +19,12 @@ from inference_svc.core.scheduling.request import Request
 from inference_svc.core.submission import Submission
 from inference_svc.core.turn_measures import TurnMeasures
 from inference_svc.core.turn_record import TurnRecord, Usage
-from shared.errors import ReportedError
-from shared.line_allowance import LineAllowance
-from shared.log import get_logger
 from shared.pb.inference.v1 import inference_pb2 as pb
-from shared.session_key import DEFAULT_TENANT
-from shared.tracing import child_span, past_span
+from shared.process.line_allowance import LineAllowance
+from shared.process.log import get_logger
+from shared.serving.tracing import child_span, past_span
+from shared.types.errors import ReportedError
+from shared.types.session_key import DEFAULT_TENANT
 
 MAX_NAME = 128  # characters of a name that nobody has checked
 

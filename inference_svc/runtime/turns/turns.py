@@ -37,10 +37,10 @@ from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn import Turn
 from inference_svc.runtime.turns.turn_report import TurnReport, turn_span
 from inference_svc.runtime.turns.turn_runner import TurnRunner
-from shared.errors import ExhaustedError, ReportedError
-from shared.log import get_logger
-from shared.session_key import SessionKey
-from shared.tracing import fail_span
+from shared.process.log import get_logger
+from shared.serving.tracing import fail_span
+from shared.types.errors import ExhaustedError, ReportedError
+from shared.types.session_key import SessionKey
 
 T = TypeVar("T")
 

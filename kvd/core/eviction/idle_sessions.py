@@ -22,8 +22,8 @@ from kvd.core.eviction.return_hazards import (
     observe,
 )
 from kvd.core.ttl import TtlClock
-from shared.session_key import SessionKey
-from shared.units import NS_PER_S
+from shared.types.session_key import SessionKey
+from shared.types.units import NS_PER_S
 
 MOST_GHOSTS = 65_536
 TURN_GROUPS = (0, 1, 2, 3, 4, 4, 5, 5, 5)  # group of so many turns; more: MANY_TURNS

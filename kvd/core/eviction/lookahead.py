@@ -8,7 +8,7 @@ from kvd.core.eviction.lookahead_queue import LookaheadQueuePolicy
 from kvd.core.eviction.policy import PolicyContext
 from kvd.core.queue_window import QueuePlace
 from kvd.core.records import Tier
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 
 class LookaheadPolicy(LookaheadQueuePolicy):

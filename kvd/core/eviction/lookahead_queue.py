@@ -4,7 +4,7 @@ from kvd.core.eviction.ranked import END, ENDED, IDLE, QUEUED, RUNNING, RankedPo
 from kvd.core.eviction.session_order import Warmth
 from kvd.core.queue_window import QueuePlace
 from kvd.core.records import Tier
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 
 class LookaheadQueuePolicy(RankedPolicy):

@@ -3,7 +3,7 @@
 from kvd.core.eviction.ranked import ENDED, IDLE, RankedPolicy, SessionFacts
 from kvd.core.eviction.session_order import Warmth
 from kvd.core.records import Tier
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 
 class LruPolicy(RankedPolicy):

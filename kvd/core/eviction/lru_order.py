@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import chain, pairwise
 
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 PAGE = 1 << 16  # sessions in one table: one of a million takes a tenth of a second to grow
 

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from kvd.core.queue_window import QueuePlace, QueueWindow
 from kvd.core.records import Tier
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from kvd.core.eviction.ranked import END, IDLE, SessionFacts
 from kvd.core.eviction.session_order import Warmth
 from kvd.core.queue_window import QueuePlace
 from kvd.core.records import Tier
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 ALL_AT_ONCE = 8192  # sessions that are ranked anew in one call: tens of milliseconds
 SOME_AT_ONCE = 1024  # of more

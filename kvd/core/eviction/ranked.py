@@ -24,7 +24,7 @@ from kvd.core.eviction.resting_sessions import RestingSessions
 from kvd.core.eviction.session_order import SessionOrder, Warmth
 from kvd.core.queue_window import QueuePlace
 from kvd.core.records import Tier
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 ENDED, RUNNING, IDLE, QUEUED = range(4)  # bands
 END = inf  # of a band, or of all of them

@@ -11,7 +11,7 @@ Invariant: a session rests at most once, and never again after it woke.
 from collections.abc import Callable, Iterator, Sequence
 
 from kvd.core.eviction.session_order import Warmth
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 PAGE = 1024  # places whose sessions are counted together: those that have woken are passed over
 

@@ -25,7 +25,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from shared.units import NS_PER_S
+from shared.types.units import NS_PER_S
 
 EDGES_NS = [0, *(NS_PER_S >> shift for shift in (10, 8, 6, 4, 2))] + [
     round(2 ** (half_octaves / 2) * NS_PER_S) for half_octaves in range(36)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from sortedcontainers import SortedDict
 
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 Warmth = tuple[float, ...]  # lower is colder; no two sessions of an order have the same
 MOST_CHANGED = 512  # sessions whose places are looked up in one call: some ten milliseconds

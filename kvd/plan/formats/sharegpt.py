@@ -21,7 +21,7 @@ import numpy as np
 from kvd.plan.formats.filling import Filling, poisson_begins
 from kvd.plan.generate import think_times, turns_in_window
 from kvd.plan.trace import BadTraceError, Session, numbered_lines, parse_object
-from shared.units import ceil_div
+from shared.types.units import ceil_div
 
 BYTES_PER_TOKEN = 4  # English text in UTF-8, about
 ANSWERING = frozenset({"gpt", "assistant", "chatgpt", "bing", "bard", "model"})

@@ -20,7 +20,7 @@ from inference_svc.bench.figures import (
 )
 from inference_svc.bench.plot import NoPlotError, check_plot, plot
 from inference_svc.bench.report import tables
-from shared.statistics import Spread
+from shared.types.statistics import Spread
 
 TTFT = Spread(0.04, 0.05, 0.07)
 CA = Measured("ca", 15, 2, {"ttft_s": TTFT, "prefill_tokens_per_s": Spread(1e4, 2e4, 3e4)})

@@ -12,8 +12,8 @@ from inference_svc.core.session_turns import (
     MIN_PACE_S,
     SessionTurns,
 )
-from shared.session_key import SessionKey
-from shared.units import NS_PER_S
+from shared.types.session_key import SessionKey
+from shared.types.units import NS_PER_S
 
 KEYS = [SessionKey("default", "m", name) for name in ("a", "b", "c")]
 

@@ -7,7 +7,7 @@ from inference_svc.core.errors import SessionEndedError, TurnMismatchError
 from inference_svc.core.expected_session import ExpectedSession
 from inference_svc.core.sampling_params import SamplingParams
 from inference_svc.core.submission import ChatInput, Submission, TextInput, TokenInput
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 from tests.inference_svc.core.test_transcript_format import transcript as transcript_of
 
 MESSAGES = ChatInput((("system", "be brief"), ("user", "once upon")))

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from inference_svc.core.tenant_limits import MAX_RETRY_S, SWEEP, TenantBounds, TenantLimits
-from shared.units import NS_PER_S
+from shared.types.units import NS_PER_S
 
 FREE = TenantBounds()
 MINUTE_NS = 60 * NS_PER_S

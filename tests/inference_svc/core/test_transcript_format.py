@@ -20,7 +20,7 @@ from inference_svc.core.transcript_format import (
     encode_turn,
 )
 from inference_svc.core.turn_record import TurnRecord, Usage
-from shared.lineage import WHOLE, Lineage
+from shared.types.lineage import WHOLE, Lineage
 
 HEADER = Header("default", "model", "s1")
 

@@ -22,7 +22,7 @@ from inference_svc.eval.runner import subject_of
 from inference_svc.eval.sequence import Sequence
 from inference_svc.eval.text import UnusableTextError, load_text
 from inference_svc.runtime.model.model_loader import load_model
-from shared.errors import InvalidInputError
+from shared.types.errors import InvalidInputError
 from tests.oracle import Oracle
 
 TEXT = Path(__file__).parents[2] / "data" / "wikitext2_sample.txt.gz"

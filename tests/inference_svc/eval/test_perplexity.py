@@ -14,7 +14,7 @@ from inference_svc.eval.sequence import Sequence
 from inference_svc.eval.text import load_text
 from inference_svc.eval.truncating import with_sinks
 from inference_svc.runtime.model.model_loader import load_model
-from shared.errors import InvalidInputError
+from shared.types.errors import InvalidInputError
 from tests.inference_svc.eval.conftest import WINDOW
 from tests.inference_svc.eval.plain_stream import kept, recomputed
 

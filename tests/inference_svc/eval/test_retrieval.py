@@ -11,7 +11,7 @@ from inference_svc.eval.records import RecordText, draw_records
 from inference_svc.eval.retrieval import fill, measure_retrieval
 from inference_svc.eval.sequence import Sequence
 from inference_svc.runtime.model.model_loader import load_model
-from shared.errors import InvalidInputError
+from shared.types.errors import InvalidInputError
 
 DEMO_MODEL = Path(__file__).parents[3] / "inference_svc" / "demo" / "model"
 WINDOW = 640

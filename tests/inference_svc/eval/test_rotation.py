@@ -9,7 +9,7 @@ from inference_svc.eval.eval_model import prepare_model
 from inference_svc.eval.options import RotationOptions
 from inference_svc.eval.rotation import measure_rotation
 from inference_svc.runtime.model.model_loader import load_model
-from shared.errors import InvalidInputError
+from shared.types.errors import InvalidInputError
 
 SAMPLE = Path(__file__).parents[2] / "data" / "wikitext2_sample.txt.gz"
 

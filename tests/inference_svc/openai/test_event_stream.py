@@ -6,7 +6,7 @@ import json
 from aiohttp import web
 
 from inference_svc.openai.event_stream import DONE, EventStream
-from shared.http_server import HttpServer
+from shared.serving.http_server import HttpServer
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"
 LONG = {"type": "long", "text": "x" * 100_000}

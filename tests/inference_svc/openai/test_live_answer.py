@@ -13,7 +13,7 @@ from inference_svc.openai.live_answer import LiveAnswer
 from inference_svc.openai.places import Caller, Place
 from inference_svc.runtime.turns.turn import Turn
 from shared.access.identity import socket_identity
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 CALLER = Caller(socket_identity("socket", ("a",), ("client",)), "a")
 WAITS = Accepted("s", 0, "r", 3, is_replayed=False)

@@ -27,7 +27,7 @@ from inference_svc.openai.response_events import ResponseEvents
 from inference_svc.openai.response_objects import ResponseFacts
 from inference_svc.openai.served_model import ServedModel
 from inference_svc.openai.token_text import TokenText
-from shared.errors import ReportedError, UnauthenticatedError
+from shared.types.errors import ReportedError, UnauthenticatedError
 
 USAGE = Usage(history_tokens=30, reused_tokens=28, recomputed_tokens=2, new_tokens=5)
 TOKENS = [

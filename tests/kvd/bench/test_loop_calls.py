@@ -5,7 +5,7 @@ from dataclasses import replace
 from kvd.bench.filled_index import FilledIndexes, fill_index
 from kvd.bench.loop_calls import TTL_NS, measure_loop_calls, opened
 from kvd.bench.options import QUICK, BenchOptions, resized
-from shared.units import NS_PER_S
+from shared.types.units import NS_PER_S
 
 NUM_SESSIONS, NUM_BLOCKS = 600, 3
 

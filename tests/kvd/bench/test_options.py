@@ -12,9 +12,9 @@ from kvd.bench.options import (
     layout_with,
     resized,
 )
-from shared.layout_message import layout_message, layout_of
+from shared.kvd_client.layout_message import layout_message, layout_of
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.units import GIB
+from shared.types.units import GIB
 
 
 @pytest.mark.parametrize("layout", [*DATA_LAYOUTS, SMALL_LAYOUT])

@@ -5,7 +5,7 @@ import pytest
 from kvd.core.actions import SESSION_CUT, Emit
 from kvd.core.block import Block
 from kvd.core.records import Pin, Tier
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 from tests.kvd.core.turns import (
     ONES,
     THREES,

@@ -10,7 +10,7 @@ from kvd.core.actions import (
     WriteBlock,
 )
 from kvd.core.records import Admission, CommittedSlot, Lookup
-from shared.lineage import WHOLE
+from shared.types.lineage import WHOLE
 from tests.kvd.core.turns import (
     OWNER,
     A,

@@ -9,7 +9,7 @@ from kvd.core.engine import CacheEngine
 from kvd.core.errors import InvalidRequestError
 from kvd.core.packing import unpack_spans
 from kvd.core.records import Lookup
-from shared.lineage import WHOLE
+from shared.types.lineage import WHOLE
 from tests.kvd.core.turns import (
     ONES,
     OWNER,

@@ -13,7 +13,7 @@ from kvd.core.errors import (
     UnknownSessionError,
 )
 from kvd.core.records import Lookup
-from shared.lineage import WHOLE
+from shared.types.lineage import WHOLE
 from tests.kvd.core.turns import ONES, THREES, TWOS, A, B, C, counter, new_world, store, tiers_of
 from tests.property.cache_world import compute, to_bytes
 

@@ -2,8 +2,8 @@
 
 from kvd.core.measures import MOST_EVICTED, Measures
 from kvd.core.records import Tier
-from shared.session_key import SessionKey
-from shared.units import NS_PER_S
+from shared.types.session_key import SessionKey
+from shared.types.units import NS_PER_S
 
 
 def key_of(name: str) -> SessionKey:

@@ -4,7 +4,7 @@ import pytest
 
 from kvd.core.prefetch_order import MOST_LATE, PrefetchOrder
 from kvd.core.queue_window import QueueChange, QueuedJob, QueueWindow
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 INTERVAL_NS = 1000
 ENGINE = 1

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from kvd.core.queue_window import QueueChange, QueuedJob, QueueWindow, RunningJob
-from shared.queue_digest import combined, running_digest, waiting_digest
-from shared.session_key import SessionKey
+from shared.types.queue_digest import combined, running_digest, waiting_digest
+from shared.types.session_key import SessionKey
 
 MS = 1_000_000
 

@@ -11,7 +11,7 @@ from kvd.core.errors import TooManyLeasesError
 from kvd.core.records import TTL_NEVER_NS, Admission, Pin
 from kvd.core.relimiting import DROP_BATCH, RESCHEDULE_BATCH
 from kvd.core.tenants import TenantLimits
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 from tests.kvd.core.turns import (
     ONES,
     OTHER_TENANT,

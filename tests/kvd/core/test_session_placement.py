@@ -7,7 +7,7 @@ from kvd.core.eviction.registry import POLICIES, make_policy
 from kvd.core.queue_window import QueueChange, QueuedJob, RunningJob
 from kvd.core.records import Tier
 from kvd.core.session_placement import MEAN_SHARE, SessionPlacement
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 KEYS = [SessionKey("a", "m", name) for name in "abcdef"]
 A, B, C, D, E, F = KEYS

@@ -5,7 +5,7 @@ import pytest
 from kvd.core.actions import IoOutcome, SpaceFreed
 from kvd.core.errors import InvalidRequestError, LeaseLostError, TooManyLeasesError
 from kvd.core.records import Lookup, Pin
-from shared.lineage import WHOLE
+from shared.types.lineage import WHOLE
 from tests.kvd.core.turns import (
     ONES,
     OWNER,

@@ -8,7 +8,7 @@ from kvd.core.extent_shape import ExtentShape
 from kvd.core.extents import ExtentTable
 from kvd.core.slots import SlotState, SlotTable
 from kvd.core.ttl import TtlClock
-from shared.kv_layout import Component, KVLayout, Layer
+from shared.types.kv_layout import Component, KVLayout, Layer
 from tests.kvd.core.turns import A, B
 
 

@@ -5,7 +5,7 @@ from itertools import product
 from kvd.core.queue_window import QueueChange, QueuedJob, RunningJob
 from kvd.core.records import Tier
 from kvd.core.turn_log import RecordedTurn, TurnLog
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 from tests.kvd.core.turns import ONES, OWNER, THREES, TWOS, load, new_world, store
 from tests.property.cache_world import to_bytes
 

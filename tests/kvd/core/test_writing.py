@@ -5,7 +5,7 @@ import pytest
 from kvd.core.actions import DropBlock, Emit, HashSlot, IoOutcome, PutBlock, WriteBlock
 from kvd.core.records import Admission, Pin
 from kvd.core.writing import FIRST_RETRY_NS
-from shared.units import SECTOR_BYTES
+from shared.types.units import SECTOR_BYTES
 from tests.kvd.core.turns import (
     ONES,
     THREES,

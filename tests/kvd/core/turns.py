@@ -6,7 +6,7 @@ from kvd.core.eviction.registry import POLICIES
 from kvd.core.queue_window import QueueChange, QueuedJob
 from kvd.core.records import LoadAnswer, Lookup, SessionInfo, StoreAnswer, Tier
 from kvd.core.session_filter import EVERYTHING
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 from tests.property.cache_world import MODEL, CacheWorld, compute, to_bytes
 
 A = SessionKey("a", MODEL, "a")

@@ -23,7 +23,7 @@ from kvd.doctor.memory import (
 )
 from kvd.doctor.storage import check_descriptors, check_directories, check_state_disk
 from kvd.doctor.unit import check_unit
-from shared.units import GIB, MIB
+from shared.types.units import GIB, MIB
 
 NOBODY = 65534
 PIB = 1 << 50

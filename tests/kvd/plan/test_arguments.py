@@ -18,7 +18,7 @@ from kvd.plan.arguments import (
 from kvd.plan.decimal_sizes import GB
 from kvd.plan.load import recompute_load
 from kvd.plan.prices import Prices
-from shared.errors import ReportedError
+from shared.types.errors import ReportedError
 
 TRACE = Path("tests/data/trace_sample.jsonl.gz")
 ARRIVALS = ArrivalArguments(trace=TRACE)

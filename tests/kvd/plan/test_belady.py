@@ -4,7 +4,7 @@ from kvd.core.eviction.policy import PolicyContext
 from kvd.core.queue_window import QueueChange, QueuedJob, QueueWindow
 from kvd.core.records import Tier
 from kvd.plan.belady import BeladyPolicy
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 A, B, C, D, E = (SessionKey("t", "m", name) for name in "ABCDE")
 

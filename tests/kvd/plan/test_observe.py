@@ -10,7 +10,7 @@ from kvd.core.turn_log import RecordedTurn
 from kvd.plan.observe import MIN_JUDGED, HitRates, Observation, num_replays, observe
 from kvd.plan.observe_views import observation_tables
 from kvd.plan.recorded_replay import ObservedCache
-from shared.units import NS_PER_S
+from shared.types.units import NS_PER_S
 
 TOKENS = 64
 BYTES = 64_000  # of a session

@@ -2,7 +2,7 @@
 
 from kvd.core.records import Tier
 from kvd.plan.outcome import Tally, Totals, TurnRecord
-from shared.units import NS_PER_S
+from shared.types.units import NS_PER_S
 
 
 def test_shares_are_of_the_right_wholes():

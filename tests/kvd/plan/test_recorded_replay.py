@@ -10,7 +10,7 @@ from kvd.core.eviction.registry import POLICIES
 from kvd.core.records import Tier
 from kvd.core.turn_log import RecordedTurn
 from kvd.plan.recorded_replay import Found, ObservedCache, replay_recorded
-from shared.units import NS_PER_S
+from shared.types.units import NS_PER_S
 
 BLOCK = 16
 CACHE = ObservedCache(BLOCK, 1600, 0, 0, "lru")

@@ -1,7 +1,7 @@
 """The SSD's read channel: one read at a time, in the order in which they came."""
 
 from kvd.plan.ssd_channel import SsdChannel
-from shared.units import NS_PER_S
+from shared.types.units import NS_PER_S
 
 
 def test_reads_follow_one_another():

@@ -7,7 +7,7 @@ from kvd.core.queue_window import QueueChange, QueuedJob
 from kvd.core.records import Tier
 from kvd.core.session_placement import SessionPlacement
 from kvd.plan.tiers import Tiers
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 A, B, C, D = (SessionKey("t", "m", name) for name in "ABCD")
 

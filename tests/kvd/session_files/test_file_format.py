@@ -20,7 +20,7 @@ from kvd.session_files.file_format import (
 )
 from kvd.session_files.slot_runs import RowBuffer, SlotRuns
 from kvd.session_files.timely import timely
-from shared.lineage import WHOLE, Lineage
+from shared.types.lineage import WHOLE, Lineage
 from tests.synthetic_engine import encode, key_of, small_layout
 
 LAYOUT = small_layout()

@@ -13,7 +13,7 @@ from kvd.tiers.space_budget import SpaceBudget
 from kvd.tiers.staging import Staging
 from kvd.tiers.volume import SegmentVolume
 from kvd.tiers.volume_identity import ID_NAME
-from shared.kv_layout import Component, KVLayout, Layer
+from shared.types.kv_layout import Component, KVLayout, Layer
 
 if TYPE_CHECKING:
     from kvd.encryption.keyring import Keyring

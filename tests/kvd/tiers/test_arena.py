@@ -17,8 +17,8 @@ from kvd.tiers.arena_store import (
     HugepagesUnavailableError,
     resolve_keep,
 )
-from shared import machine
-from shared.kv_layout import Component, KVLayout, Layer
+from shared.process import machine
+from shared.types.kv_layout import Component, KVLayout, Layer
 from tests.synthetic_engine import MODEL, small_layout
 
 LAYOUT = small_layout()

@@ -19,8 +19,8 @@ from kvd.tiers.arena_places import FdStore
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore, KeptArena
 from kvd.tiers.faults import NoFaults, WritePoint
 from kvd.tiers.journal import HEADER_BYTES, Journal, unpack_header
-from shared.kv_layout import Component, KVLayout, Layer
-from shared.units import SECTOR_BYTES
+from shared.types.kv_layout import Component, KVLayout, Layer
+from shared.types.units import SECTOR_BYTES
 from tests.synthetic_engine import MODEL, small_layout
 
 LAYOUT = small_layout()

@@ -22,8 +22,8 @@ from kvd.tiers.index_database import (
 )
 from kvd.tiers.index_rows import read_blocks
 from kvd.tiers.manifest import MAX_BATCH, MAX_QUEUED_BYTES, LayoutRow, Manifest
-from shared.kv_layout import Component, KVLayout, Layer
-from shared.session_key import SessionKey
+from shared.types.kv_layout import Component, KVLayout, Layer
+from shared.types.session_key import SessionKey
 
 LAYERS = (Layer((Component("k", (8,), "float32"),)),)
 LAYOUT, OTHER = (KVLayout(model, LAYERS, block_tokens=16) for model in ("ab" * 16, "cd" * 16))

@@ -18,7 +18,7 @@ from kvd.tiers.extent_format import ExtentFormat
 from kvd.tiers.sealed_extents import SealedFormat
 from kvd.tiers.sealed_header import SEALED_MAGIC
 from kvd.tiers.staging import STAGED_IO_BYTES, Staging
-from shared.kv_layout import Component, KVLayout, Layer
+from shared.types.kv_layout import Component, KVLayout, Layer
 from tests.kvd.tiers.disk import LAYOUT, TENANT, Block, Disk, new_slot
 
 SHAPE = ExtentShape(LAYOUT)

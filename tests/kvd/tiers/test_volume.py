@@ -15,8 +15,8 @@ from kvd.core.extent_shape import ExtentShape
 from kvd.tiers.faults import NoFaults, WritePoint
 from kvd.tiers.space_budget import SpaceBudget
 from kvd.tiers.volume import SegmentVolume
-from shared.kv_layout import Component, KVLayout, Layer
-from shared.units import SECTOR_BYTES
+from shared.types.kv_layout import Component, KVLayout, Layer
+from shared.types.units import SECTOR_BYTES
 from tests.kvd.tiers.disk import LAYOUT, Block, Disk, new_slot
 
 SHAPE = ExtentShape(LAYOUT)

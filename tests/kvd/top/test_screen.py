@@ -3,8 +3,8 @@
 import pytest
 
 from kvd.top.screen import PAGE, Act, Command, Screen, index_of, pressed
-from shared.keyboard import split_keys
 from shared.pb.kvd.v1 import kvd_pb2
+from shared.terminal.keyboard import split_keys
 
 NAMES = [("default", "m", str(number)) for number in range(30)]
 

@@ -15,12 +15,12 @@ from shared.access.clients import ClientBook, Clients
 from shared.access.credentials import server_credentials
 from shared.access.current import current_identity
 from shared.access.identity import Identity
-from shared.access.interceptor import AccessInterceptor
 from shared.access.settings import ClientSettings, TlsSettings
 from shared.access.streams import StreamCounts
-from shared.grpc_status import ReportedErrorInterceptor
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
-from shared.rpc_observer import RpcMetrics
+from shared.serving.grpc_status import ReportedErrorInterceptor
+from shared.serving.interceptor import AccessInterceptor
+from shared.serving.rpc_observer import RpcMetrics
 
 READER = "kvd.v1.Reader"
 

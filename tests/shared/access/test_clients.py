@@ -10,7 +10,7 @@ from shared.access.identity import socket_identity
 from shared.access.settings import ClientSettings, distinct
 from shared.access.streams import StreamCounts, TooManyStreamsError
 from shared.access.tokens import TokenFileError, make_token, read_token, token_digest, token_text
-from shared.errors import UnauthenticatedError
+from shared.types.errors import UnauthenticatedError
 
 TOKEN, OLD = "kvt_secret", "kvt_old"
 CLIENTS = Clients(

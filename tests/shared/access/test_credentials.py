@@ -15,8 +15,8 @@ from shared.access.http import identity_of
 from shared.access.identity import socket_identity
 from shared.access.settings import ClientSettings, TlsSettings
 from shared.access.tokens import token_digest
-from shared.errors import UnauthenticatedError
-from shared.http_server import HttpServer
+from shared.serving.http_server import HttpServer
+from shared.types.errors import UnauthenticatedError
 from tests.shared.access.guarded_server import guarded_server
 from tests.tls_files import Authority
 

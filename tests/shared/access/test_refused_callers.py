@@ -10,7 +10,7 @@ from shared.access.channels import ClientCredentials
 from shared.access.settings import ClientSettings
 from shared.access.tls_connections import CALL_S, TlsConnections
 from shared.access.tokens import token_digest
-from shared.rpc_observer import RpcMetrics
+from shared.serving.rpc_observer import RpcMetrics
 from tests.kvd_polling import eventually
 from tests.shared.access.guarded_server import guarded_server
 from tests.tls_files import Authority

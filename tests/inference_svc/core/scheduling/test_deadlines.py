@@ -2,7 +2,7 @@
 
 from inference_svc.core.scheduling.deadlines import Deadlines
 from inference_svc.core.scheduling.request import Request, RequestState
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 
 def request(number, deadline_ns, kind=Request):

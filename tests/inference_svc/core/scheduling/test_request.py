@@ -3,7 +3,7 @@
 import pytest
 
 from inference_svc.core.scheduling.request import TRANSITIONS, Request, RequestState
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 KEY = SessionKey("default", "0f", "s")
 

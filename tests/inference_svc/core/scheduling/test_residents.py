@@ -4,8 +4,8 @@ import pytest
 
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.scheduling.residents import Resident, Residents
-from shared.lineage import WHOLE, Lineage
-from shared.session_key import SessionKey
+from shared.types.lineage import WHOLE, Lineage
+from shared.types.session_key import SessionKey
 
 
 def key(name):

@@ -5,7 +5,7 @@ import pytest
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.scheduling.residents import Residents
 from inference_svc.core.scheduling.row_budget import RowBudget
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 
 def request(number):

@@ -11,7 +11,7 @@ from inference_svc.core.scheduling.request import Request, RequestState
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.core.scheduling.start_gate import HOLD_LIMIT_NS
 from inference_svc.core.scheduling.step_plan import SchedulerLimits, StepResult
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 LIMITS = SchedulerLimits(
     max_running=2,

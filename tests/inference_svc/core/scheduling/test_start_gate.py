@@ -5,7 +5,7 @@ import pytest
 from inference_svc.core.rates.rates import Rates, pairs
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.scheduling.start_gate import HOLD_LIMIT_NS, StartGate
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 NUM_LAYERS = 10
 MS = 1_000_000

@@ -6,9 +6,9 @@ import pytest
 
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.scheduling.waiting_queue import WaitingQueue
-from shared.queue_change import QueuedJob, RunningJob
-from shared.queue_feed import QueueFeed
-from shared.session_key import SessionKey
+from shared.kvd_client.queue_feed import QueueFeed
+from shared.types.queue_change import QueuedJob, RunningJob
+from shared.types.session_key import SessionKey
 
 
 def request(number, tenant="a", *, priority=0, new_tokens=10, max_tokens=10, history_tokens=0):

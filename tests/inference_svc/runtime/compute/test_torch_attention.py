@@ -9,7 +9,7 @@ from inference_svc.runtime.compute.softmax_attention import attend
 from inference_svc.runtime.compute.torch_attention import TorchAttention
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.kv_slab import LayerShape
-from shared.errors import ConfigError
+from shared.types.errors import ConfigError
 
 HEADS, KV_HEADS, DIM, NUM_LAYERS = 4, 2, 8, 2
 CPU = torch.device("cpu")

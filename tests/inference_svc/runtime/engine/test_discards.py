@@ -18,7 +18,7 @@ from inference_svc.core.scheduling.request import RequestState
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper
 from inference_svc.runtime.engine.discards import ContextCut
 from inference_svc.runtime.engine.engine_job import as_token_bytes
-from shared.lineage import WHOLE, Lineage
+from shared.types.lineage import WHOLE, Lineage
 from tests.memory_engine import loaded_model, running_engine
 
 WINDOW = 64

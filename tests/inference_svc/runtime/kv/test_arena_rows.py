@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from inference_svc.runtime.kv.arena_rows import ArenaRows, SlotRun
-from shared.arena_map import ArenaMap
-from shared.kv_layout import Component, KVLayout, Layer
+from shared.kvd_client.arena_map import ArenaMap
+from shared.types.kv_layout import Component, KVLayout, Layer
 
 NUM_SLOTS = 6
 

@@ -8,7 +8,7 @@ from inference_svc.runtime.kv.kv_slab import LayerShape
 from inference_svc.runtime.kv.resident_slabs import ResidentSlabs
 from inference_svc.runtime.kv.shift import SlabShifts
 from inference_svc.runtime.worker_thread import WorkerThread
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 KEY = SessionKey("default", "m", "s")
 BLOCK_TOKENS = 4

@@ -8,7 +8,7 @@ from inference_svc.runtime.compute.model_runner import Chunk
 from inference_svc.runtime.kv.arena_rows import ScatteredRows, SlotRun
 from inference_svc.runtime.kv.layer_load import LayerLoader, _runs, check_spans
 from inference_svc.runtime.kv.layer_store import store_blocks
-from shared.kv_layout import Component, KVLayout, Layer
+from shared.types.kv_layout import Component, KVLayout, Layer
 
 NUM_TOKENS = 160
 BLOCK_TOKENS = 16

@@ -4,7 +4,7 @@ from structlog.testing import capture_logs
 
 from inference_svc.core.counters import Counters
 from inference_svc.runtime.store.kvd_talk import KvdTalk
-from shared.errors import UnavailableError
+from shared.types.errors import UnavailableError
 from tests.synthetic_engine import small_layout
 
 

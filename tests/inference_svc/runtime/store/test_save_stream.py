@@ -9,8 +9,8 @@ from inference_svc.runtime.engine.engine_job import as_token_bytes
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.kv_slab import LayerShape
 from inference_svc.runtime.store.saves import Saves
-from shared.lineage import WHOLE
-from shared.session_key import SessionKey
+from shared.types.lineage import WHOLE
+from shared.types.session_key import SessionKey
 
 KEY = SessionKey("default", "m", "s")
 BLOCK_TOKENS = 4

@@ -22,11 +22,18 @@ from inference_svc.runtime.store.kvd_session_store import KvdSessionStore
 from inference_svc.runtime.store.session_store import LoadRequest
 from inference_svc.runtime.worker_thread import WorkerThread
 from kvd.tiers.progress import Progress
-from shared.grants import KvdProtocolError, LoadGrant, LoadSpan, Lookup, StoreBlock, StoreGrant
-from shared.kvd_attachment import KvdUnavailableError
-from shared.lineage import WHOLE
-from shared.progress_words import LoadFailedError, LoadProgress, ProgressWords
-from shared.session_key import SessionKey
+from shared.kvd_client.attachment import KvdUnavailableError
+from shared.kvd_client.grants import (
+    KvdProtocolError,
+    LoadGrant,
+    LoadSpan,
+    Lookup,
+    StoreBlock,
+    StoreGrant,
+)
+from shared.kvd_client.progress_words import LoadFailedError, LoadProgress, ProgressWords
+from shared.types.lineage import WHOLE
+from shared.types.session_key import SessionKey
 
 CPU = torch.device("cpu")
 

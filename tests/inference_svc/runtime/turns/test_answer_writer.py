@@ -18,10 +18,10 @@ from inference_svc.runtime.engine.engine_job import EngineJob
 from inference_svc.runtime.turns.answer_writer import AnswerWriter
 from inference_svc.runtime.turns.turn import Turn
 from inference_svc.runtime.turns.turn_prompt import Prompt
-from shared.histogram import Histogram
-from shared.lineage import WHOLE
-from shared.session_key import SessionKey
-from shared.units import NS_PER_S
+from shared.types.histogram import Histogram
+from shared.types.lineage import WHOLE
+from shared.types.session_key import SessionKey
+from shared.types.units import NS_PER_S
 
 KEY = SessionKey("default", "m", "s")
 SAMPLING = SamplingParams(max_tokens=2)

@@ -11,8 +11,8 @@ from inference_svc.core.submission import Submission, TextInput
 from inference_svc.core.turn_events import Finished, Started
 from inference_svc.core.turn_record import Usage
 from inference_svc.runtime.turns.turn import Turn
-from shared.session_key import SessionKey
-from shared.units import NS_PER_S
+from shared.types.session_key import SessionKey
+from shared.types.units import NS_PER_S
 
 FAR_NS = 10**9 * NS_PER_S
 

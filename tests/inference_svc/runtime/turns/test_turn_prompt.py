@@ -13,7 +13,7 @@ from inference_svc.core.truncation import USUAL_SINKS, OverflowPolicy
 from inference_svc.runtime.turns.chat_text import TurnText
 from inference_svc.runtime.turns.turn_prompt import MidTurnCut, PromptMaker, TurnLimits
 from inference_svc.runtime.worker_thread import WorkerThread
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 WINDOW_TOKENS = 100
 SYSTEM = ("system", "Be brief.")

@@ -10,7 +10,7 @@ from inference_svc.core.turn_events import Finished
 from inference_svc.core.turn_measures import TurnMeasures
 from inference_svc.runtime.turns.turn_report import TurnReport
 from shared.pb.inference.v1 import inference_pb2 as pb
-from shared.units import NS_PER_S
+from shared.types.units import NS_PER_S
 from tests.memory_engine import loaded_model
 from tests.turn_service import asked, serving
 
@@ -24,7 +24,7 @@ async def test_a_turns_span_has_its_phases(model, tmp_path, monkeypatch):
     """And says what it read and wrote."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr("shared.tracing._TRACER", provider.get_tracer("test"))
+    monkeypatch.setattr("shared.serving.tracing._TRACER", provider.get_tracer("test"))
     async with serving(model, tmp_path) as service:
         usages = [(await service.run(new))[-1].usage for new in (range(20, 40), [50, 51])]
         turn = await service.turns.submit(asked([60]))

@@ -10,7 +10,7 @@ from inference_svc.core.errors import RequestIdReusedError, SessionEndedError, T
 from inference_svc.core.sampling_params import SamplingParams
 from inference_svc.core.turn_events import Accepted, Finished, Started, Tokens
 from inference_svc.runtime.turns.disk_trouble import PROBE_FILE
-from shared.errors import ReportedError
+from shared.types.errors import ReportedError
 from tests.memory_engine import alone, loaded_model
 from tests.turn_service import KEY, asked, failure_of, first_token, serving, token_ids_of
 

@@ -32,9 +32,9 @@ from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn_report import TurnReport
 from inference_svc.runtime.turns.turns import Turns
 from inference_svc.turn_requests import decode_submission
-from shared.errors import ReportedError
 from shared.pb.inference.v1 import inference_pb2 as pb
-from shared.session_key import SessionKey
+from shared.types.errors import ReportedError
+from shared.types.session_key import SessionKey
 
 KEY = SessionKey("default", "model", "s")
 RECORD = TurnRecord(0, "r", "d", tuple(range(9)), (9,), ("x",), (), (), 1, "stop", Usage(), 1.0)

@@ -6,7 +6,7 @@ from kvd.core.eviction.registry import make_policy
 from kvd.core.queue_window import QueueChange, QueuedJob, RunningJob
 from kvd.core.records import Tier
 from kvd.core.session_placement import SessionPlacement
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 OWNER = 1
 

@@ -4,7 +4,7 @@ import random
 
 from kvd.core.eviction import lru_order
 from kvd.core.eviction.lru_order import LruOrder
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 KEYS = [SessionKey("a", "m", str(number)) for number in range(40)]
 

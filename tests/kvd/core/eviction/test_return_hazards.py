@@ -13,7 +13,7 @@ from kvd.core.eviction.return_hazards import (
     observe,
     return_rates,
 )
-from shared.units import NS_PER_S
+from shared.types.units import NS_PER_S
 
 hazard_lists = st.lists(st.floats(0, 0.95), min_size=NUM_BUCKETS, max_size=NUM_BUCKETS)
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from kvd.core.eviction import session_order
 from kvd.core.eviction.session_order import SessionOrder
-from shared.session_key import SessionKey
+from shared.types.session_key import SessionKey
 
 KEYS = [SessionKey("t", "m", str(number)) for number in range(40)]
 EVERYTHING = ((-1.0,), (1000.0,))

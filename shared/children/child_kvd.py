@@ -1,0 +1,100 @@
+"""A `kvd serve` of a bench's own, in its directories: flushed, waited for and looked at."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+
+from shared.children.child_process import ChildProcess
+from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
+from shared.process.runtime_dir import OPERATOR_SOCKET, channel_options
+from shared.types.session_key import SessionKey
+
+CALL_S = 60.0
+SETTLE_S = 300.0  # until everything is on SSD, or nothing is done any more
+POLL_S = 0.002
+QUIET_S = 0.05  # without any work done: kvd is idle
+
+
+class ChildKvd:
+    """One that serves.
+
+    Attributes:
+        process: it runs in.
+        runtime_dir: where its sockets are.
+    """
+
+    def __init__(self, process: ChildProcess, runtime_dir: Path, channel: grpc.aio.Channel) -> None:
+        self.process = process
+        self.runtime_dir = runtime_dir
+        self._operator = kvd_pb2_grpc.OperatorStub(channel)
+        self._reader = kvd_pb2_grpc.ReaderStub(channel)
+
+    async def stats(self) -> kvd_pb2.GetStatsResponse:
+        """What `kvd stats` shows."""
+        answer: kvd_pb2.GetStatsResponse = await self._reader.GetStats(
+            kvd_pb2.GetStatsRequest(), timeout=CALL_S
+        )
+        return answer
+
+    async def flush(self, key: SessionKey | None = None) -> None:
+        """Drop a session, or (None) all."""
+        request = kvd_pb2.FlushRequest(all=True)
+        if key is not None:
+            tenant, model, session_id = key
+            session = kvd_pb2.SessionKey(tenant=tenant, model=model, session_id=session_id)
+            request = kvd_pb2.FlushRequest(session=session)
+        await self._operator.Flush(request, timeout=CALL_S)
+
+    async def until_clean(self) -> None:
+        """Return when everything stored is on SSD and in the index.
+
+        Raises:
+            TimeoutError: not within SETTLE_S.
+        """
+        async with asyncio.timeout(SETTLE_S):
+            while await self._has_dirty():  # noqa: ASYNC110  # the event is in another process
+                await asyncio.sleep(POLL_S)
+
+    async def _has_dirty(self) -> bool:
+        return any(layout.dirty_bytes for layout in (await self.stats()).layouts)
+
+    async def until_quiet(self) -> None:
+        """Return when kvd has had nothing to do for a while: what is timed next is timed alone."""
+        async with asyncio.timeout(SETTLE_S):
+            before = -1.0
+            while (now := self.process.cpu_s()) != before:
+                before = now
+                await asyncio.sleep(QUIET_S)
+
+
+@asynccontextmanager
+async def running_child_kvd(
+    settings: str, directory: Path, runtime_dir: Path, state_dir: Path
+) -> AsyncIterator[ChildKvd]:
+    """A kvd that serves, killed at the end: nothing in it is wanted then but what is on SSD.
+
+    Args:
+        settings: TOML, all that is not the default.
+        directory: for settings and log.
+        runtime_dir: with a short name, for sockets.
+        state_dir: on the disk of the SSD tier.
+
+    Raises:
+        ChildFailedError: it does not start.
+    """
+    config = directory / "kvd.toml"
+    config.write_text(settings, encoding="utf-8")
+    address = f"unix:{runtime_dir / OPERATOR_SOCKET}"
+    arguments = ("kvd", "serve", "--config", config, "--runtime-dir", runtime_dir)
+    process = ChildProcess(
+        "kvd", (*arguments, "--state-dir", state_dir), address, directory / "kvd.log"
+    )
+    try:
+        await process.start()
+        async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+            yield ChildKvd(process, runtime_dir, channel)
+    finally:
+        await process.kill()

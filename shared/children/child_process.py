@@ -1,0 +1,228 @@
+"""Child processes that serve gRPC: started, ready when their health says so, ended.
+
+Owns one child at a time and its log file; knows nothing of what it serves. For the demo, the
+benches and tests: an operator has a supervisor for that.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import psutil
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from shared.access.channels import ClientCredentials, aio_channel_of
+from shared.types.errors import UnavailableError
+
+READY_DEADLINE_S = 120.0  # a loaded machine imports slowly
+STOP_DEADLINE_S = 30.0
+# What would configure the child, whose arguments say all, or tie it to our supervisor.
+SETTINGS_PREFIXES = ("KVD_", "INFERENCE_")
+SUPERVISION = (
+    *("NOTIFY_SOCKET", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PID"),
+    *("STATE_DIRECTORY", "RUNTIME_DIRECTORY"),
+)
+# A child is not there yet when we first connect: retry soon (grpc waits 1 s and more by default),
+# and on a connection of our own, whose back-off nobody else has driven up.
+CHANNEL_OPTIONS = (
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 10),
+    ("grpc.min_reconnect_backoff_ms", 10),
+    ("grpc.max_reconnect_backoff_ms", 50),
+)
+
+
+class ChildFailedError(UnavailableError):
+    """A child process ended, never became ready, or does not do what it is there for."""
+
+    reason = "child_failed"
+
+
+class Spawned(Protocol):
+    """What is used of a process: a part of subprocess.Popen."""
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        ...
+
+    @property
+    def returncode(self) -> Any:
+        """As poll() found it last."""
+        ...
+
+    def poll(self) -> int | None:
+        """The exit code if it has ended."""
+        ...
+
+    def wait(self) -> int:
+        """Wait for its end; blocks."""
+        ...
+
+    def send_signal(self, sig: int, /) -> None:
+        """Send it a signal, unless it has ended."""
+        ...
+
+
+class ChildProcess:
+    """One `python -m MODULE ARGUMENTS` with its log in a file; may be started again.
+
+    Args:
+        environ: what it has in its environment beside ours.
+        credentials: what its address asks for.
+
+    Attributes:
+        name: for people.
+        address: gRPC target whose health tells readiness, "unix:/…".
+        ready_s: the last start's, from exec to SERVING.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str | Path],
+        address: str,
+        log_path: Path,
+        environ: Mapping[str, str] = MappingProxyType({}),
+        credentials: ClientCredentials | None = None,
+    ) -> None:
+        self.name = name
+        self.address = address
+        self.ready_s = 0.0
+        self._arguments = arguments
+        self._log_path = log_path
+        self._environ = environ
+        self._credentials = credentials
+        self._process: Spawned | None = None
+
+    async def start(self) -> None:
+        """Start it and return once it serves.
+
+        Raises:
+            ChildFailedError: if it ends, or does not serve in READY_DEADLINE_S.
+        """
+        started_s = time.perf_counter()
+        with self._log_path.open("ab") as log:
+            self._process = self._spawn(log.fileno())
+        serving = asyncio.ensure_future(wait_serving(self.address, self._credentials))
+        ended = asyncio.ensure_future(self.wait())
+        try:
+            await asyncio.wait((serving, ended), return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done():
+                raise self._failed(f"ended with exit code {ended.result()}")
+            if serving.exception() is not None:
+                raise self._failed(f"did not serve within {READY_DEADLINE_S:.0f} s")
+        finally:
+            serving.cancel()
+            ended.cancel()
+            await asyncio.gather(serving, ended, return_exceptions=True)
+        self.ready_s = time.perf_counter() - started_s
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send it a signal; `wait` tells of an end that this causes."""
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    async def kill(self) -> None:
+        """End it with SIGKILL: nothing is saved on the way out."""
+        await self._end(signal.SIGKILL)
+
+    async def stop(self) -> None:
+        """End it with SIGTERM, or with SIGKILL if it does not end in STOP_DEADLINE_S."""
+        try:
+            async with asyncio.timeout(STOP_DEADLINE_S):
+                await self._end(signal.SIGTERM)
+        except TimeoutError:
+            await self.kill()
+
+    async def wait(self) -> int:
+        """Wait until it ends, and return its exit code; at once if it is not started."""
+        if self._process is None or self._process.poll() is not None:
+            return 0 if self._process is None else self._process.returncode
+        has_ended, loop = asyncio.Event(), asyncio.get_running_loop()
+        pidfd = os.pidfd_open(self._process.pid)
+        loop.add_reader(pidfd, has_ended.set)
+        try:
+            await has_ended.wait()
+        finally:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+        return self._process.wait()
+
+    def cpu_s(self) -> float:
+        """Processor time it has used, in steps of 10 ms."""
+        return float(sum(self._running().cpu_times()[:2]))
+
+    def rss_bytes(self) -> int:
+        """Its resident memory."""
+        return int(self._running().memory_info().rss)
+
+    def peak_rss_bytes(self) -> int:
+        """The most resident memory it has had so far."""
+        status = Path(f"/proc/{self._running().pid}/status").read_text()
+        (kib,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
+        return int(kib) << 10
+
+    @property
+    def _whole_environ(self) -> dict[str, str]:
+        return {**_environment(os.environ), **self._environ}
+
+    def _spawn(self, log: int) -> Spawned:
+        # Not asyncio's: uvloop forks, which gRPC's threads do not like; this one does not.
+        return subprocess.Popen(
+            (sys.executable, "-m", *self._arguments),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=self._whole_environ,
+            start_new_session=True,  # Ctrl-C is ours: we end it in good order
+        )
+
+    def _running(self) -> psutil.Process:
+        if self._process is None:
+            raise ChildFailedError(f"{self.name} is not started", "start it")
+        return psutil.Process(self._process.pid)
+
+    async def _end(self, signal_number: signal.Signals) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal_number)
+            await self.wait()
+
+    def _failed(self, what: str) -> ChildFailedError:
+        lines = self._log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+        last = lines[-1][:300] if lines else "its log is empty"
+        return ChildFailedError(f"{self.name} {what} ({last})", f"read {self._log_path}")
+
+
+async def wait_serving(address: str, credentials: ClientCredentials | None = None) -> None:
+    """Return when the server at `address` exists and its health is SERVING.
+
+    Raises:
+        TimeoutError: not within READY_DEADLINE_S.
+    """
+    async with (
+        asyncio.timeout(READY_DEADLINE_S),
+        aio_channel_of(address, credentials, CHANNEL_OPTIONS) as channel,
+    ):
+        # Watch, not Check: the answer comes when the state changes, and nobody has to ask twice.
+        changes = health_pb2_grpc.HealthStub(channel).Watch(
+            health_pb2.HealthCheckRequest(), wait_for_ready=True
+        )
+        async for change in changes:
+            if change.status == health_pb2.HealthCheckResponse.SERVING:
+                return
+
+
+def _environment(ours: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in ours.items()
+        if name not in SUPERVISION and not name.startswith(SETTINGS_PREFIXES)
+    }

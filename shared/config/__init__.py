@@ -1,0 +1,1 @@
+"""Settings and commands: one file, environment and flags, checked all at once; reload."""

@@ -1,0 +1,187 @@
+"""Commands whose modules are imported when they are run: `--help` and `version` stay quick.
+
+A group knows of each command its name, what it does, and where its function (or its Typer app, for
+a group in it) is. The command itself is made when somebody asks for it.
+"""
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
+
+from shared.config.group_help import NO_HEADING, write_commands
+
+
+@dataclass(frozen=True, slots=True)
+class LazyCommand:
+    """A command that is not imported yet.
+
+    Attributes:
+        target: "module:name" of its function, or of the Typer app of a group.
+        summary: the first sentence of its help, without the full stop.
+        hidden: it is left out of --help.
+        heading: what it stands under in the list of --help.
+    """
+
+    target: str
+    summary: str = ""
+    hidden: bool = False
+    heading: str = NO_HEADING
+
+
+Prepare = Callable[[typer.Typer], None]
+
+
+class LazyCommands(MutableMapping[str, Any]):
+    """Commands by name, each made when it is asked for.
+
+    Args:
+        prepare: given an app with the command in it, before the command is made.
+    """
+
+    def __init__(self, lazy: Mapping[str, LazyCommand], prepare: Prepare) -> None:
+        self._lazy = lazy
+        self._prepare = prepare
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            self._made[name] = self._make(name, self._lazy[name])
+        return self._made[name]
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        self._made[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._lazy, **self._made})
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._lazy or name in self._made
+
+    def _make(self, name: str, lazy: LazyCommand) -> Any:
+        module, _, attribute = lazy.target.partition(":")
+        found = getattr(importlib.import_module(module), attribute)
+        app = typer.Typer(rich_markup_mode=None, add_completion=False)
+        app.callback()(lambda: None)  # a group, even of one command
+        if isinstance(found, typer.Typer):
+            app.add_typer(found, name=name)
+        else:
+            app.command(name, hidden=lazy.hidden, cls=_Command)(found)
+        self._prepare(app)
+        group: Any = typer.main.get_command(app)
+        return group.commands[name]
+
+
+def lazy_group(
+    lazy: Mapping[str, LazyCommand], prepare: Prepare = lambda _app: None
+) -> type[TyperGroup]:
+    """Make the class of a group with these commands: `typer.Typer(cls=lazy_group(…))`."""
+
+    class LazyGroup(TyperGroup):
+        """A group that lists its commands without making them."""
+
+        def __init__(self, **attributes: Any) -> None:
+            super().__init__(**attributes)
+            self.commands = LazyCommands(lazy, prepare)
+
+        def get_params(self, ctx: Any) -> list[Any]:
+            """Its options, with --help."""
+            return _keeping_defaults(super().get_params(ctx))
+
+        @property
+        def summaries(self) -> Mapping[str, str]:
+            """What each command does that is not hidden, without making it."""
+            return {name: command.summary for name, command in lazy.items() if not command.hidden}
+
+        def format_commands(self, ctx: Any, formatter: Any) -> None:
+            """Write the list of commands of --help."""
+            del ctx
+            summaries = self.summaries.items()
+            write_commands(
+                formatter, ((lazy[name].heading, name, text) for name, text in summaries)
+            )
+
+    return LazyGroup
+
+
+class _Option(TyperOption):
+    """An option whose own default, and a plain word, are taken as they are.
+
+    Typer imports pydantic to look at a value, which takes longer than all that `kvd ls` does.
+    """
+
+    def process_value(self, ctx: Any, value: Any) -> Any:
+        """The value that the function gets."""
+        if _is_own_default(self, ctx, value):
+            return value
+        plain = _plain_kind(self, value)
+        return super().process_value(ctx, value) if plain is None else plain(value)
+
+
+class _Argument(TyperArgument):
+    """As _Option."""
+
+    def process_value(self, ctx: Any, value: Any) -> Any:
+        """The value that the function gets."""
+        if _is_own_default(self, ctx, value):
+            return value
+        plain = _plain_kind(self, value)
+        return super().process_value(ctx, value) if plain is None else plain(value)
+
+
+def _is_own_default(param: Any, ctx: Any, value: Any) -> bool:
+    """Whether nobody has given a value, and the default is none that is to be turned into another.
+
+    That of a list becomes a list, a word may become one of an enum.
+    """
+    source = ctx.get_parameter_source(param.name)
+    if source is None or source.name != "DEFAULT" or param.required:
+        return False
+    if param.nargs != 1 or param.multiple:
+        return False
+    return isinstance(value, Enum) or type(value) in {type(None), str, int, float}
+
+
+def _plain_kind(param: Any, value: Any) -> type[str] | type[Path] | None:
+    """What a word is made: a str or a Path, if nothing about it is to be checked; else None."""
+    declared = getattr(param, "type_descriptor", None)  # older releases of typer need no pydantic
+    if declared is None or type(value) is not str or param.callback is not None:
+        return None
+    info = declared.parameter_info
+    if info.parser is not None:
+        return None
+    if declared.annotation is str:
+        return str
+    checks = (info.exists, info.readable, info.writable, info.resolve_path, info.allow_dash)
+    may_be_either = info.file_okay and info.dir_okay
+    if declared.annotation is Path and may_be_either and info.path_type is None and not any(checks):
+        return Path
+    return None
+
+
+def _keeping_defaults(params: Iterable[Any]) -> list[Any]:
+    """The parameters of a command, made to take their own defaults as they are."""
+    kinds: dict[type[Any], type[Any]] = {TyperOption: _Option, TyperArgument: _Argument}
+    found = list(params)
+    for param in found:
+        param.__class__ = kinds.get(type(param), type(param))
+    return found
+
+
+class _Command(TyperCommand):
+    """A command that imports nothing to look at its own defaults."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Its arguments and options, with --help."""
+        return _keeping_defaults(super().get_params(ctx))

@@ -1,0 +1,184 @@
+"""Settings that change while a process runs: what may, what may not, and all at once or not at all.
+
+A process names the keys that it can change while it runs (LIVE_KEYS in its config.py): dotted keys,
+or a section or table as a whole. A reload reads file, environment and flags again. What may not
+change keeps its value until the next start, and is reported; one problem anywhere, and nothing
+changes.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from shared.config.settings import InvalidSettingsError, LoadedSettings
+from shared.types.errors import ConfigError
+from shared.types.setting_types import Section
+
+S = TypeVar("S", bound=Section)
+
+
+class ReloadRefusedError(ConfigError):
+    """The settings as they are now cannot be used; those in force stay."""
+
+    reason = "reload_refused"
+
+
+@dataclass(frozen=True)
+class Changes(Generic[S]):
+    """What a reload comes to.
+
+    Attributes:
+        live: the settings from now on: the new values of live keys, the old ones of all others.
+        applied: keys that have another value from now on.
+        needs_restart: keys that will have another value after the next start.
+    """
+
+    live: LoadedSettings[S]
+    applied: tuple[str, ...]
+    needs_restart: tuple[str, ...]
+
+
+def changes(old: LoadedSettings[S], new: LoadedSettings[S], live: Sequence[str]) -> Changes[S]:
+    """Compare what is in force with what was read.
+
+    Args:
+        old: in force. A key that waits for the next start is reported at each reload until then.
+        new: as read just now.
+        live: the process's LIVE_KEYS.
+
+    Raises:
+        InvalidSettingsError: the new values of live keys do not go with the old ones of others.
+    """
+    before, after = dict(_leaves(old.settings)), dict(_leaves(new.settings))
+    different = [
+        key
+        for key in dict.fromkeys((*before, *after))
+        if key not in before or key not in after or before[key] != after[key]
+    ]
+    applied = tuple(key for key in different if is_live(key, live))
+    if not applied:
+        return Changes(replace(old, overridden=new.overridden), (), tuple(different))
+    try:
+        settings = type(old.settings).model_validate(_merged(old.settings, new.settings, live))
+    except ValidationError as error:
+        what = "; ".join(problem["msg"] for problem in error.errors(include_url=False))
+        raise InvalidSettingsError(
+            f"not without a restart ({what})", "restart, or correct the settings"
+        ) from error
+    provenance = {key: where for key, where in old.provenance.items() if not is_live(key, live)}
+    provenance |= {key: where for key, where in new.provenance.items() if is_live(key, live)}
+    rest = tuple(key for key in different if key not in applied)
+    loaded = LoadedSettings(settings, _in_order(provenance, old, new), new.file, new.overridden)
+    return Changes(loaded, applied, rest)
+
+
+class LiveSettings(Generic[S]):
+    """The settings in force in this process, and who is to hear of new ones.
+
+    Args:
+        loaded: as the process started with.
+        read: reads file, environment and flags again; raises InvalidSettingsError.
+        live: the process's LIVE_KEYS.
+
+    Attributes:
+        loaded: in force.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedSettings[S],
+        read: Callable[[], LoadedSettings[S]],
+        live: Sequence[str],
+    ) -> None:
+        self.loaded = loaded
+        self._read = read
+        self._live = tuple(live)
+        self._checks: list[Callable[[S], None]] = []
+        self._appliers: list[Callable[[S], None]] = []
+
+    @property
+    def settings(self) -> S:
+        """In force: ask again rather than keep them."""
+        return self.loaded.settings
+
+    def check_with(self, check: Callable[[S], None]) -> None:
+        """Have settings checked before they are in force; `check` raises a ConfigError."""
+        self._checks.append(check)
+
+    def on_change(self, apply: Callable[[S], None]) -> None:
+        """Have `apply` called with each new settings; it must not fail: see check_with."""
+        self._appliers.append(apply)
+
+    def reload(self) -> Changes[S]:
+        """Read the settings again and put into force what may change.
+
+        Raises:
+            ReloadRefusedError: they cannot be used; nothing has changed.
+        """
+        try:
+            found = changes(self.loaded, self._read(), self._live)
+            for check in self._checks:
+                check(found.live.settings)
+        except ConfigError as error:
+            raise ReloadRefusedError(
+                f"nothing has changed: {error.message}", "correct the settings and reload again"
+            ) from error
+        self.loaded = found.live
+        for apply in self._appliers:  # even if no key changed: certificates are files, say
+            apply(found.live.settings)
+        return found
+
+
+def fixed(settings: S) -> LiveSettings[S]:
+    """Settings that no reload changes: of a process that was given them, not told to read them."""
+    loaded = LoadedSettings(settings, {})
+    return LiveSettings(loaded, lambda: loaded, ())
+
+
+def is_live(key: str, live: Sequence[str]) -> bool:
+    """Whether a reload changes a key."""
+    return any(key == name or key.startswith(f"{name}.") for name in live)
+
+
+def _leaves(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value by its dotted key; of tables by name, only what was given."""
+    for name in type(model).model_fields:
+        yield from _leaves_of(getattr(model, name), f"{prefix}{name}")
+
+
+def _leaves_of(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, BaseModel):
+        yield from _leaves(value, f"{key}.")
+    elif isinstance(value, Mapping) and any(isinstance(v, BaseModel) for v in value.values()):
+        for name, section in value.items():
+            for field in sorted(section.model_fields_set):
+                yield from _leaves_of(getattr(section, field), f"{key}.{name}.{field}")
+            if not section.model_fields_set:
+                yield f"{key}.{name}", section
+    elif not (isinstance(value, Mapping) and not value):
+        yield key, value
+
+
+def _merged(
+    old: BaseModel, new: BaseModel, live: Sequence[str], prefix: str = ""
+) -> dict[str, Any]:
+    """What was given: of live keys in the new settings, of others in the old ones."""
+    given: dict[str, Any] = {}
+    for name in type(old).model_fields:
+        key = f"{prefix}{name}"
+        before, after = getattr(old, name), getattr(new, name)
+        if not is_live(key, live) and isinstance(before, BaseModel):
+            given[name] = _merged(before, after, live, f"{key}.")
+        elif name in (source := new if is_live(key, live) else old).model_fields_set:
+            given[name] = after if source is new else before
+    return given
+
+
+def _in_order(
+    provenance: Mapping[str, str], old: LoadedSettings[S], new: LoadedSettings[S]
+) -> dict[str, str]:
+    """Fixed keys stand in the model's order, tables by name after them."""
+    order = dict.fromkeys((*old.provenance, *new.provenance))
+    return {key: provenance[key] for key in order if key in provenance}

@@ -1,0 +1,62 @@
+"""What this machine has at most, and settings that ask for more: they can never be met."""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from shared.config.settings import invalid
+from shared.types.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one setting asks for.
+
+    Attributes:
+        key: dotted.
+        num_bytes: None: what there is ("auto", "none").
+        directory: on whose disk; None: in memory.
+        instead: what may be written in its place, beside a smaller size.
+    """
+
+    key: str
+    num_bytes: int | None
+    directory: Path | None = None
+    instead: str = ""
+
+
+def check_room(asked: Iterable[Asked]) -> None:
+    """Refuse settings that ask for more than the whole machine has, used or not.
+
+    Raises:
+        InvalidSettingsError: naming each.
+    """
+    problems = []
+    for one in asked:
+        room = _memory_bytes() if one.directory is None else _disk_bytes(one.directory)
+        if one.num_bytes is not None and room is not None and one.num_bytes > room:
+            where = "memory" if one.directory is None else f"disk under {one.directory}"
+            problems.append(
+                f"{one.key} = {format_bytes(one.num_bytes)}: this machine has {format_bytes(room)}"
+                f" of {where}, write less{one.instead and f', or {one.instead}'}"
+            )
+    if problems:
+        raise invalid(problems)
+
+
+def _memory_bytes() -> int:
+    return psutil.virtual_memory().total
+
+
+def _disk_bytes(directory: Path) -> int | None:
+    """Size of the file system that a directory is on, or will be; None where nobody can say."""
+    for path in (directory, *directory.absolute().parents):
+        try:
+            found = os.statvfs(path)
+        except OSError:
+            continue
+        return found.f_blocks * found.f_frsize or None  # 0: a file system without a size
+    return None

@@ -1,0 +1,296 @@
+"""One attachment of an engine to a kvd: from the data socket's token to the mapped arena.
+
+The attachment lives while two things live: the Attach stream and the data connection. The end of
+either ends it. kvd then ends its loads, and keeps the slots of its stores for this process until it
+attaches again, or dies, or has said that it leaves (D10).
+"""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from socket import socket
+
+import grpc
+
+from shared.kvd_client import data_socket_protocol as packets
+from shared.kvd_client import seqpacket
+from shared.kvd_client.arena_map import ArenaMap
+from shared.kvd_client.grants import KvdProtocolError
+from shared.kvd_client.layout_message import layout_message
+from shared.kvd_client.progress_words import ProgressWords
+from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
+from shared.process.runtime_dir import DATA_SOCKET, ENGINE_SOCKET, channel_options
+from shared.serving.grpc_status import error_from_rpc
+from shared.types.errors import ReportedError, UnavailableError
+from shared.types.kv_layout import KVLayout
+from shared.version import __version__
+
+WAKEUP_BYTES = 512  # taken at once: more than kvd can have sent before it finds the socket full
+
+
+class KvdUnavailableError(UnavailableError):
+    """kvd is not running, went away during the call, or did not answer in time."""
+
+    reason = "kvd_unavailable"
+
+
+@dataclass(frozen=True)
+class Client:
+    """Who attaches.
+
+    Attributes:
+        name: for operators.
+        instance: random hex: with its process it proves that leases are its own.
+    """
+
+    name: str
+    instance: str
+
+
+@dataclass(frozen=True)
+class MappedArena:
+    """A mapping that an attachment takes over from the one before, if it is the same arena."""
+
+    arena_id: str
+    file_id: tuple[int, int]  # device, inode
+    slots: ArenaMap
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """A live attachment. Close it with close().
+
+    Attributes:
+        confirmed_leases: of the leases held before: still ours, and owed a complete_store.
+        lost_leases: of the leases held before: their slots may be others' already.
+        max_queue_jobs: that kvd takes of the queue.
+    """
+
+    engine_id: int
+    mapped: MappedArena
+    progress: ProgressWords
+    wakeup_fd: int
+    stub: kvd_pb2_grpc.EngineStub
+    channel: grpc.aio.Channel
+    events: "grpc.aio.UnaryStreamCall[kvd_pb2.AttachRequest, kvd_pb2.AttachEvent]"
+    data: socket
+    confirmed_leases: frozenset[int]
+    lost_leases: frozenset[int]
+    max_queue_jobs: int
+
+    @property
+    def arena(self) -> ArenaMap:
+        """The slots."""
+        return self.mapped.slots
+
+    async def hold(self, on_draining: Callable[[float], None]) -> None:
+        """Return when the peer is gone; call `on_draining(deadline_s)` when it announces that."""
+        watched = {
+            asyncio.create_task(self._follow(on_draining)),
+            asyncio.create_task(seqpacket.receive(self.data)),  # kvd sends nothing unasked: its end
+        }
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError):  # nothing that can be waited for: waits end by deadline
+            loop.add_reader(self.wakeup_fd, self._wake)
+        try:
+            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            loop.remove_reader(self.wakeup_fd)
+            self.progress.end("kvd is not attached any more")
+            for task in watched:
+                task.cancel()
+            await asyncio.gather(*watched, return_exceptions=True)
+
+    def _wake(self) -> None:
+        """Take what kvd has sent over the wakeup, and let waiting threads look at their words."""
+        try:
+            is_alive = bool(os.read(self.wakeup_fd, WAKEUP_BYTES))
+        except BlockingIOError:
+            is_alive = True
+        except OSError:  # nothing that can be read
+            is_alive = False
+        if not is_alive:  # kvd has closed it, and it would be readable for ever
+            asyncio.get_running_loop().remove_reader(self.wakeup_fd)
+        self.progress.wake()
+
+    async def _follow(self, on_draining: Callable[[float], None]) -> None:
+        while isinstance(event := await self.events.read(), kvd_pb2.AttachEvent):  # else: EOF
+            if event.HasField("draining"):
+                on_draining(event.draining.deadline_s)
+
+    async def close(self, *, leaving: bool) -> None:
+        """End stream and connection; calls still under way end as cancelled.
+
+        Args:
+            leaving: no thread of ours touches a slot any more, and none will.
+        """
+        if leaving:
+            with contextlib.suppress(OSError):  # it is gone: then there is nobody to tell
+                seqpacket.send(self.data, packets.encode(packets.Leaving()))
+        self.events.cancel()
+        self.data.close()
+        os.close(self.wakeup_fd)
+        await self.channel.close(None)
+
+
+async def attach(
+    runtime_dir: Path,
+    layout: KVLayout,
+    client: Client,
+    held_leases: Sequence[int],
+    known: MappedArena | None,
+    timeout_s: float,
+) -> Attachment:
+    """Attach to the kvd of `runtime_dir`.
+
+    Args:
+        runtime_dir: where its sockets are.
+        layout: of the blocks to load and store.
+        client: who we are.
+        held_leases: of earlier attachments, whose slots threads of ours may be copying.
+        known: what is mapped already.
+        timeout_s: for all of it.
+
+    Raises:
+        KvdUnavailableError: nobody is there, or it does not answer within timeout_s.
+        KvdProtocolError: it answers something else than it must.
+        ReportedError: it refuses, for example a layout.
+    """
+    try:
+        data = seqpacket.connect(str(runtime_dir / DATA_SOCKET))
+    except OSError as error:
+        raise KvdUnavailableError(
+            f"no kvd in {runtime_dir} ({error.strerror})", "start it with: kvd serve"
+        ) from error
+    channel = grpc.aio.insecure_channel(
+        f"unix:{runtime_dir / ENGINE_SOCKET}", options=channel_options()
+    )
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _shake_hands(data, channel, layout, client, held_leases, known)
+    except BaseException as error:
+        data.close()
+        await channel.close(None)
+        if isinstance(error, grpc.aio.AioRpcError):
+            raise error_from_rpc(error) from error
+        if isinstance(error, (OSError, TimeoutError)):
+            raise KvdUnavailableError(
+                f"kvd in {runtime_dir} does not answer ({error!r})", "see its log"
+            ) from error
+        raise
+
+
+async def _shake_hands(
+    data: socket,
+    channel: grpc.aio.Channel,
+    layout: KVLayout,
+    client: Client,
+    held_leases: Sequence[int],
+    known: MappedArena | None,
+) -> Attachment:
+    welcome, fds = await _answer(data)
+    seqpacket.close_fds(fds)
+    if not isinstance(welcome, packets.Welcome) or welcome.protocol != packets.PROTOCOL:
+        raise _unexpected(welcome)
+    stub = kvd_pb2_grpc.EngineStub(channel)
+    events = stub.Attach(
+        kvd_pb2.AttachRequest(
+            data_token=welcome.token,
+            layout=layout_message(layout),
+            held_leases=held_leases,
+            engine_name=client.name,
+            instance=client.instance,
+            version=__version__,
+        )
+    )
+    first = await events.read()
+    if not isinstance(first, kvd_pb2.AttachEvent) or not first.HasField("attached"):
+        raise _unexpected(first)
+    attached = first.attached
+    mapped, progress, wakeup_fd = await _map_arena(data, attached.arena_id, known)
+    slots = mapped.slots
+    if (slots.slot_bytes, slots.num_slots) != (layout.block_bytes, attached.num_slots):
+        os.close(wakeup_fd)
+        raise _unexpected(f"{slots.num_slots} slots of {slots.slot_bytes} bytes")
+    confirmed = frozenset(held_leases) & frozenset(attached.confirmed_leases)
+    return Attachment(
+        attached.engine_id,
+        mapped,
+        progress,
+        wakeup_fd,
+        stub,
+        channel,
+        events,
+        data,
+        confirmed,
+        frozenset(held_leases) - confirmed,
+        attached.max_queue_jobs,
+    )
+
+
+async def _map_arena(
+    data: socket, arena_id: str, known: MappedArena | None
+) -> tuple[MappedArena, ProgressWords, int]:
+    """Map what kvd hands out; the wakeup is the caller's to close."""
+    seqpacket.send(data, packets.encode(packets.ArenaRequest(arena_id)))
+    answer, fds = await _answer(data)
+    keep_fd = -1
+    try:
+        if not isinstance(answer, packets.ArenaMapping) or len(fds) != packets.MAX_FDS:
+            raise _unexpected(answer)
+        slots_fd, progress_fd, wakeup_fd = fds
+        status = os.fstat(slots_fd)
+        mapped = MappedArena(
+            arena_id,
+            (status.st_dev, status.st_ino),
+            _known_slots(known, arena_id, status, answer)
+            or ArenaMap(slots_fd, answer.slot_bytes, answer.num_slots),
+        )
+        progress = ProgressWords(progress_fd, answer.num_words)
+        os.set_blocking(wakeup_fd, False)
+        keep_fd = wakeup_fd
+    except ValueError as error:
+        raise _unexpected(error) from error
+    finally:
+        seqpacket.close_fds([fd for fd in fds if fd != keep_fd])
+    return mapped, progress, keep_fd
+
+
+def _known_slots(
+    known: MappedArena | None,
+    arena_id: str,
+    status: os.stat_result,
+    answer: packets.ArenaMapping,
+) -> ArenaMap | None:
+    """Return the mapping we have, if it is of the same memory: what is registered stays so."""
+    if known is None or (known.arena_id, known.file_id) != (
+        arena_id,
+        (status.st_dev, status.st_ino),
+    ):
+        return None
+    sizes = (known.slots.slot_bytes, known.slots.num_slots)
+    return known.slots if sizes == (answer.slot_bytes, answer.num_slots) else None
+
+
+async def _answer(data: socket) -> tuple[packets.Message, list[int]]:
+    packet, fds = await seqpacket.receive(data)
+    try:
+        if not packet:
+            raise KvdUnavailableError("kvd closed the data connection", "see its log")
+        message = packets.decode(packet)
+        if isinstance(message, packets.Refused):
+            raise KvdUnavailableError(f"kvd refused: {message.message}", message.reason)
+    except packets.MalformedPacketError as error:
+        seqpacket.close_fds(fds)
+        raise _unexpected(error) from error
+    except ReportedError:
+        seqpacket.close_fds(fds)
+        raise
+    return message, fds
+
+
+def _unexpected(what: object) -> KvdProtocolError:
+    return KvdProtocolError(f"kvd answered {what!s:.80}", "check that both run the same release")

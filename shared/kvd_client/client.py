@@ -1,0 +1,274 @@
+"""Async client of kvd for engines: the control plane, and the mapped arena for the bytes.
+
+One task runs run(), which attaches, holds the attachment and attaches again, for ever. The verbs
+may be called from any task of the same loop at any time. Each one ends: with an answer, or with a
+ReportedError (KvdUnavailableError while detached or past its deadline; KvdProtocolError for an
+answer that makes no sense). None of them retries: the caller recomputes.
+
+What the caller owes, on every path:
+    prepare_load HIT       -> read the slots, then complete_load; if that raises, what was read
+                              may not be trusted
+    prepare_load PENDING   -> the same, but no layer before grant.progress.wait_layer has returned
+    prepare_store, lease   -> write the slots, then complete_store; if that raises, nothing was
+                              stored
+When complete_… is called, no thread may touch the grant's slots any more: they are given to others.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from shared.kvd_client.attachment import Attachment
+from shared.kvd_client.connection import KvdConnection
+from shared.kvd_client.grants import (
+    KvdProtocolError,
+    LoadGrant,
+    StoreGrant,
+    load_grant,
+    store_grant,
+)
+from shared.kvd_client.queue_feed import QueueFeed
+from shared.kvd_client.queue_sender import QueueSender
+from shared.pb.kvd.v1 import kvd_pb2
+from shared.types.errors import ReportedError
+from shared.types.kv_layout import KVLayout
+from shared.types.lineage import Lineage
+from shared.types.session_key import SessionKey
+
+CALL_S = 5.0  # deadline of a call that only touches kvd's memory
+GRACE_S = 2.0  # beyond the deadline we hand to kvd, for the way there and back
+MOST_ENDED = 4096  # sessions whose end is remembered while kvd is away; older ones go by their age
+
+
+class KvdClient(KvdConnection):
+    """What an engine asks of kvd; see KvdConnection for run, attached and on_change."""
+
+    def __init__(
+        self,
+        runtime_dir: Path,
+        layout: KVLayout,
+        engine_name: str,
+        *,
+        reconnect_delay_s: float = 0.1,
+        max_reconnect_delay_s: float = 0.5,
+    ) -> None:
+        super().__init__(
+            runtime_dir,
+            layout,
+            engine_name,
+            reconnect_delay_s=reconnect_delay_s,
+            max_reconnect_delay_s=max_reconnect_delay_s,
+        )
+        self._queue = QueueSender()
+        # Sessions whose end kvd has not been told.
+        self._ended: OrderedDict[SessionKey, None] = OrderedDict()
+
+    async def prepare_load(
+        self,
+        key: SessionKey,
+        token_ids: bytes,
+        from_token: int,
+        deadline_s: float,
+        *,
+        accept_pending: bool = False,
+        dram_only: bool = False,
+        lineage: Lineage | None = None,
+    ) -> LoadGrant:
+        """Lease the stored KV of token_ids[from_token:].
+
+        Args:
+            key: whose.
+            token_ids: little-endian uint32, the session from its first token on.
+            from_token: KV before it is already with the caller.
+            deadline_s: how long kvd may read from SSD.
+            accept_pending: be answered before that reading ends. Without, everything granted is in
+                DRAM when this returns.
+            dram_only: be granted only what is in DRAM, up to the first block that is not; nothing
+                is read from SSD. `more` says that more is stored, a miss for "on_ssd" that the
+                first block is not in DRAM. What kvd has yet to verify is in DRAM, and is PENDING.
+            lineage: of the tokens: only what was computed after these very discards is granted.
+                None: it is not named; then what kvd stores of the session is taken at its tokens.
+        """
+        attachment = self._ready()
+        request = kvd_pb2.PrepareLoadRequest(
+            engine_id=attachment.engine_id,
+            session=_message(key),
+            token_ids=token_ids,
+            from_token=from_token,
+            deadline_s=deadline_s,
+            accept_pending=accept_pending,
+            dram_only=dram_only,
+            lineage=_lineage_message(lineage),
+        )
+        call = self._call(attachment.stub.PrepareLoad, request, deadline_s + GRACE_S, attachment)
+        response = await self._granted(call, self._give_back_load, attachment)
+        with self._ending_on_nonsense(attachment, response.lease_id):
+            block_tokens = self._layout.block_tokens
+            return load_grant(
+                response, request, attachment.arena, block_tokens, attachment.progress
+            )
+
+    async def complete_load(self, grant: LoadGrant) -> None:
+        """Give the slots back. If this raises, they may have changed while they were read."""
+        if grant.lease_id:
+            await self._give_back_load(self._owner_of(grant), grant.lease_id)
+
+    async def prepare_store(
+        self,
+        key: SessionKey,
+        token_ids: bytes,
+        from_token: int,
+        deadline_s: float,
+        *,
+        lineage: Lineage | None = None,
+    ) -> StoreGrant:
+        """Lease slots for the KV of token_ids[from_token:] that is not stored yet.
+
+        `token_ids` is little-endian uint32, the whole sequence whose KV is computed; the caller has
+        position-free KV from `from_token` on; `deadline_s` is how long kvd may wait for free slots;
+        `lineage` is that of the tokens; None: as what kvd stores of the session tells it.
+        """
+        attachment = self._ready()
+        request = kvd_pb2.PrepareStoreRequest(
+            engine_id=attachment.engine_id,
+            session=_message(key),
+            token_ids=token_ids,
+            from_token=from_token,
+            deadline_s=deadline_s,
+            lineage=_lineage_message(lineage),
+        )
+        call = self._call(attachment.stub.PrepareStore, request, deadline_s + GRACE_S, attachment)
+        response = await self._granted(call, self._give_back_store, attachment)
+        with self._ending_on_nonsense(attachment, response.lease_id):
+            return store_grant(response, request, attachment.arena, self._layout.block_tokens)
+
+    async def complete_store(self, grant: StoreGrant, success: bool) -> int:
+        """Publish what was written, or forget it.
+
+        Returns:
+            How many tokens of the session are stored now.
+        """
+        if not grant.lease_id:
+            return grant.end_token
+        return await self._give_back_store(self._owner_of(grant), grant.lease_id, success=success)
+
+    async def discard(
+        self,
+        key: SessionKey,
+        token_ids: bytes,
+        ranges: Sequence[tuple[int, int]],
+        *,
+        lineage: Lineage | None = None,
+    ) -> int:
+        """Drop half-open token ranges of a session; return how many stored tokens remain.
+
+        `token_ids` is the whole context before the discard, however little of it is stored, and
+        `lineage` is that of these tokens. A store under way publishes nothing any more. With its
+        lineage a discard may be told again: a session that is after it already, or of another
+        lineage, is left alone; returned is what is stored of the tokens that the discard leaves.
+        """
+        attachment = self._ready()
+        request = kvd_pb2.DiscardRequest(
+            engine_id=attachment.engine_id,
+            session=_message(key),
+            token_ids=token_ids,
+            ranges=[kvd_pb2.TokenRange(start=start, end=end) for start, end in ranges],
+            lineage=_lineage_message(lineage),
+        )
+        response = await self._call(attachment.stub.Discard, request, CALL_S)
+        return int(response.kept_tokens)
+
+    async def end_session(self, key: SessionKey) -> None:
+        """Tell kvd that the session will not come back.
+
+        If this raises, kvd is told when it is attached again.
+        """
+        self._ended[key] = None
+        if len(self._ended) > MOST_ENDED:
+            self._ended.popitem(last=False)
+        await self._tell_end(self._ready(), key)
+
+    async def get_session(self, key: SessionKey) -> kvd_pb2.SessionInfo:
+        """Return what kvd knows of a session.
+
+        Raises:
+            NotFoundError: nothing is stored.
+        """
+        ready = self._ready()
+        request = kvd_pb2.GetSessionRequest(session=_message(key), engine_id=ready.engine_id)
+        return await self._call(ready.stub.GetSession, request, CALL_S)
+
+    def follow_queue(self, feed: QueueFeed) -> None:
+        """Keep kvd told of what waits and what runs; once, before `run`.
+
+        Whoever changes the feed never waits for that.
+        """
+        self._queue.follow(feed)
+
+    # ---------------------------------------------------------------------------------- inside
+
+    async def _while_attached(self, attachment: Attachment, abandoned: Collection[int]) -> None:
+        """Say what kvd could not be told before; then tell it the queue."""
+        for lease_id in abandoned:
+            with suppress(ReportedError):  # it is lost: then there is nothing to give back
+                await self._give_back_store(attachment, lease_id)
+        for key in list(self._ended):
+            with suppress(ReportedError):  # kvd has gone again: the next attachment hears of it
+                await self._tell_end(attachment, key)
+        await self._queue.run(attachment)
+
+    async def _tell_end(self, attachment: Attachment, key: SessionKey) -> None:
+        request = kvd_pb2.EndSessionRequest(engine_id=attachment.engine_id, session=_message(key))
+        try:
+            await self._call(attachment.stub.EndSession, request, CALL_S)
+        except ReportedError as error:
+            if not error.retryable:
+                self._ended.pop(key, None)
+            raise
+        self._ended.pop(key, None)
+
+    async def _give_back_load(self, owner: Attachment, lease_id: int) -> None:
+        self._release(lease_id)
+        request = kvd_pb2.CompleteLoadRequest(engine_id=owner.engine_id, lease_id=lease_id)
+        await self._call(owner.stub.CompleteLoad, request, CALL_S, owner)
+
+    async def _give_back_store(
+        self, owner: Attachment, lease_id: int, *, success: bool = False
+    ) -> int:
+        self._release(lease_id)
+        request = kvd_pb2.CompleteStoreRequest(
+            engine_id=owner.engine_id, lease_id=lease_id, success=success
+        )
+        response = await self._call(owner.stub.CompleteStore, request, CALL_S, owner)
+        return int(response.stored_tokens)
+
+    def _owner_of(self, grant: LoadGrant | StoreGrant) -> Attachment:
+        """The attachment a grant belongs to: its own, or a later one that confirmed its lease."""
+        attachment = self._attachment
+        is_ours = grant.lease_id in self._held  # not among those lost
+        if attachment is None or attachment.arena is not grant.arena or not is_ours:
+            self._release(grant.lease_id)
+            raise self._unavailable()
+        return attachment
+
+    @contextmanager
+    def _ending_on_nonsense(self, attachment: Attachment, lease_id: int) -> Iterator[None]:
+        """End the attachment to a kvd that answers nonsense; kvd then ends the lease."""
+        try:
+            yield
+        except KvdProtocolError:
+            self._release(lease_id)
+            attachment.events.cancel()
+            raise
+
+
+def _message(key: SessionKey) -> kvd_pb2.SessionKey:
+    return kvd_pb2.SessionKey(tenant=key.tenant, model=key.model, session_id=key.session_id)
+
+
+def _lineage_message(lineage: Lineage | None) -> kvd_pb2.Lineage | None:
+    """Encode; that there was no discard is a lineage too, and is not the same as naming none."""
+    if lineage is None:
+        return None
+    return kvd_pb2.Lineage(digest=lineage.digest, clean_tokens=lineage.clean_tokens)

@@ -1,0 +1,283 @@
+"""Staying attached to a kvd: attach, hold, attach again, for ever; and calling it safely meanwhile.
+
+States, as `attached` shows them:
+
+    detached --attach succeeds--> attached --Draining--> draining --peer gone--> detached
+                                     └───────────────peer gone───────────────────┘
+
+Slots of an ended attachment may still be read or written by threads of ours. kvd gives no slot of a
+store to others before we attach again and say which stores we still hold, or say that we leave, or
+die. What was loaded meanwhile may not be used: its complete_load raises.
+"""
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Awaitable, Callable, Collection, Coroutine
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import grpc
+
+from shared.kvd_client.attachment import (
+    Attachment,
+    Client,
+    KvdUnavailableError,
+    MappedArena,
+    attach,
+)
+from shared.process.log import get_logger
+from shared.serving.grpc_status import error_from_rpc
+from shared.serving.tracing import Metadata, outgoing
+from shared.types.engine_id import shown_id
+from shared.types.errors import ReportedError, UnavailableError
+from shared.types.kv_layout import KVLayout
+
+ATTACH_S = 30.0  # deadline of an attach: kvd may make an arena
+CANCEL_AGAIN_S = 0.1
+INSTANCE_BYTES = 16
+
+log = get_logger(__name__)
+
+
+class _Leased(Protocol):
+    lease_id: int
+
+
+Response = TypeVar("Response")
+LeasedResponse = TypeVar("LeasedResponse", bound=_Leased)
+Request = TypeVar("Request", contravariant=True)  # noqa: PLC0105
+Answer = TypeVar("Answer", covariant=True)  # noqa: PLC0105
+
+
+class Method(Protocol[Request, Answer]):
+    """A unary method of a gRPC stub."""
+
+    def __call__(
+        self, request: Request, *, timeout: float, metadata: Metadata | None
+    ) -> Awaitable[Answer]:
+        """Call it."""
+        ...
+
+
+class KvdConnection:
+    """One engine's connection to one kvd.
+
+    Attributes:
+        on_change: callbacks, called with `attached` after each change of it.
+    """
+
+    def __init__(
+        self,
+        runtime_dir: Path,
+        layout: KVLayout,
+        engine_name: str,
+        *,
+        reconnect_delay_s: float = 0.1,
+        max_reconnect_delay_s: float = 0.5,
+    ) -> None:
+        self.on_change: list[Callable[[bool], None]] = []
+        self._runtime_dir = runtime_dir
+        self._layout = layout
+        self._client = Client(engine_name, secrets.token_hex(INSTANCE_BYTES))
+        self._reconnect_delay_s = reconnect_delay_s
+        self._max_reconnect_delay_s = max_reconnect_delay_s
+        self._attachment: Attachment | None = None
+        self._mapped: MappedArena | None = None  # outlives the attachment
+        self._draining = False
+        self._detached_reason = "not attached yet"
+        self._attached_event = asyncio.Event()
+        self._held: set[int] = set()  # leases granted and not given back
+        self._undoing: set[asyncio.Future[None]] = set()  # see _granted
+
+    # ------------------------------------------------------------------------------------ life
+
+    @property
+    def attached(self) -> bool:
+        """Whether loads and stores may be asked for right now."""
+        return self._attachment is not None and not self._draining
+
+    @property
+    def detached_reason(self) -> str:
+        """Why not, for people; "" while attached."""
+        return "" if self.attached else self._detached_reason
+
+    async def wait_attached(self, timeout_s: float) -> None:
+        """Wait until attached.
+
+        Raises:
+            KvdUnavailableError: not within timeout_s.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._attached_event.wait()
+        except TimeoutError as error:
+            raise self._unavailable() from error
+
+    async def run(self) -> None:
+        """Attach and stay attached until cancelled.
+
+        Cancelling ends loads. The slots of a store that is not completed stay ours until this
+        process ends: a thread of it may be writing.
+        """
+        delay_s = self._reconnect_delay_s
+        while True:
+            held = sorted(self._held)
+            try:
+                attachment = await attach(
+                    self._runtime_dir, self._layout, self._client, held, self._mapped, ATTACH_S
+                )
+            except ReportedError as error:
+                self._note_refusal(error)
+                await asyncio.sleep(delay_s)
+                delay_s = min(2 * delay_s, self._max_reconnect_delay_s)
+                continue
+            delay_s = self._reconnect_delay_s
+            self._mapped = attachment.mapped
+            self._held.difference_update(attachment.lost_leases)
+            try:
+                await self._hold(attachment)
+            finally:
+                await attachment.close(leaving=not self._held)
+            await asyncio.sleep(delay_s)  # a kvd that accepts and closes must not keep us busy
+
+    async def _hold(self, attachment: Attachment) -> None:
+        # Given back while nobody was there to be told. From here on whoever gives back tells kvd.
+        abandoned = attachment.confirmed_leases - self._held
+        self._attachment = attachment
+        self._changed("kvd_attached", engine_id=shown_id(attachment.engine_id))
+        serving = asyncio.create_task(self._while_attached(attachment, abandoned))
+        try:
+            await attachment.hold(self._on_draining)
+        finally:
+            # All at once, before anything is awaited: a caller who was refused and then waits in
+            # `wait_attached` must not find us attached still.
+            self._attachment = None
+            self._detached_reason = "kvd closed the connection"
+            if not self._draining:
+                self._changed("kvd_detached", reason=self._detached_reason)
+            self._draining = False
+            await _cancelled(serving)
+
+    async def _while_attached(self, attachment: Attachment, abandoned: Collection[int]) -> None:
+        """For subclasses: run beside the attachment; cancelled at its end.
+
+        Args:
+            attachment: the new one.
+            abandoned: leases that it confirmed and nobody holds any more: to be given back.
+        """
+
+    def _on_draining(self, deadline_s: float) -> None:
+        self._draining = True
+        self._detached_reason = "kvd is stopping"
+        self._changed("kvd_detached", reason=self._detached_reason, deadline_s=deadline_s)
+
+    def _note_refusal(self, error: ReportedError) -> None:
+        if str(error) != self._detached_reason:  # said once, not at every attempt
+            log.warning("kvd_attach_failed", reason=error.reason, error=str(error))
+        self._detached_reason = str(error)
+
+    def _changed(self, event: str, **facts: object) -> None:
+        log.info(event, **facts)
+        if self.attached:
+            self._attached_event.set()
+        else:
+            self._attached_event.clear()
+        for callback in self.on_change:
+            callback(self.attached)
+
+    # --------------------------------------------------------------------------------- calling
+
+    def _ready(self) -> Attachment:
+        """The attachment that may be asked for more.
+
+        Raises:
+            KvdUnavailableError: there is none.
+        """
+        if self._attachment is None or self._draining:
+            raise self._unavailable()
+        return self._attachment
+
+    def _release(self, lease_id: int) -> None:
+        """Note that a lease is given back, or is about to be."""
+        self._held.discard(lease_id)
+
+    async def _granted(
+        self,
+        call: Coroutine[object, object, LeasedResponse],
+        give_back: Callable[[Attachment, int], Coroutine[object, object, object]],
+        attachment: Attachment,
+    ) -> LeasedResponse:
+        """Await a prepare call. If we are cancelled meanwhile, what it grants is given back."""
+        running = asyncio.ensure_future(call)
+
+        async def undo() -> None:
+            with contextlib.suppress(ReportedError):
+                response = await running
+                if response.lease_id:
+                    await give_back(attachment, response.lease_id)
+
+        try:
+            response = await asyncio.shield(running)
+        except asyncio.CancelledError:
+            undoing = asyncio.ensure_future(undo())
+            self._undoing.add(undoing)  # the loop itself holds tasks weakly
+            undoing.add_done_callback(self._undoing.discard)
+            raise
+        if self._attachment is not attachment:
+            # It has ended since the answer was sent, and kvd was told what we hold: not this.
+            raise self._unavailable()
+        self._held.update({response.lease_id} - {0})
+        return response
+
+    async def _call(
+        self,
+        method: Method[Request, Response],
+        request: Request,
+        timeout_s: float,
+        leasing: Attachment | None = None,
+    ) -> Response:
+        """Call a method; every failure becomes a ReportedError.
+
+        Args:
+            method: of a stub.
+            request: its argument.
+            timeout_s: for all of it.
+            leasing: of a call that begins or ends a lease, whose attachment it is. Without an
+                answer in time nobody knows whether kvd holds that lease for us, which it would do
+                for ever: so that attachment ends, and the next one tells what we hold.
+        """
+        try:
+            return await method(request, timeout=timeout_s, metadata=outgoing())
+        except grpc.aio.AioRpcError as error:
+            if leasing is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                log.warning("kvd_call_unanswered", timeout_s=timeout_s)
+                leasing.events.cancel()
+            reported = error_from_rpc(error)
+            if isinstance(reported, UnavailableError):
+                raise KvdUnavailableError(reported.message, "history is recomputed") from error
+            raise reported from error
+        except asyncio.CancelledError:
+            # grpc also raises this when the channel is closed under a call, by the end of the
+            # attachment. That is not a cancellation of our caller.
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise self._unavailable() from None
+
+    def _unavailable(self) -> KvdUnavailableError:
+        return KvdUnavailableError(
+            f"kvd is not attached: {self._detached_reason}", "history is recomputed meanwhile"
+        )
+
+
+async def _cancelled(task: "asyncio.Task[None]") -> None:
+    """Cancel a task until it has ended; whatever it raises is nobody's concern.
+
+    Once is not enough: a call of grpc.aio that ends at that very moment swallows it.
+    """
+    while not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=CANCEL_AGAIN_S)
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,228 @@
+"""What kvd grants an engine, decoded and checked: an answer that makes no sense is never acted on.
+
+Pure. The memory behind slot numbers is added by shared/kvd_client/client.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from shared.kvd_client.arena_map import ArenaMap
+from shared.kvd_client.progress_words import LoadProgress, ProgressWords
+from shared.pb.kvd.v1 import kvd_pb2
+from shared.types.block_key import TOKEN_BYTES
+from shared.types.errors import UnavailableError
+
+
+class KvdProtocolError(UnavailableError):
+    """kvd's answer contradicts itself or the layout."""
+
+    reason = "kvd_protocol"
+
+
+class Lookup(Enum):
+    """Answer of prepare_load."""
+
+    HIT = "hit"
+    PENDING = "pending"  # granted, still being read: a layer may be read once it is ready
+    MISS = "miss"
+
+
+@dataclass(frozen=True)
+class LoadSpan:
+    """Rows [start, start + num_tokens) of a slot hold the request's tokens from token_offset on.
+
+    Attributes:
+        tier: where the block was found, "dram" or "ssd"; it is in the slot now either way.
+        generation: of the slot.
+    """
+
+    slot_id: int
+    start: int
+    num_tokens: int
+    token_offset: int
+    tier: str
+    generation: int
+
+
+@dataclass(frozen=True)
+class StoreBlock:
+    """Tokens [token_offset, token_offset + num_tokens) go to rows [0, num_tokens) of the slot."""
+
+    slot_id: int
+    token_offset: int
+    num_tokens: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class LoadGrant:
+    """Slots that may be read until complete_load.
+
+    Attributes:
+        lookup: on a MISS there is no lease and nothing to complete.
+        spans: contiguous, covering [from_token, end_token).
+        more: more is stored beyond end_token; ask again after complete_load.
+        miss_reason: slug, "" unless MISS.
+        arena: stays mapped for as long as this grant is referred to.
+        progress: which layers are ready; None unless PENDING.
+    """
+
+    lookup: Lookup
+    lease_id: int
+    spans: tuple[LoadSpan, ...]
+    end_token: int
+    more: bool
+    miss_reason: str
+    arena: ArenaMap
+    progress: LoadProgress | None = None
+
+
+@dataclass(frozen=True)
+class StoreGrant:
+    """Slots that must be written before complete_store.
+
+    Attributes:
+        lease_id: 0 when there is nothing to write and nothing to complete.
+        blocks: in token order, not overlapping; what is stored already is not among them.
+        end_token: after completion [0, end_token) is stored.
+        more: ask again after complete_store, with from_token = end_token.
+        refused_reason: "no_space", "gap", or "".
+        arena: as in LoadGrant.
+    """
+
+    lease_id: int
+    blocks: tuple[StoreBlock, ...]
+    end_token: int
+    more: bool
+    refused_reason: str
+    arena: ArenaMap
+
+
+_TIERS = {kvd_pb2.TIER_DRAM: "dram", kvd_pb2.TIER_SSD: "ssd"}
+_LOOKUPS = {
+    kvd_pb2.LOOKUP_HIT: Lookup.HIT,
+    kvd_pb2.LOOKUP_PENDING: Lookup.PENDING,
+    kvd_pb2.LOOKUP_MISS: Lookup.MISS,
+}
+
+
+def load_grant(
+    response: kvd_pb2.PrepareLoadResponse,
+    request: kvd_pb2.PrepareLoadRequest,
+    arena: ArenaMap,
+    block_tokens: int,
+    words: ProgressWords,
+) -> LoadGrant:
+    """Decode the answer to `request`.
+
+    Raises:
+        KvdProtocolError: if it is not a miss or a non-empty contiguous hit inside the arena, or is
+            pending though that was not asked for.
+    """
+    lookup = _LOOKUPS.get(response.lookup)
+    if lookup is None or (lookup is Lookup.PENDING and not request.accept_pending):
+        raise _nonsense(f"lookup {response.lookup}")
+    is_granted = lookup is not Lookup.MISS
+    spans = tuple(
+        LoadSpan(
+            span.slot_id,
+            span.start,
+            span.num_tokens,
+            span.token_offset,
+            _TIERS.get(span.tier, "unknown"),
+            span.generation,
+        )
+        for span in response.spans
+    )
+    if is_granted != bool(spans) or is_granted != bool(response.lease_id):
+        raise _nonsense(f"a {lookup.value} with {len(spans)} spans")
+    end = _checked_end(spans, request, arena, block_tokens)
+    if is_granted and end != response.end_token:
+        raise _nonsense(f"spans up to token {end}, {response.end_token} announced")
+    return LoadGrant(
+        lookup=lookup,
+        lease_id=response.lease_id,
+        spans=spans,
+        end_token=end,
+        more=is_granted and response.more,
+        miss_reason="" if is_granted else response.miss_reason or "miss",
+        arena=arena,
+        progress=_progress(response, words) if lookup is Lookup.PENDING else None,
+    )
+
+
+def _checked_end(
+    spans: Sequence[LoadSpan],
+    request: kvd_pb2.PrepareLoadRequest,
+    arena: ArenaMap,
+    block_tokens: int,
+) -> int:
+    """Return the token after the last span; the spans follow each other inside the request."""
+    end = request.from_token
+    for span in spans:
+        _check_rows(span.slot_id, span.start, span.num_tokens, arena, block_tokens)
+        if span.token_offset != end:
+            raise _nonsense(f"a span at token {span.token_offset}, {end} comes next")
+        end += span.num_tokens
+    if spans and end > len(request.token_ids) // TOKEN_BYTES:
+        raise _nonsense(f"spans up to token {end}, beyond the request's")
+    return end
+
+
+def _progress(response: kvd_pb2.PrepareLoadResponse, words: ProgressWords) -> LoadProgress:
+    if response.progress_index >= words.num_words:
+        raise _nonsense(f"progress word {response.progress_index} of {words.num_words}")
+    return LoadProgress(words, response.progress_index, response.lease_id)
+
+
+def store_grant(
+    response: kvd_pb2.PrepareStoreResponse,
+    request: kvd_pb2.PrepareStoreRequest,
+    arena: ArenaMap,
+    block_tokens: int,
+) -> StoreGrant:
+    """Decode the answer to `request`.
+
+    Raises:
+        KvdProtocolError: if a block lies outside the arena or the tokens, or two overlap.
+    """
+    blocks = tuple(
+        StoreBlock(block.slot_id, block.token_offset, block.num_tokens, block.generation)
+        for block in response.blocks
+    )
+    if bool(blocks) != bool(response.lease_id):
+        raise _nonsense(f"lease {response.lease_id} with {len(blocks)} blocks")
+    end = request.from_token
+    for block in blocks:
+        _check_rows(block.slot_id, 0, block.num_tokens, arena, block_tokens)
+        if block.token_offset < end:
+            raise _nonsense(f"a block at token {block.token_offset}, before {end}")
+        end = block.token_offset + block.num_tokens
+    if blocks and end > response.end_token:
+        raise _nonsense(f"blocks up to token {end}, {response.end_token} announced")
+    if response.end_token > len(request.token_ids) // TOKEN_BYTES or _repeats(blocks):
+        raise _nonsense("blocks that share a slot or lie beyond the tokens")
+    return StoreGrant(
+        lease_id=response.lease_id,
+        blocks=blocks,
+        end_token=response.end_token,
+        more=response.more,
+        refused_reason=response.refused_reason,
+        arena=arena,
+    )
+
+
+def _check_rows(
+    slot_id: int, start: int, num_tokens: int, arena: ArenaMap, block_tokens: int
+) -> None:
+    if slot_id >= arena.num_slots or num_tokens < 1 or start + num_tokens > block_tokens:
+        raise _nonsense(f"rows {start}..{start + num_tokens} of slot {slot_id}")
+
+
+def _repeats(blocks: Sequence[StoreBlock]) -> bool:
+    return len({block.slot_id for block in blocks}) != len(blocks)
+
+
+def _nonsense(what: str) -> KvdProtocolError:
+    return KvdProtocolError(f"kvd answered {what}", "check that both run the same release")

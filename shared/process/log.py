@@ -1,0 +1,191 @@
+"""The only logging configuration of both processes.
+
+JSON lines on stderr under a supervisor, coloured text on a terminal. Event names are constant slugs
+(`log.info("engine_attached", engine_id=3)`), data goes in keys named as in the glossary, never into
+the event's text. What is bound with structlog's contextvars (a trace id, above all) is in each line
+of its task.
+
+Where stderr is systemd's journal each line begins with its priority, which the journal takes off:
+`journalctl -p warning` finds warnings. Secrets do not get into a line: whatever is logged under the
+name of one, and whatever looks like the credentials of a request, in its headers or in its URL, is
+written as REDACTED. That is done to the finished line, too: what an object or bytes looks like is
+known only then.
+
+Libraries write what somebody outside may cause at will, a traceback for each connection that broke:
+each has so many lines a second, and its next one says how many were left out.
+"""
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, cast
+
+import structlog
+from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
+
+from shared.process.line_allowance import LineAllowance
+
+LEVELS = ("debug", "info", "warning", "error")
+REDACTED = "[redacted]"
+SECRET_NAMES = frozenset(
+    {
+        *("token", "data_token", "access_token", "api_key", "authorization", "cookie"),
+        *("credential", "credentials", "key_bytes", "master_key", "password", "private_key"),
+        *("salt", "secret"),
+    }
+)
+_QUERY_NAMES = (  # of parameters of a URL
+    r"(?:access|refresh|id|auth|session)?[-_]?token|(?:x[-_])?(?:api|access|secret|private)[-_]?key"
+    r"|key|secret|client[-_]secret|passw(?:or)?d|pwd|sig|signature|credentials?"
+)
+_CREDENTIALS = re.compile(
+    r"(?i)\b(?:bearer|basic)\s+[\w.~+/=-]{8,}|\bsk-[\w-]{16,}"
+    rf"|(?<=[?&])(?:{_QUERY_NAMES})=[^\s&;#\"'\\<>]+"  # in a URL's query
+    r"|(?<=://)[^\s/@\"'\\]+:[^\s/@\"'\\]*(?=@)"  # in its authority
+    r"|\b(?:proxy-)?authorization\b\W{1,4}[\w.~+/=-]{8,}(?:\s+[\w.~+/=-]{8,})?"  # a header, as text
+    r"|\b(?:x-)?api-key\b\W{1,4}[\w.~+/=-]{8,}|\b(?:set-)?cookie\b\s*[:=]\s*[^\s\"'\\]+"
+)
+# What some part of each match has: most lines have none of it, and looking for it is much faster.
+_MARKS = ("bearer", "basic", "sk-", "?", "&", "://", "authorization", "api-key", "cookie")
+_OWN_LOGGERS = ("inference_svc", "kvd", "shared")
+# As syslog(3) numbers them; what is not here is a notice.
+_PRIORITIES = {"debug": 7, "info": 6, "warning": 4, "error": 3, "critical": 2}
+
+
+def configure_logging(
+    level: str, *, json: bool | None, environ: Mapping[str, str] = os.environ
+) -> None:
+    """Set up structlog and the standard library's loggers (grpc, asyncio); again to change it.
+
+    Args:
+        level: one of LEVELS.
+        json: None chooses: text if stderr is a terminal, else JSON.
+        environ: where systemd says that stderr is its journal; NO_COLOR stands for no colours.
+    """
+    as_json = not sys.stderr.isatty() if json is None else json
+    stamp: Processor = structlog.processors.TimeStamper(fmt="iso", utc=True)
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        stamp if as_json else _stamp_for_people,
+    ]
+    # Not structlog's own tracebacks for terminals: they show the values of local variables.
+    renderer: Processor = structlog.dev.ConsoleRenderer(
+        colors=sys.stderr.isatty() and not environ.get("NO_COLOR"),
+        exception_formatter=structlog.dev.plain_traceback,
+    )
+    if as_json:
+        renderer = structlog.processors.JSONRenderer(sort_keys=False, default=str)
+    ending: list[Processor] = [structlog.processors.format_exc_info, redact]
+    ending += [renderer] if as_json else [_without_own_logger, renderer]
+    formatter = structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=shared,
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *ending],
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_LineFormatter(formatter, is_journal=_is_journal(environ)))
+    handler.addFilter(_LibraryLines())
+    logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+    logging.getLogger("grpc").setLevel(logging.INFO)  # its debug messages tell nothing of ours
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *shared,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=False,  # tests configure more than once
+    )
+
+
+def get_logger(name: str) -> FilteringBoundLogger:
+    """Return the logger of a module; safe to call at import, before configure_logging."""
+    return cast("FilteringBoundLogger", structlog.stdlib.get_logger(name))
+
+
+def _stamp_for_people(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """Local time with its zone, as `kvd events` has it."""
+    now = datetime.now().astimezone()
+    event["timestamp"] = now.isoformat(sep=" ", timespec="milliseconds")
+    return event
+
+
+def _without_own_logger(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """Which module of ours tells an event is for scripts; which library does is for people, too."""
+    if str(event.get("logger", "")).startswith(_OWN_LOGGERS):
+        del event["logger"]
+    return event
+
+
+def redact(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """Replace what is secret, by its name or by its looks; a processor of structlog."""
+    for name, value in event.items():
+        event[name] = _redacted(name, value)
+    return event
+
+
+def _redacted(name: str, value: Any) -> Any:
+    if name.lower() in SECRET_NAMES:
+        return REDACTED if value else value
+    if isinstance(value, str):
+        return _without_credentials(value)
+    if isinstance(value, Mapping):
+        return {key: _redacted(str(key), item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_redacted("", item) for item in value]
+    if isinstance(value, BaseException):
+        return _without_credentials(str(value))
+    return value
+
+
+def _without_credentials(text: str) -> str:
+    lower = text.lower()
+    if not any(mark in lower for mark in _MARKS):
+        return text
+    return _CREDENTIALS.sub(REDACTED, text)
+
+
+class _LineFormatter(logging.Formatter):
+    """Redacts the finished line, and puts its priority before it for the journal (sd-daemon(3))."""
+
+    def __init__(self, inner: logging.Formatter, *, is_journal: bool) -> None:
+        super().__init__()
+        self._inner = inner
+        self._is_journal = is_journal
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = _without_credentials(self._inner.format(record))
+        if not self._is_journal:
+            return line
+        return f"<{_PRIORITIES.get(record.levelname.lower(), 5)}>{line}"
+
+
+class _LibraryLines(logging.Filter):
+    """Lets so many lines a second of each library through; ours, which are events, all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._allowance = LineAllowance()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if isinstance(record.msg, dict):
+            return True
+        left_out = self._allowance.take(record.name)
+        if left_out:
+            record.msg, record.args = f"{record.getMessage()} ({left_out} more left out)", ()
+        return left_out is not None
+
+
+def _is_journal(environ: Mapping[str, str]) -> bool:
+    """Whether stderr is what JOURNAL_STREAM names: it may have been redirected since."""
+    device, _, inode = environ.get("JOURNAL_STREAM", "").partition(":")
+    try:
+        status = os.fstat(sys.stderr.fileno())
+    except (OSError, ValueError):
+        return False
+    return (device, inode) == (str(status.st_dev), str(status.st_ino))

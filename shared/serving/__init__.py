@@ -1,0 +1,1 @@
+"""What both processes serve besides their work: guards of calls, metrics, health, traces, HTTP."""

@@ -1,0 +1,343 @@
+"""Accepts HTTP connections at one socket, and closes those that cost more than they may.
+
+It accepts them itself, and hands each to the event loop afterwards: so each is counted, and can be
+closed, from its first moment on, whether TLS comes first or not. What the bounds are, and who goes
+when they are reached, is said in http_connections. Beyond them a connection is cut
+
+    handshake   whose TLS handshake has not ended in time
+    headers     whose headers have not come in time
+    unread      whose client does not read what was sent
+    tls         whose TLS handshake failed
+    malformed   that sends no HTTP: 400, without a word of what was sent
+
+and each is counted by that reason. Of each reason one line a second is logged, with the number of
+those that had none, and never with anything that was sent.
+"""
+
+import asyncio
+import errno
+import socket
+import ssl
+from functools import partial
+from typing import Any, cast
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from shared.access.refusals import RefusalLog
+from shared.process.log import get_logger
+from shared.serving.http_connections import (
+    Bounds,
+    ConnectionMetrics,
+    ConnectionTable,
+    Phase,
+    address_of,
+)
+
+BACKLOG = 1024  # of the kernel's: connections that come while the loop is busy
+LINGER_S = 2.0  # for what is left of a body after its answer: a close at once would destroy that
+ACCEPT_AGAIN_S = 0.1  # when there was no file for a connection
+_NO_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_LEFT = (ssl.SSLEOFError, ssl.SSLZeroReturnError)  # who looks only whether a port is open
+
+log = get_logger(__name__)
+
+
+class HttpListener:
+    """See the module docstring.
+
+    Args:
+        name: of the server, in metrics and lines.
+        sock: bound; closed at the end.
+        http: makes requests of what comes.
+        bounds: of the address.
+        metrics: where connections are counted.
+        ssl_context: for TLS; None for none.
+        reserved: paths whose requests are answered on the reserve.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        sock: socket.socket,
+        http: web.Server,
+        *,
+        bounds: Bounds,
+        metrics: ConnectionMetrics,
+        ssl_context: ssl.SSLContext | None,
+        reserved: frozenset[str],
+    ) -> None:
+        self.bounds = bounds
+        self._name = name
+        self._sock = sock
+        self._http = http
+        self._metrics = metrics
+        self._ssl_context = ssl_context
+        self._reserved = reserved
+        self._table: ConnectionTable[Connection] = ConnectionTable(bounds)
+        self._opening: set[asyncio.Task[None]] = set()
+        self._lines: dict[str, RefusalLog] = {}  # by reason
+        self._accepting: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Listen and accept."""
+        self._sock.setblocking(False)
+        self._sock.listen(BACKLOG)
+        self._accepting = asyncio.create_task(self._accept())
+
+    async def stop(self) -> None:
+        """Accept no more, and give up the handshakes under way; what is open stays so."""
+        tasks = {task for task in (self._accepting, *self._opening) if task is not None}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        self._sock.close()
+
+    # -------------------------------------------------------------------------- what connections do
+
+    def begin(self, connection: "Connection", path: str) -> bool:
+        """See Connection."""
+        if path not in self._reserved and not self._table.may_answer():
+            self._count("places", connection.peer)
+            return False
+        self.enter(connection, Phase.ANSWERING)
+        return True
+
+    def enter(self, connection: "Connection", phase: Phase) -> None:
+        """A connection goes on to another phase, unless it has been cut."""
+        if self._table.phase_of(connection) is not None:
+            self._table.move(connection, phase)
+            connection.expect(phase)
+
+    def is_in(self, connection: "Connection", phase: Phase) -> bool:
+        """Whether that is the phase of a connection."""
+        return self._table.phase_of(connection) is phase
+
+    def malformed(self, connection: "Connection", error: BaseException) -> None:
+        """A connection has sent no HTTP; what is told of it is the kind of the error."""
+        self._count("malformed", connection.peer, error=type(error).__name__)
+
+    def cut(self, connection: "Connection", reason: str, **facts: str) -> None:
+        """Close a connection now."""
+        self._count(reason, connection.peer, **facts)
+        connection.abort()
+
+    def forget(self, connection: "Connection") -> None:
+        """A connection has ended; a second call does nothing."""
+        connection.expect(None)
+        self._table.remove(connection)
+        self._metrics.open[self._name] = len(self._table)
+
+    def _count(self, reason: str, peer: str, **facts: str) -> None:
+        self._metrics.cut.add(self._name, reason)
+        line = self._lines.setdefault(reason, RefusalLog("http_connection_cut"))
+        line.note(reason, server=self._name, peer=peer, **facts)
+
+    # ---------------------------------------------------------------------------------- accepting
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, peer = await loop.sock_accept(self._sock)
+            except ConnectionAbortedError:
+                continue  # it was gone before it was accepted
+            except OSError as error:
+                if error.errno in _NO_FILES:
+                    self._spare_file()
+                else:
+                    self._count("accept", "", error=errno.errorcode.get(error.errno or 0, ""))
+                await asyncio.sleep(ACCEPT_AGAIN_S)
+                continue
+            try:
+                self._take(loop, sock, peer[0] if isinstance(peer, tuple) else "")
+            except Exception:  # the edge: nobody else would accept the next one
+                sock.close()
+                log.exception("http_connection_failed", server=self._name)
+
+    def _spare_file(self) -> None:
+        """No file is left for a connection: one that only waits gives up its own."""
+        waiting = self._table.longest_waiting()
+        if waiting is not None:
+            self.cut(waiting, "files")
+            self.forget(waiting)
+
+    def _take(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, peer: str) -> None:
+        connection = Connection(self, self._http, peer, loop)
+        admission = self._table.admit(connection, address_of(peer, self.bounds.proxies))
+        if isinstance(admission.cut, Connection):
+            self.cut(admission.cut, admission.why)
+        if not admission.is_in:
+            self._count(admission.why, peer)
+            sock.close()
+            return
+        self._metrics.open[self._name] = len(self._table)
+        connection.expect(Phase.UNFINISHED)
+        opening = loop.create_task(self._open(loop, sock, connection))
+        connection.opening = opening
+        self._opening.add(opening)
+        opening.add_done_callback(partial(self._opened, sock, connection))
+
+    async def _open(
+        self, loop: asyncio.AbstractEventLoop, sock: socket.socket, connection: "Connection"
+    ) -> None:
+        connection.has_socket = True
+        await loop.connect_accepted_socket(lambda: connection, sock, ssl=self._ssl_context)
+
+    def _opened(
+        self, sock: socket.socket, connection: "Connection", opening: "asyncio.Task[None]"
+    ) -> None:
+        self._opening.discard(opening)
+        connection.opening = None
+        if not connection.has_socket:
+            sock.close()
+        error = None if opening.cancelled() else opening.exception()
+        if error is None and not opening.cancelled():
+            return
+        self.forget(connection)
+        if isinstance(error, ssl.SSLError) and not isinstance(error, _LEFT):
+            self._count("tls", connection.peer, error=error.reason or type(error).__name__)
+        elif error is not None and not isinstance(error, OSError):
+            log.error("http_connection_failed", server=self._name, exc_info=error)
+
+
+class Connection(web.RequestHandler):
+    """One connection: aiohttp's, which tells its listener how far it is.
+
+    Attributes:
+        peer: address of the other side; "" on a Unix socket.
+        opening: hands the socket to the event loop, and waits for the TLS handshake.
+        has_socket: the event loop closes the socket.
+    """
+
+    def __init__(
+        self,
+        listener: HttpListener,
+        http: web.Server,
+        peer: str,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        super().__init__(
+            http,
+            loop=loop,
+            keepalive_timeout=listener.bounds.idle_s,
+            lingering_time=LINGER_S,
+            auto_decompress=False,  # nobody takes compressed bodies
+            access_log=None,  # type: ignore[arg-type]  # as aiohttp's own servers may be told
+        )
+        self.peer = peer
+        self.opening: asyncio.Task[None] | None = None
+        self.has_socket = False
+        self._listener = listener
+        self._wire: asyncio.Transport | None = None  # aiohttp forgets its own when it closes it
+        self._deadline: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+
+    def expect(self, phase: Phase | None) -> None:
+        """Arm what ends a phase that takes too long; None: there is none any more."""
+        _cancel(self._deadline)
+        self._deadline = None
+        if phase is Phase.UNFINISHED:
+            self._deadline = self._loop.call_later(self._listener.bounds.header_s, self._late)
+        elif phase is Phase.IDLE and self._num_unsent():
+            self._deadline = self._loop.call_later(self._listener.bounds.write_s, self._late)
+        elif phase is None:
+            _cancel(self._unread)
+
+    def begin(self, path: str) -> bool:
+        """A request has come whole, but for its body; False: it cannot be answered now."""
+        return self._listener.begin(self, path)
+
+    def abort(self) -> None:
+        """Close it now, whatever is unsent."""
+        if self._wire is not None:
+            self._wire.abort()
+        elif self.opening is not None:
+            self.opening.cancel()
+
+    def _late(self) -> None:
+        if self._listener.is_in(self, Phase.UNFINISHED):
+            self._listener.cut(self, "handshake" if self._wire is None else "headers")
+        elif self._num_unsent():
+            self._listener.cut(self, "unread")
+
+    def _num_unsent(self) -> int:
+        return 0 if self._wire is None else self._wire.get_write_buffer_size()
+
+    # ------------------------------------------------------------------- what the event loop calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The handshake is over, if there is one."""
+        self._wire = cast("asyncio.Transport", transport)  # uvloop's are no subclass of it
+        self.expect(Phase.UNFINISHED)
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """The end."""
+        self._listener.forget(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """The first byte after an answer begins the next request."""
+        if data and self._listener.is_in(self, Phase.IDLE):
+            self._listener.enter(self, Phase.UNFINISHED)
+        super().data_received(data)
+
+    def pause_writing(self) -> None:
+        """The client does not read as fast as it is written to."""
+        super().pause_writing()
+        self._unread = self._loop.call_later(
+            self._listener.bounds.write_s, self._listener.cut, self, "unread"
+        )
+
+    def resume_writing(self) -> None:
+        """It has read."""
+        _cancel(self._unread)
+        super().resume_writing()
+
+    # --------------------------------------------------------------------------- what aiohttp calls
+
+    async def start(self) -> None:
+        """Answer requests; afterwards what is unsent is all that keeps the connection open."""
+        try:
+            await super().start()
+        finally:
+            self._listener.enter(self, Phase.IDLE)
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Send what is left of an answer; then the connection may be cut for another one."""
+        try:
+            return await super().finish_response(request, resp, start_time)
+        finally:
+            self._listener.enter(self, Phase.IDLE)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer what is no HTTP without its words, which may be secret, in answer and log."""
+        if not isinstance(exc, HttpProcessingError):
+            return super().handle_error(request, status, exc, message)
+        self._listener.malformed(self, exc)
+        response = web.Response(status=status, text=f"{status}: {type(exc).__name__}\n")
+        response.force_close()
+        return response
+
+    def log_exception(self, *_args: Any, **kw: Any) -> None:
+        """A body that is no HTTP is told as that; any other error is one of ours."""
+        error = kw.get("exc_info")
+        if isinstance(error, HttpProcessingError | web.RequestPayloadError):
+            self._listener.malformed(self, error)
+        elif not isinstance(error, ConnectionError):  # whose client has left
+            log.error("http_request_failed", exc_info=error)
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

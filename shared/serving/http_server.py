@@ -1,0 +1,197 @@
+"""An HTTP server at one address, in the event loop of the process that it belongs to.
+
+Knows sockets and hostile connections, and nothing of what is served. Its promises:
+
+1. A Unix socket has its mode (and group, if one is named) before anybody can connect to it.
+2. A connection that says nothing, or a header byte by byte, is closed after `header_s`; one that
+   comes while all places are taken gets that of one that only waits (http_connections). What a
+   request's body may cost is the application's `client_max_size`.
+3. A handler is cancelled when its client goes away.
+4. `stop` takes no new connection, closes the idle ones, and lets requests under way finish for as
+   long as it is given; then they are cancelled.
+
+Errors that a start meets are ConfigErrors that name the address and the remedy.
+"""
+
+import socket
+import ssl
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from shared.access.sockets import open_to_group
+from shared.process.unix_path import claim_path
+from shared.serving.http_connections import Bounds, ConnectionMetrics
+from shared.serving.http_listener import Connection, HttpListener
+from shared.types.errors import ConfigError
+
+UNIX = "unix:"
+SOCKET_MODE = 0o660  # user and group
+RETRY_AFTER = {"Retry-After": "1"}
+
+
+class HttpListenError(ConfigError):
+    """An address that HTTP was to be served at cannot be used."""
+
+    reason = "http_listen"
+
+
+def split_address(listen: str) -> tuple[str, int]:
+    """Split "host:port" or "[host]:port".
+
+    Raises:
+        HttpListenError: it is neither.
+    """
+    host, colon, port = listen.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise HttpListenError(
+            f"{listen!r} is no address to listen at", "write unix:/path or host:port"
+        )
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+class HttpServer:
+    """Serves an aiohttp application at one address.
+
+    Args:
+        app: with its routes; not started yet, and served by nobody else.
+        listen: "unix:/path" or "host:port"; port 0 lets the system choose one.
+        ssl_context: for TLS; None for none.
+        socket_mode: of a Unix socket.
+        socket_group: name or number of the group that gets a Unix socket; "" leaves it.
+        name: of the server, in metrics and log lines.
+        bounds: of connections.
+        metrics: where they are counted.
+        reserved: paths whose requests are answered when the places of all others are taken.
+    """
+
+    def __init__(
+        self,
+        app: web.Application,
+        listen: str,
+        ssl_context: ssl.SSLContext | None = None,
+        socket_mode: int = SOCKET_MODE,
+        *,
+        socket_group: str = "",
+        name: str = "http",
+        bounds: Bounds | None = None,
+        metrics: ConnectionMetrics | None = None,
+        reserved: frozenset[str] = frozenset(),
+    ) -> None:
+        self._app = app
+        self._listen = listen
+        self._ssl_context = ssl_context
+        self._socket_mode = socket_mode
+        self._socket_group = socket_group
+        self._name = name
+        self._bounds = bounds or Bounds()
+        self._metrics = metrics or ConnectionMetrics()
+        self._reserved = reserved
+        app.middlewares.insert(0, self._admitting())
+        self._runner = web.AppRunner(app, handler_cancellation=True)
+        self._listener: HttpListener | None = None
+        self._bound = ""
+
+    @property
+    def address(self) -> str:
+        """Where it listens, with the port that was chosen; as given before the start."""
+        return self._bound or self._listen
+
+    async def start(self) -> None:
+        """Bind and serve.
+
+        Raises:
+            ConfigError: the address cannot be used.
+        """
+        sock = self._bind()
+        await self._runner.setup()
+        assert self._runner.server is not None, "set up"  # noqa: S101
+        self._listener = HttpListener(
+            self._name,
+            sock,
+            self._runner.server,
+            bounds=self._bounds,
+            metrics=self._metrics,
+            ssl_context=self._ssl_context,
+            reserved=self._reserved,
+        )
+        self._listener.start()
+
+    async def stop(self, grace_s: float) -> None:
+        """End; requests still running after grace_s are cancelled. Nothing happens if it is not on.
+
+        Streams that never end on their own should have been told to end before.
+        """
+        if self._listener is None:
+            return
+        listener, self._listener = self._listener, None
+        await listener.stop()
+        self._unlink()
+        http = self._runner.server
+        if http is not None:
+            http.pre_shutdown()
+            await self._app.shutdown()
+            await http.shutdown(grace_s)
+        await self._runner.cleanup()
+
+    def _unlink(self) -> None:
+        if self._listen.startswith(UNIX):
+            Path(self._listen.removeprefix(UNIX)).unlink(missing_ok=True)
+
+    def _admitting(self) -> Middleware:
+        """Tells the listener of each request, which may have no place for it: 503."""
+
+        @web.middleware
+        async def admit(
+            request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+        ) -> web.StreamResponse:
+            connection = request.protocol
+            assert isinstance(connection, Connection), connection  # noqa: S101
+            if connection.begin(request.path):
+                return await handler(request)
+            refused = web.Response(status=503, text="all places are taken\n", headers=RETRY_AFTER)
+            refused.force_close()
+            return refused
+
+        return admit
+
+    def _bind(self) -> socket.socket:
+        try:
+            if self._listen.startswith(UNIX):
+                return self._bind_unix(Path(self._listen.removeprefix(UNIX)))
+            return self._bind_tcp()
+        except OSError as error:
+            raise HttpListenError(
+                f"cannot listen on {self._listen} ({error})", "choose an address that is free"
+            ) from error
+
+    def _bind_unix(self, path: Path) -> socket.socket:
+        claim_path(path)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            sock.bind(str(path))
+            # Before listening: nobody can connect until then.
+            open_to_group(path, self._socket_group, self._socket_mode)
+        except BaseException:
+            sock.close()
+            raise
+        self._bound = self._listen
+        return sock
+
+    def _bind_tcp(self) -> socket.socket:
+        host, port = split_address(self._listen)
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+        except BaseException:
+            sock.close()
+            raise
+        shown = f"[{host}]" if ":" in host else host
+        self._bound = f"{shown}:{sock.getsockname()[1]}"
+        return sock

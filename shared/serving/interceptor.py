@@ -1,0 +1,246 @@
+"""Every RPC has a caller: found out before anything of the request is read.
+
+A request that takes one message is read here, in a bounded time: who opens a call and then says
+nothing holds its place for seconds, not for ever. Health's Check is open to all, to few at once;
+reflection is for whoever is known.
+"""
+
+import asyncio
+import inspect
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, TypeAlias
+
+import grpc
+
+from shared.access.clients import ClientBook, authenticate
+from shared.access.current import act_as
+from shared.access.identity import Identity
+from shared.access.metadata import AUTHORIZATION
+from shared.access.refusals import RefusalLog
+from shared.access.streams import StreamCounts
+from shared.process.log import get_logger
+from shared.serving.grpc_handlers import Handler, behaviour_of, made_handler
+from shared.serving.rpc_observer import RpcMetrics
+from shared.types.errors import (
+    DeadlineError,
+    DeniedError,
+    ExhaustedError,
+    InvalidInputError,
+    ReportedError,
+)
+
+OPEN_METHOD = "/grpc.health.v1.Health/Check"
+MAX_STRANGERS = 8  # calls for health at once of callers that nobody knows
+MAX_UNREAD = 128  # calls at once of a client of a port, whose message has not come
+RETRY_S = 1.0
+STRANGER = ""  # no client is called so
+READ_S = 10.0  # from the start of a call to the end of its one message
+AUDITED = "operator"  # the role whose calls change things: each is logged
+MAX_NAMES, MAX_NAME = 4, 200  # of a certificate, in a line of the log; characters of them
+_NAMES = ("x509_subject_alternative_name", "x509_common_name")  # of gRPC's auth context
+
+log = get_logger(__name__)
+
+Check: TypeAlias = Callable[[str, Identity, Any], None]
+
+
+class RequestLateError(DeadlineError):
+    """The one message of a call has not come."""
+
+    reason = "request_late"
+
+
+class TooManyCallsError(ExhaustedError):
+    """Too many calls at once whose message has not come: of one client, or of strangers."""
+
+    reason = "too_many_calls"
+
+
+def _no_check(_method: str, _identity: Identity, _request: Any) -> None:
+    """Everything else is the servicer's business."""
+
+
+class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Runs each handler as its caller; stands after shared.serving.grpc_status's interceptor.
+
+    Args:
+        book: who may come in.
+        roles: full name of a service -> the role that it takes; others take none.
+        own: the identity of whoever may open this Unix socket; None for TCP.
+        streams: bounds what clients hold of a TCP port; None: somebody else does.
+        check: called before the handler with method, identity and what the handler takes: the one
+            message, which it may change, or a stream, to be left alone. May raise a ReportedError.
+        leaves_reading: to grpc, before the caller is known: faster by 70 us of processor time, for
+            a socket that only few may open.
+        read_s: for the one message of a call.
+        metrics: where refusals are counted.
+    """
+
+    def __init__(
+        self,
+        book: ClientBook,
+        roles: Mapping[str, str],
+        own: Identity | None,
+        *,
+        streams: StreamCounts | None = None,
+        check: Check = _no_check,
+        leaves_reading: bool = False,
+        read_s: float = READ_S,
+        metrics: RpcMetrics | None = None,
+    ) -> None:
+        self._book = book
+        self._roles = roles
+        self._own = own
+        self._streams = streams
+        self._check = check
+        self._leaves_reading = leaves_reading
+        self._read_s = read_s
+        self._unread: Counter[str] = Counter()  # by client
+        self._metrics = metrics or RpcMetrics()
+        self._refusals = RefusalLog()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        """Wrap the method's handler; called by grpc for each RPC."""
+        found = await continuation(handler_call_details)
+        if found is None:  # unknown method: grpc answers UNIMPLEMENTED
+            return found
+        handler: Any = found
+        method = handler_call_details.method
+        wrap = self._streaming if handler.response_streaming else self._single
+        # Most become handlers of streams: grpc would read a single message before it calls us.
+        is_read_here = handler.request_streaming or not self._leaves_reading
+        return made_handler(
+            wrap(method, handler),
+            handler.request_deserializer,
+            handler.response_serializer,
+            takes_stream=is_read_here,
+            gives_stream=handler.response_streaming,
+        )
+
+    def _single(self, method: str, handler: Any) -> Any:
+        behaviour = behaviour_of(handler)
+
+        async def answer(requests: Any, context: Any) -> Any:
+            identity = self._admit(method, context)
+            if identity is None:
+                request = await self._read(handler, requests, STRANGER, MAX_STRANGERS)
+                return await behaviour(request, context)
+            request = await self._request(method, handler, identity, requests, context)
+            return await behaviour(request, context)
+
+        return answer
+
+    def _streaming(self, method: str, handler: Any) -> Any:
+        behaviour = behaviour_of(handler)
+
+        async def answer(requests: Any, context: Any) -> AsyncIterator[Any]:
+            identity = self._admit(method, context)
+            assert identity is not None, "OPEN_METHOD has one response"  # noqa: S101
+            self._count_stream(identity, context)
+            request = await self._request(method, handler, identity, requests, context)
+            responses = behaviour(request, context)
+            if inspect.isawaitable(responses):  # health's Watch writes to the context itself
+                await responses
+                return
+            async for response in responses:
+                yield response
+
+        return answer
+
+    def _admit(self, method: str, context: Any) -> Identity | None:
+        """Find out who calls and what for; None: a stranger, who asks for health."""
+        identity = None
+        if self._own is None:
+            self._metrics.tls.called(context.peer())
+        try:
+            identity = self._identify(context)
+            role = self._roles.get(method.split("/")[1])
+            if role is not None:
+                identity.check_role(role)
+            if role == AUDITED:
+                log.info("operator_called", method=method, client=identity.name, via=identity.via)
+        except ReportedError as error:
+            if method == OPEN_METHOD:
+                return None
+            self._refused(error, method, identity, context)
+            raise
+        act_as(identity)
+        return identity
+
+    def _identify(self, context: Any) -> Identity:
+        clients = self._book.current
+        if self._own is not None and not clients:
+            return self._own
+        metadata = context.invocation_metadata() or ()
+        authorization = next((str(value) for key, value in metadata if key == AUTHORIZATION), "")
+        return authenticate(clients, authorization, _certificate_names(context), self._own)
+
+    def _refused(
+        self, error: ReportedError, method: str, identity: Identity | None, context: Any
+    ) -> None:
+        """Log and count who was turned away, as far as it is known who that is."""
+        client = "" if identity is None else identity.name
+        certificate = ",".join(_certificate_names(context)[:MAX_NAMES])[:MAX_NAME]
+        self._metrics.refused.add(error.reason, client)
+        self._refusals.note(
+            error.reason,
+            client,
+            method=method,
+            certificate=certificate,
+            peer=context.peer(),
+        )
+
+    def _count_stream(self, identity: Identity, context: Any) -> None:
+        if self._streams is None or self._own is not None:
+            return
+        streams = self._streams
+        streams.hold(identity)
+        # A callback, not `finally`: a generator that is left at a yield is not closed in time.
+        context.add_done_callback(lambda _: streams.release(identity))
+
+    async def _request(
+        self, method: str, handler: Any, identity: Identity, requests: Any, context: Any
+    ) -> Any:
+        """What the handler takes: the stream of requests, or the only one, which may be checked."""
+        most = MAX_UNREAD if self._own is None else None
+        request = await self._read(handler, requests, identity.name, most)
+        try:
+            self._check(method, identity, request)
+        except DeniedError as error:
+            self._refused(error, method, identity, context)
+            raise
+        return request
+
+    async def _read(self, handler: Any, requests: Any, name: str, most: int | None) -> Any:
+        """Wait for the message of a call, if that is ours to do; of at most so many at once."""
+        if handler.request_streaming or self._leaves_reading:
+            return requests
+        if most is not None and self._unread[name] >= most:
+            raise TooManyCallsError(
+                f"{most} calls wait for their message",
+                "send it with the call",
+                retry_after_s=RETRY_S,
+            )
+        self._unread[name] += 1
+        try:
+            async with asyncio.timeout(self._read_s):
+                return await anext(requests)
+        except StopAsyncIteration as error:
+            raise InvalidInputError("a call without a message", "send one") from error
+        except TimeoutError as error:
+            raise RequestLateError(f"no message within {self._read_s:g} s", "call again") from error
+        finally:
+            self._unread[name] -= 1
+            if not self._unread[name]:
+                del self._unread[name]
+
+
+def _certificate_names(context: Any) -> list[str]:
+    """Names in the certificate that the caller has shown, and its authority has signed."""
+    found = context.auth_context()
+    return [name.decode(errors="replace") for kind in _NAMES for name in found.get(kind, ())]

@@ -1,0 +1,133 @@
+"""A table of metrics as Prometheus scrapes it: values are read when they are asked for.
+
+`Scrape` collects the values of one scrape by the names of the table; `MetricExporter` turns them
+into the text format that the scraper accepts, or OpenMetrics.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+)
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric as MetricFamily
+from prometheus_client.registry import Collector
+
+from shared.serving.metric_table import Metric, MetricTable
+from shared.types.histogram import Histogram, Labels, Tally
+
+
+class Scrape:
+    """The values of one scrape.
+
+    Args:
+        table: every name must be in it, with as many labels.
+    """
+
+    def __init__(self, table: MetricTable) -> None:
+        self._table = table
+        self._values: dict[str, dict[Labels, float]] = defaultdict(dict)
+        self._histograms: dict[str, list[tuple[Labels, Histogram]]] = defaultdict(list)
+
+    def put(self, name: str, value: float, *labels: str) -> None:
+        """One value; of equal labels the last one counts."""
+        assert len(labels) == len(self._table[name].labels), name  # noqa: S101
+        self._values[name][labels] = value
+
+    def put_tally(self, name: str, tally: Tally, *labels: str) -> None:
+        """All of a tally's counts; `labels` come before its own."""
+        for own, count in tally.counts.items():
+            self.put(name, count, *labels, *own)
+
+    def put_counters(self, counters: Mapping[str, float], *labels: str) -> None:
+        """Every row that names counters of the process, as far as there are such counters.
+
+        Rows whose labels are others than `labels` and, perhaps, one more, are passed over.
+        """
+        for row in self._table:
+            for value, name in row.counters.items():
+                own = (*labels, value) if value else labels
+                if name in counters and len(own) == len(row.labels):
+                    self.put(row.name, counters[name], *own)
+
+    def put_histogram(self, name: str, histogram: Histogram, *labels: str) -> None:
+        """All series of a histogram; `labels` come before its own."""
+        self._histograms[name].append((labels, histogram))
+
+    def families(self) -> Iterable[MetricFamily]:
+        """Everything as the client library has it, in the table's order."""
+        for row in self._table:
+            yield (
+                _histogram(row, self._histograms[row.name])
+                if row.kind == "histogram"
+                else (_family(row, self._values[row.name]))
+            )
+
+
+class MetricExporter:
+    """Renders a table.
+
+    Args:
+        table: what there is.
+        fill: puts the values of this moment.
+    """
+
+    def __init__(self, table: MetricTable, fill: Callable[[Scrape], None]) -> None:
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(_TableCollector(table, fill))
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """The text and its content type, in the format that an Accept header asks for."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
+
+
+class _TableCollector(Collector):
+    def __init__(self, table: MetricTable, fill: Callable[[Scrape], None]) -> None:
+        self._table = table
+        self._fill = fill
+
+    def describe(self) -> Iterable[MetricFamily]:
+        return ()
+
+    def collect(self) -> Iterable[MetricFamily]:
+        scrape = Scrape(self._table)
+        self._fill(scrape)
+        return scrape.families()
+
+
+def _family(row: Metric, values: Mapping[Labels, float]) -> MetricFamily:
+    if row.kind == "info":
+        info = InfoMetricFamily(row.name.removesuffix("_info"), row.help)
+        for labels in values:
+            info.add_metric((), dict(zip(row.labels, labels, strict=True)))
+        return info
+    family: CounterMetricFamily | GaugeMetricFamily
+    if row.kind == "counter":
+        family = CounterMetricFamily(row.name, row.help, labels=row.labels)
+    else:
+        family = GaugeMetricFamily(row.name, row.help, labels=row.labels)
+    for labels, value in values.items():
+        family.add_metric(labels, value)
+    return family
+
+
+def _histogram(row: Metric, parts: Iterable[tuple[Labels, Histogram]]) -> MetricFamily:
+    family = HistogramMetricFamily(row.name, row.help, labels=row.labels)
+    for labels, histogram in parts:
+        bounds = [*map(_bound, histogram.bounds), "+Inf"]
+        for own, series in histogram.series.items():
+            assert len(labels) + len(own) == len(row.labels), row.name  # noqa: S101
+            buckets = list(zip(bounds, accumulate(series.counts), strict=True))
+            family.add_metric((*labels, *own), buckets, series.total)
+    return family
+
+
+def _bound(value: float) -> str:
+    return repr(float(value))

@@ -1,0 +1,39 @@
+"""What both processes say of themselves and their HTTP servers. Pure.
+
+Of itself a process speaks by the names that Prometheus has for it everywhere.
+"""
+
+from shared.serving.metric_table import Metric
+
+PROCESS_METRICS = (
+    Metric("process_cpu_seconds_total", "counter", "CPU time of the process, user and system"),
+    Metric("process_resident_memory_bytes", "gauge", "Memory it has in RAM, shared one included"),
+    Metric("process_open_fds", "gauge", "File descriptors that are open"),
+    Metric("process_max_fds", "gauge", "File descriptors that may be open"),
+    Metric("process_threads", "gauge", "Threads"),
+    Metric("process_start_time_seconds", "gauge", "When it began, in seconds since 1970"),
+)
+
+
+def connection_metrics(prefix: str) -> tuple[Metric, ...]:
+    """Rows about the connections of HTTP servers.
+
+    Args:
+        prefix: of the process's metrics.
+    """
+    return (
+        Metric(
+            f"{prefix}_http_connections",
+            "gauge",
+            "HTTP connections that are open, idle ones and TLS handshakes included",
+            ("server",),
+        ),
+        Metric(
+            f"{prefix}_http_cut_connections_total",
+            "counter",
+            "HTTP connections that were refused or closed, by why: no place for one more (`places`,"
+            " `address`, `files`, `accept`), nothing came in time (`handshake`, `headers`), nothing"
+            " was read (`unread`), or what came was no TLS (`tls`) or no HTTP (`malformed`)",
+            ("server", "reason"),
+        ),
+    )

@@ -1,0 +1,127 @@
+"""Watches every RPC of a server: counts it, times it, and gives it a span and a trace id.
+
+The outermost interceptor: it sees the status that the others have made of an error. Long-lived
+streams (an engine's attachment, its queue, a watch) get a count when they end, and no span: one
+that never ends helps nobody.
+"""
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from opentelemetry.trace import Span
+
+from shared.access.tls_connections import TlsConnections
+from shared.serving.grpc_handlers import Handler, behaviour_of, with_behaviour
+from shared.serving.tracing import carried, enter_request, fail_span
+from shared.types.histogram import Histogram, Tally
+
+# Of other people's services (health, reflection) the calls are neither counted nor traced: probes
+# come every few seconds, and say nothing of ours.
+FOREIGN = "/grpc."
+
+
+@dataclass(frozen=True)
+class RpcMetrics:
+    """What all servers of a process count.
+
+    Attributes:
+        ended: by method ("Engine/PrepareLoad") and code ("OK").
+        seconds: by method, of those that are not long-lived.
+        refused: by reason and client: the name that the settings have for it, "" for a stranger.
+        tls: connections, as far as gRPC tells of them.
+    """
+
+    ended: Tally = field(default_factory=Tally)
+    seconds: Histogram = field(default_factory=Histogram)
+    refused: Tally = field(default_factory=Tally)
+    tls: TlsConnections = field(default_factory=TlsConnections)
+
+
+class RpcObserver(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """See the module docstring.
+
+    Args:
+        metrics: where it counts.
+        long_lived: methods ("Engine/Attach") whose calls last as long as their caller.
+    """
+
+    def __init__(self, metrics: RpcMetrics, long_lived: Collection[str] = ()) -> None:
+        self._metrics = metrics
+        self._long_lived = frozenset(long_lived)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        """Wrap the method's handler; called by grpc for each RPC."""
+        handler = await continuation(handler_call_details)
+        full_name = handler_call_details.method
+        found: Any = handler  # None for an unknown method, whatever its type says
+        if found is None or full_name.startswith(FOREIGN):
+            return handler
+        method = full_name.rpartition(".")[2]  # "/kvd.v1.Engine/PrepareLoad": what follows "v1."
+        carrier = carried(handler_call_details.invocation_metadata)
+        wrap = self._streaming if handler.response_streaming else self._single
+        return with_behaviour(handler, wrap(method, carrier, behaviour_of(handler)))
+
+    def _single(self, method: str, carrier: dict[str, str], behaviour: Any) -> Any:
+        async def answer(request: Any, context: Any) -> Any:
+            call = self._begin(method, carrier)
+            is_answered = False
+            try:
+                response = await behaviour(request, context)
+                is_answered = True
+            finally:
+                self._ended(call, context, is_answered=is_answered)
+            return response
+
+        return answer
+
+    def _streaming(self, method: str, carrier: dict[str, str], behaviour: Any) -> Any:
+        async def answer(request: Any, context: Any) -> AsyncIterator[Any]:
+            call = self._begin(method, carrier)
+            # A callback, not `finally`: a generator that is left at a yield is not closed in time.
+            context.add_done_callback(
+                lambda _: self._ended(call, context, is_answered=context.done())
+            )
+            async for response in behaviour(request, context):
+                yield response
+
+        return answer
+
+    def _begin(self, method: str, carrier: dict[str, str]) -> "_Call":
+        span = None
+        if method not in self._long_lived:
+            span = enter_request(method, carrier, {"rpc.system": "grpc", "rpc.method": method})
+        return _Call(method, time.monotonic(), span)
+
+    def _ended(self, call: "_Call", context: Any, *, is_answered: bool) -> None:
+        code = _code_of(context, is_answered=is_answered)
+        self._metrics.ended.add(call.method, code)
+        if call.span is None:
+            return
+        self._metrics.seconds.observe(time.monotonic() - call.began_s, call.method)
+        if code != "OK":
+            fail_span(call.span, code)
+        call.span.end()
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    method: str
+    began_s: float
+    span: Span | None
+
+
+def _code_of(context: Any, *, is_answered: bool) -> str:
+    """Name of the status; grpc sets none for success, and none when the caller is gone."""
+    if context.code():
+        return str(context.code().name)
+    if is_answered:
+        return "OK"
+    left_s = context.time_remaining()
+    return "CANCELLED" if left_s is None or left_s > 0 else "DEADLINE_EXCEEDED"

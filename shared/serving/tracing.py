@@ -1,0 +1,197 @@
+"""Traces across both processes, and the trace id in their logs.
+
+W3C trace context comes with a request (gRPC metadata, HTTP headers), goes on to kvd with each call,
+and is made here if the client sent none: so the lines that both processes log about one turn have
+one trace id, with or without an exporter. Spans are recorded and exported by OTLP only when
+`tracing.endpoint` is set: before that everything here is the API's own doing of nothing.
+
+*Source:* https://www.w3.org/TR/trace-context/, OpenTelemetry.
+"""
+
+import secrets
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import structlog
+from opentelemetry import context as otel_context
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, SpanKind, TraceFlags
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.trace.status import Status, StatusCode
+
+from shared.serving.observing_settings import TracingSettings
+from shared.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.sampling import Sampler
+
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
+
+EXPORT_S = 5.0  # of one export, and of the last one at the end
+HEADERS = ("traceparent", "tracestate")
+MAX_HEADER = 512  # characters; what W3C asks implementations to carry
+
+_PROPAGATOR = TraceContextTextMapPropagator()
+_TRACER = trace.get_tracer("cachedattention")  # finds the provider once there is one
+
+
+class TracingUnavailableError(ConfigError):
+    """Traces were asked for, and the packages that export them are not installed."""
+
+    reason = "tracing_unavailable"
+
+
+@dataclass(frozen=True)
+class Tracing:
+    """The export of traces, while it is on."""
+
+    provider: "TracerProvider | None"
+
+    def close(self) -> None:
+        """Export what is left, for a bounded time; blocks."""
+        if self.provider is not None:
+            self.provider.force_flush(int(EXPORT_S * 1000))
+            self.provider.shutdown()
+
+
+def start_tracing(settings: TracingSettings, service: str, version: str) -> Tracing:
+    """Export spans from now on, if an endpoint is set; once per process.
+
+    Raises:
+        TracingUnavailableError: the extra is not installed.
+    """
+    if not settings.endpoint:
+        return Tracing(None)
+    try:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise TracingUnavailableError(
+            "tracing.endpoint is set, and OpenTelemetry's exporter is not installed",
+            "pip install 'cachedattention[tracing]', or set tracing.endpoint to nothing",
+        ) from error
+    resource = Resource.create(
+        {
+            "service.name": service,
+            "service.version": version,
+            "service.instance.id": str(uuid.uuid4()),
+        }
+    )
+    provider = TracerProvider(sampler_of(settings.sample_ratio), resource)
+    is_open = settings.endpoint.startswith("http://")
+    exporter = OTLPSpanExporter(settings.endpoint, insecure=is_open, timeout=EXPORT_S)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    trace.set_tracer_provider(provider)
+    return Tracing(provider)
+
+
+def sampler_of(ratio: float) -> "Sampler":
+    """Keep a share of the traces, by their ids: the same ones in both processes.
+
+    Who calls may leave its trace out, but not force it in.
+    """
+    from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+
+    share = TraceIdRatioBased(ratio)
+    return ParentBased(share, remote_parent_sampled=share)
+
+
+# ------------------------------------------------------------------------------- between processes
+
+
+def carried(metadata: Sequence[tuple[str, str | bytes]] | None) -> dict[str, str]:
+    """What of an RPC's metadata, or of HTTP headers, is trace context."""
+    return {
+        name: value
+        for name, value in metadata or ()
+        if name in HEADERS and isinstance(value, str) and len(value) <= MAX_HEADER
+    }
+
+
+def outgoing() -> Metadata | None:
+    """Metadata that makes the callee's spans children of the current one; None: there is none."""
+    if not trace.get_current_span().get_span_context().is_valid:
+        return None
+    carrier: dict[str, str] = {}
+    _PROPAGATOR.inject(carrier)
+    return tuple(carrier.items())
+
+
+# ------------------------------------------------------------------------------------------- spans
+
+
+def enter_request(name: str, carrier: Mapping[str, str], attributes: Mapping[str, Any]) -> Span:
+    """Begin a request's span and make it the current one of this task, to the task's end.
+
+    The caller ends it. Log lines of the task, and of tasks made by it, have its trace id.
+    """
+    parent = _PROPAGATOR.extract(carrier, context=Context())
+    span = _TRACER.start_span(name, parent, SpanKind.SERVER, attributes)
+    if not span.get_span_context().is_valid:
+        span = NonRecordingSpan(_random_context())
+    otel_context.attach(trace.set_span_in_context(span, parent))
+    structlog.contextvars.bind_contextvars(trace_id=trace_id_of(span))
+    return span
+
+
+@contextmanager
+def child_span(name: str, attributes: Mapping[str, Any] | None = None) -> Iterator[Span]:
+    """A span under the current one, which it replaces meanwhile."""
+    with trace.use_span(
+        _TRACER.start_span(name, attributes=attributes),
+        end_on_exit=True,
+        record_exception=False,
+        set_status_on_exception=False,
+    ) as span:
+        yield span
+
+
+def open_span(name: str, attributes: Mapping[str, Any] | None = None) -> Span:
+    """A span under the current one, which stays current; the caller ends it."""
+    return _TRACER.start_span(name, attributes=attributes)
+
+
+def past_span(
+    parent: Span, name: str, began_ns: int, ended_ns: int, attributes: Mapping[str, Any]
+) -> None:
+    """Record what is over: from and to on the monotonic clock, under a span that is not."""
+    if not parent.is_recording():
+        return
+    to_wall_ns = time.time_ns() - time.monotonic_ns()
+    span = _TRACER.start_span(
+        name,
+        trace.set_span_in_context(parent),
+        attributes=attributes,
+        start_time=began_ns + to_wall_ns,
+    )
+    span.end(ended_ns + to_wall_ns)
+
+
+def fail_span(span: Span, reason: str) -> None:
+    """Say that what the span is about has failed."""
+    if span.is_recording():
+        span.set_attribute("error.type", reason)
+        span.set_status(Status(StatusCode.ERROR, reason))
+
+
+def trace_id_of(span: Span) -> str:
+    """As W3C writes it; "" if the span has none."""
+    context = span.get_span_context()
+    return trace.format_trace_id(context.trace_id) if context.is_valid else ""
+
+
+def _random_context() -> SpanContext:
+    return SpanContext(
+        secrets.randbits(128) | 1,
+        secrets.randbits(64) | 1,
+        is_remote=False,
+        trace_flags=TraceFlags(0),
+    )

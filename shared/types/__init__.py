@@ -1,0 +1,4 @@
+"""Values that both processes speak of.
+
+Keys, layout, lineage, errors, units. Pure; imports nothing else of ours.
+"""

@@ -1,0 +1,52 @@
+"""Chained content keys of blocks (D5): equal keys mean equal computation, not just equal tokens.
+
+    root    = H(salt; "root" | layout fingerprint)    model, dtype, position mode, shard
+    block   = H(salt; "block" | parent key | token ids)
+    discard = H(salt; "discard" | root | lineage | n)   parent of what follows the first n tokens
+                                                        of a context with discards in it
+    dense   = H(salt; "dense" | parent of what follows | n)     block that kvd has put together of
+                                                        rows that a discard left: the last n
+    tokens  = H(salt; "tokens" | token ids)             not a key: what rows of a block are of
+
+A lineage (shared/types/lineage.py) says which discards of which tokens, so that `discard` stands
+for all that is computed up to there. H is BLAKE2b-128 keyed with the tenant's secret salt, so that
+keys say nothing to other tenants. Token ids are bytes: little-endian uint32, as on the wire. Pure.
+"""
+
+import hashlib
+import struct
+
+KEY_BYTES = 16
+TOKEN_BYTES = 4
+SALT_BYTES = 32
+
+_COUNT = struct.Struct("<Q")
+
+
+def root_key(salt: bytes, layout_fingerprint: str) -> bytes:
+    """Key before the first block of any session of this tenant and layout."""
+    return _digest(salt, b"root", layout_fingerprint.encode())
+
+
+def block_key(salt: bytes, parent: bytes, token_ids: bytes) -> bytes:
+    """Key of the block that holds `token_ids` (all it has, if it is partial) after `parent`."""
+    return _digest(salt, b"block", parent + token_ids)
+
+
+def discard_key(salt: bytes, root: bytes, lineage: bytes, num_tokens: int) -> bytes:
+    """Parent of what follows the first tokens of a context: its discards are never forgotten."""
+    return _digest(salt, b"discard", root + lineage + _COUNT.pack(num_tokens))
+
+
+def dense_key(salt: bytes, chain: bytes, num_tokens: int) -> bytes:
+    """Key of a block of the rows before `chain`, be they stored in other blocks, too."""
+    return _digest(salt, b"dense", chain + _COUNT.pack(num_tokens))
+
+
+def tokens_digest(salt: bytes, token_ids: bytes) -> bytes:
+    """Digest by which a span proves that its stored tokens are the ones asked for."""
+    return _digest(salt, b"tokens", token_ids)
+
+
+def _digest(salt: bytes, kind: bytes, data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=KEY_BYTES, key=salt, person=kind).digest()

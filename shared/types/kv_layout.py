@@ -1,0 +1,143 @@
+"""KVLayout: what the KV bytes of a model look like, per token, per layer, per block (D6).
+
+A block holds `block_tokens` consecutive tokens of all layers. Inside it:
+
+    block  = layer slice 0 | layer slice 1 | …            each padded to 4 KiB
+    slice  = component 0 | component 1 | … | padding       K and V of one layer are adjacent
+    component = [block_tokens, *shape] in C order       token-major: a token run is one memory run
+
+Pure. Invariants: 1. equal layouts have equal fingerprints, in every process and version; 2. a
+partial block uses the first rows of each component, at the same offsets as a full one.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from math import prod
+
+from shared.types.errors import InvalidInputError
+from shared.types.units import SECTOR_BYTES, align_up
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+POSITION_MODES = ("decoupled", "coupled", "naive")
+MIN_BLOCK_TOKENS = 16
+MIN_SLICE_BYTES = 64 * 1024  # below it a copy or an I/O costs more to start than to do
+MAX_BLOCK_BYTES = 1 << 30  # a bound for what a peer may ask us to allocate
+MAX_LAYERS = 4096
+
+
+class InvalidLayoutError(InvalidInputError):
+    """A layout that cannot be: unknown dtype, no layers, absurd sizes."""
+
+    reason = "invalid_layout"
+
+
+@dataclass(frozen=True)
+class Component:
+    """One cached tensor of one layer.
+
+    Attributes:
+        name: "k", "v", or what the model caches instead.
+        shape: per token, (kv_heads, head_dim) for an ordinary key.
+        dtype: a name in ITEM_BYTES.
+        rotary: digest of the rotary recipe that loading applies to the position-free bytes, or "".
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    rotary: str = ""
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token."""
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The components of one layer, as they lie in memory; none if it shares another layer's KV."""
+
+    components: tuple[Component, ...]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in this layer, without padding."""
+        return sum(component.token_bytes for component in self.components)
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """The whole layout; see the module docstring for the byte order."""
+
+    model: str
+    layers: tuple[Layer, ...]
+    block_tokens: int
+    position_mode: str = "decoupled"
+    tp_rank: int = 0
+    tp_size: int = 1
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """128-bit digest, hex. Processes may exchange KV bytes only if theirs are equal."""
+        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    @property
+    def token_bytes(self) -> int:
+        """KV bytes of one token over all layers, without padding."""
+        return sum(layer.token_bytes for layer in self.layers)
+
+    def slice_bytes(self, layer_index: int) -> int:
+        """Bytes of one layer slice, padding included."""
+        return align_up(self.layers[layer_index].token_bytes * self.block_tokens, SECTOR_BYTES)
+
+    @cached_property
+    def slice_offsets(self) -> tuple[int, ...]:
+        """Offset of each layer slice in a block."""
+        offsets = [0]
+        for layer_index in range(len(self.layers)):
+            offsets.append(offsets[-1] + self.slice_bytes(layer_index))
+        return tuple(offsets[:-1])
+
+    @cached_property
+    def block_bytes(self) -> int:
+        """Bytes of one block, padding included: the size of a slot and of an extent."""
+        return sum(self.slice_bytes(layer_index) for layer_index in range(len(self.layers)))
+
+    def component_offset(self, layer_index: int, component_index: int) -> int:
+        """Offset of a component in a block; a token's row starts `row * token_bytes` after it."""
+        before = self.layers[layer_index].components[:component_index]
+        skipped = sum(component.token_bytes for component in before) * self.block_tokens
+        return self.slice_offsets[layer_index] + skipped
+
+    def check(self) -> None:
+        """Raise InvalidLayoutError unless every field is usable."""
+        problem = ""
+        components = [component for layer in self.layers for component in layer.components]
+        if not components or len(self.layers) > MAX_LAYERS:
+            problem = f"{len(self.layers)} layers with {len(components)} components"
+        elif any(c.dtype not in ITEM_BYTES for c in components):
+            problem = f"a dtype outside {sorted(ITEM_BYTES)}"
+        elif any(not c.shape or min(c.shape) < 1 for c in components):
+            problem = "an empty component shape"
+        elif self.block_tokens < 1 or self.position_mode not in POSITION_MODES:
+            problem = f"block_tokens {self.block_tokens}, position mode {self.position_mode!r}"
+        elif not 0 <= self.tp_rank < self.tp_size:
+            problem = f"shard {self.tp_rank} of {self.tp_size}"
+        elif self.block_bytes > MAX_BLOCK_BYTES:
+            problem = f"blocks of {self.block_bytes} bytes"
+        if problem:
+            raise InvalidLayoutError(
+                f"the KV layout has {problem}", "send the layout that calibration computed"
+            )
+
+
+def choose_block_tokens(layers: tuple[Layer, ...]) -> int:
+    """Smallest power of two >= 16 whose smallest non-empty layer slice is >= 64 KiB (D6)."""
+    token_bytes = min(layer.token_bytes for layer in layers if layer.components)
+    block_tokens = MIN_BLOCK_TOKENS
+    while block_tokens * token_bytes < MIN_SLICE_BYTES:
+        block_tokens *= 2
+    return block_tokens

@@ -1,0 +1,69 @@
+"""Lineage: which discards the tokens of a context come after, in 40 bytes. Pure.
+
+After a discard the tokens that are left are the same as those of a session that never had the
+others, but their KV is not: it was computed while the others were there. Tokens alone do not tell
+the two apart. The lineage does: equal tokens of equal lineage mean equal KV, whoever has computed
+it, and whatever kvd still holds of it.
+
+WHOLE, that nothing was discarded, is a lineage like the others; `None` in its place, in the calls
+to kvd, is that the caller does not say.
+
+It follows from the tokens and the discards alone, so that an engine finds it again by replaying a
+transcript, and kvd by taking note of the discards it is told.
+"""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shared.types.block_key import TOKEN_BYTES
+
+LINEAGE_BYTES = 16
+
+_RANGE = struct.Struct("<QQ")
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """The discards of one context.
+
+    Attributes:
+        digest: of all of them and of the tokens they fell on; b"": there was none that matters.
+        clean_tokens: leading tokens of the context before which nothing was discarded: their KV is
+            that of a session without any discard. Without meaning if there was none.
+    """
+
+    digest: bytes = b""
+    clean_tokens: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the context is as if nothing had ever been discarded."""
+        return not self.digest
+
+    def is_clean(self, end: int) -> bool:
+        """Whether the first `end` tokens are those of a session without any discard."""
+        return self.is_whole or end <= self.clean_tokens
+
+    def after(self, token_ids: bytes, ranges: Sequence[tuple[int, int]]) -> "Lineage":
+        """Return the lineage after one more discard; O(tokens).
+
+        What is dropped from the end leaves the rest as it was, and is no discard that matters.
+
+        Args:
+            token_ids: of the context before it, little-endian uint32.
+            ranges: half-open positions in that context, sorted, not touching.
+        """
+        if not ranges:
+            return self
+        first, first_end = ranges[0]
+        if first_end * TOKEN_BYTES == len(token_ids):
+            return WHOLE if self.is_clean(first) else self
+        hasher = hashlib.blake2b(self.digest, digest_size=LINEAGE_BYTES)
+        hasher.update(token_ids)
+        hasher.update(b"".join(_RANGE.pack(*item) for item in ranges))
+        return Lineage(hasher.digest(), first if self.is_whole else min(first, self.clean_tokens))
+
+
+WHOLE = Lineage()

@@ -1,0 +1,76 @@
+"""Options of connection stand before or after the command."""
+
+import pytest
+
+from inference_svc import cli as inference_cli
+from inference_svc.cli_connection import MOVABLE as INFERENCE_MOVABLE
+from kvd.cli.connection import MOVABLE
+from kvd.cli.main import main as kvd
+from kvd.cli.main import root_command
+from shared.config.command_line import arranged
+from shared.version import __version__
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("--runtime-dir run ls --json", "ls --runtime-dir run --json"),
+        ("ls --json --runtime-dir run", "ls --runtime-dir run --json"),
+        ("--runtime-dir=run ls", "ls --runtime-dir=run"),
+        ("--runtime-dir run config show --running", "config show --runtime-dir run --running"),
+        ("ls --address h:1 --tenant a", "--address h:1 ls --tenant a"),
+        ("ls a --token-file=f --address h:1", "--token-file=f --address h:1 ls a"),
+        ("--address h:1 --runtime-dir run ls", "--address h:1 ls --runtime-dir run"),
+        ("ls --runtime-dir a --runtime-dir b", "ls --runtime-dir a --runtime-dir b"),
+        ("ls --tenant --address x", "ls --tenant --address x"),  # the tenant's name is --address
+        ("ls -- --address", "ls -- --address"),
+        ("--runtime-dir run complete -- ls --address h:1", None),
+        ("ls --sort show --runtime-dir run", "ls --runtime-dir run --sort show"),
+        ("token show --runtime-dir run", None),  # it has none: the library says so
+        ("--runtime-dir run", "--runtime-dir run"),
+        ("ls --runtime-dir", "ls --runtime-dir"),
+        ("--help", "--help"),
+        ("", ""),
+    ],
+)
+def test_each_option_stands_where_it_is_known(typed, expected):
+    """In the order in which they were said; values of other options are no commands."""
+    found = arranged(root_command(), typed.split(), MOVABLE)
+    if expected is None:
+        assert sorted(found) == sorted(typed.split())
+    else:
+        assert found == expected.split()
+
+
+@pytest.mark.parametrize("main", [kvd, inference_cli.main], ids=["kvd", "inference-svc"])
+@pytest.mark.parametrize("asked", ["--version", "version"])
+def test_both_commands_say_their_version(main, asked, capsys):
+    """As an option and as a command."""
+    with pytest.raises(SystemExit) as ended:
+        main([asked])
+    assert ended.value.code in (0, None)
+    assert capsys.readouterr().out == f"{__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("main", "group"),
+    [(kvd, []), (kvd, ["config"]), (inference_cli.main, []), (inference_cli.main, ["bench"])],
+    ids=["kvd", "kvd-config", "inference-svc", "inference-svc-bench"],
+)
+def test_a_group_s_help_is_whole(main, group, capsys, monkeypatch):
+    """At 80 columns each command has its whole sentence, and nothing is drawn around it."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([*group, "--help"])
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= 80
+    assert not {"…", "│"} & set(said)
+    assert "..." not in said.replace("[ARGS]...", "")
+    assert said.count(":\n") >= (2 if group else 5)  # options, and headings
+
+
+def test_the_service_s_address_too():
+    """It is an option of the commands, and may stand before them."""
+    root = inference_cli.typer.main.get_command(inference_cli.app)
+    found = arranged(root, ["--address", "unix:/s", "status", "--json"], INFERENCE_MOVABLE)
+    assert found == ["status", "--address", "unix:/s", "--json"]

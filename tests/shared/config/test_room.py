@@ -1,0 +1,41 @@
+"""Settings that ask for more than the machine has."""
+
+import os
+
+import psutil
+import pytest
+
+from shared.config.room import Asked, check_room
+from shared.config.settings import InvalidSettingsError
+
+
+def test_what_the_machine_has_may_be_asked_for(tmp_path):
+    """All of its memory, all of its disk, and what nobody has named a size for."""
+    disk = os.statvfs(tmp_path)
+    check_room(
+        (
+            Asked("a", psutil.virtual_memory().total),
+            Asked("b", disk.f_blocks * disk.f_frsize, tmp_path),
+            Asked("c", None),
+        )
+    )
+
+
+def test_more_than_that_is_refused(tmp_path):
+    """Each with its key, its value, what there is, and what to write instead."""
+    below = tmp_path / "not" / "there"  # looked at where it will be
+    disk = os.statvfs(tmp_path)
+    too_much = disk.f_blocks * disk.f_frsize + 1
+    with pytest.raises(InvalidSettingsError) as refused:
+        check_room(
+            (
+                Asked("dram.bytes", 999 << 40, instead='"auto"'),
+                Asked("ssd.bytes", too_much, below),
+                Asked("fine", 1),
+            )
+        )
+    memory, ssd = refused.value.problems
+    assert memory.startswith("dram.bytes = 999.0 TB: this machine has ")
+    assert memory.endswith('of memory, write less, or "auto"')
+    assert ssd.startswith("ssd.bytes = ")
+    assert f"of disk under {below}, write less" in ssd

@@ -1,0 +1,283 @@
+"""Settings: precedence, provenance, and every problem in one line."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from pydantic import Field
+
+from shared.config.settings import InvalidSettingsError, Overridden, load_settings
+from shared.types.setting_types import (
+    ByteSize,
+    ByteSizeOrAuto,
+    Duration,
+    DurationOrNever,
+    IntList,
+    Section,
+    TenantName,
+    TenantWeights,
+)
+
+
+class Dram(Section):
+    bytes: ByteSizeOrAuto = None
+    slot: ByteSize = 4096
+    num_pools: int = Field(default=2, ge=1)
+
+
+class Sessions(Section):
+    ttl: DurationOrNever = 60.0
+    wait: Duration = 5.0
+    uids: IntList = ()
+    weights: TenantWeights = Field(default_factory=dict)
+
+
+class Tenant(Section):
+    ttl: DurationOrNever = None
+    size: ByteSize = 0
+
+
+class Example(Section):
+    name: str = "kvd"
+    dram: Dram = Dram()
+    sessions: Sessions = Sessions()
+    tenants: Mapping[TenantName, Tenant] = Field(default_factory=dict)
+
+
+def _load(path, text="", flags=None, environ=None):
+    file = path / "settings.toml"
+    file.write_text(text)
+    return load_settings(Example, file, "EX", flags or {}, environ or {})
+
+
+def _problems(path, text="", flags=None, environ=None):
+    with pytest.raises(InvalidSettingsError) as error:
+        _load(path, text, flags, environ)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path):
+    """Each source overrules the weaker ones, key by key, and provenance tells which one won."""
+    loaded = _load(
+        tmp_path,
+        '[dram]\nbytes = "1GB"\nslot = "1KB"\nnum_pools = 3\n',
+        {"dram.num_pools": 5, "dram.slot": None},
+        {"EX_DRAM__SLOT": "2KB", "EX_DRAM__NUM_POOLS": "4"},
+    )
+    assert loaded.settings.dram == Dram(bytes=1 << 30, slot=2048, num_pools=5)
+    assert loaded.provenance == {
+        "name": "default",
+        "dram.bytes": "file",
+        "dram.slot": "env",
+        "dram.num_pools": "flag",
+        "sessions.ttl": "default",
+        "sessions.wait": "default",
+        "sessions.uids": "default",
+        "sessions.weights": "default",
+    }
+
+
+def test_units_and_words(tmp_path):
+    """Sizes, durations, lists and the words auto and never are understood from text."""
+    text = '[dram]\nbytes = "auto"\n[sessions]\nttl = "never"\nwait = "250ms"\n'
+    settings = _load(tmp_path, text, environ={"EX_SESSIONS__UIDS": "1, 20"}).settings
+    assert settings.dram.bytes is None
+    assert settings.sessions == Sessions(ttl=None, wait=0.25, uids=(1, 20))
+
+
+def test_rows_are_for_people(tmp_path):
+    """Every key is listed with its value in readable units and its source."""
+    rows = {key: value for key, value, _ in _load(tmp_path, '[dram]\nslot = "1MB"').rows()}
+    assert rows["dram.slot"] == "1.0 MB"
+    assert rows["dram.bytes"] == "auto"
+    assert rows["sessions.uids"] == "(none)"
+
+
+def test_values_are_for_scripts(tmp_path):
+    """A number is one, in bytes or seconds; a word for one, a list and a map are what they are."""
+    text = '[dram]\nslot = "1MB"\n[sessions]\nttl = "2h"\nuids = [1, 20]\nweights = { a = 2 }\n'
+    loaded = _load(tmp_path, text)
+    values = loaded.values()
+    assert values["dram.slot"] == 1 << 20
+    assert (values["dram.bytes"], values["sessions.ttl"]) == ("auto", 7200.0)
+    assert (values["sessions.uids"], values["sessions.weights"]) == ([1, 20], {"a": 2.0})
+    assert list(values) == [key for key, _, _ in loaded.rows()]
+
+
+def test_every_problem_is_named_at_once(tmp_path):
+    """Unknown keys with the nearest known one, bad values with what is accepted."""
+    line = _problems(
+        tmp_path,
+        '[dram]\nbyts = 1\nnum_pools = 0\n[sesions]\nttl = "1h"\n',
+        {"sessions.wait": "soon"},
+        {"EX_SESSIONS__UIDS": "me", "EX_DRAM_SLOT": "1"},
+    )
+    for part in (
+        "dram.byts (file): no such setting, did you mean dram.bytes?",
+        "sesions.ttl (file): no such setting, did you mean sessions.ttl?",
+        "dram.num_pools = '0' (file): Input should be greater than or equal to 1",
+        "sessions.wait = 'soon' (flag): 'soon' is not a duration: write a number with",
+        "sessions.uids = 'me' (env)",
+        "EX_DRAM_SLOT (env): write it as EX_DRAM__SLOT",
+    ):
+        assert part in line
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a = " + "[" * 9999 + "]" * 9999, "a = " + "9" * 5000, "a =", "\0"],
+    ids=["nested", "endless-number", "cut", "nul"],
+)
+def test_what_is_no_toml_is_named(tmp_path, text):
+    """Whatever the parser makes of it: a reload must not end the process."""
+    assert "settings.toml is not TOML" in _problems(tmp_path, text)
+
+
+def test_a_section_is_not_a_value(tmp_path):
+    """A scalar where a section belongs is explained."""
+    assert "this is a section" in _problems(tmp_path, "dram = 5\n")
+
+
+def test_tables_by_name(tmp_path):
+    """A table of tables takes any valid name, dots included; sources go by key as elsewhere."""
+    loaded = _load(
+        tmp_path,
+        '[tenants.acme]\nttl = "1h"\nsize = "1KB"\n[tenants."a.b"]\nsize = 5\n',
+        environ={"EX_TENANTS__ACME__SIZE": "2KB", "EX_TENANTS__OTHER__TTL": "never"},
+    )
+    assert loaded.settings.tenants == {
+        "acme": Tenant(ttl=3600.0, size=2048),
+        "a.b": Tenant(size=5),
+        "other": Tenant(),
+    }
+    assert ("tenants.a.b.size", "5 B", "file") in loaded.rows()
+    assert ("tenants.acme.size", "2.0 KB", "env") in loaded.rows()
+
+
+def test_problems_in_tables_by_name(tmp_path):
+    """Unknown keys, bad values, bad names and misplaced values are named with their table."""
+    text = (
+        "[tenants.acme]\nttll = 1\nttl = 'soon'\n"
+        "[tenants.x]\ncolour = 1\n[tenants.' no']\nsize = 1\n"
+    )
+    line = _problems(tmp_path, text)
+    for part in (
+        "tenants.acme.ttll (file): no such setting, did you mean tenants.acme.ttl?",
+        "tenants.acme.ttl = 'soon' (file): 'soon' is not a duration",
+        "tenants.x.colour (file): no such setting, did you mean tenants.x.",
+        "tenants. no: tenant ' no' is not valid: use 1-128 letters",
+    ):
+        assert part in line
+    assert "such as tenants.NAME.ttl" in _problems(tmp_path, "tenants = 5\n")
+    assert "such as tenants.acme.ttl" in _problems(tmp_path, "[tenants]\nacme = 5\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "environ", "source"),
+    [
+        ("[sessions]\nweights = { acme = 2, 'a.b' = 0.5 }\n", {}, "file"),
+        ("[sessions.weights]\nacme = 2\n'a.b' = 0.5\n", {}, "file"),
+        ("[sessions.weights]\nx = 1\n", {"EX_SESSIONS__WEIGHTS": "acme=2, a.b = 0.5"}, "env"),
+    ],
+)
+def test_a_map_of_plain_values_is_one_setting(tmp_path, text, environ, source):
+    """In the file a table, in the environment a list of pairs; the stronger source has it all."""
+    loaded = _load(tmp_path, text, environ=environ)
+    assert loaded.settings.sessions.weights == {"acme": 2.0, "a.b": 0.5}
+    assert ("sessions.weights", "acme=2.0, a.b=0.5", source) in loaded.rows()
+
+
+@pytest.mark.parametrize(
+    ("weights", "problem"),
+    [
+        ("acme", "write it as name=2"),
+        ("acme=0", "greater than 0"),
+        ("acme=nan", "less than or equal to 1000"),
+        ("acme=much", "valid number"),
+        ("a b=1", "is not valid"),
+    ],
+)
+def test_problems_in_a_map_of_plain_values(tmp_path, weights, problem):
+    """Each is named with its setting."""
+    line = _problems(tmp_path, environ={"EX_SESSIONS__WEIGHTS": weights})
+    assert f"sessions.weights = '{weights}' (env)" in line
+    assert problem in line
+
+
+def test_strangers_in_the_environment_are_ignored(tmp_path):
+    """Variables that only share the prefix are not ours."""
+    assert _load(tmp_path, environ={"EX_SERVICE_HOST": "10.0.0.1"}).settings == Example()
+
+
+@pytest.mark.parametrize(
+    ("variable", "right"),
+    [
+        ("EX_NAM", "EX_NAME"),
+        ("EX_DRAM_SLT", "EX_DRAM__SLOT"),
+        ("EX_SESSION_TTL", "EX_SESSIONS__TTL"),
+        ("EX_TOKN_FILE", "EX_TOKEN_FILE"),
+    ],
+)
+def test_a_slip_of_the_pen_in_a_variable_is_a_problem(variable, right):
+    """It would count for nothing, and nobody would know; what the command takes is let be."""
+    others = ("EX_TOKEN_FILE",)
+    with pytest.raises(InvalidSettingsError, match=rf"{variable} \(env\): .*{right}\?"):
+        load_settings(Example, None, "EX", {}, {variable: "x"}, others)
+    loaded = load_settings(Example, None, "EX", {}, {"EX_TOKEN_FILE": "x"}, others)
+    assert loaded.settings == Example()
+
+
+def test_what_the_command_line_overrides_is_known(tmp_path):
+    """Each key of the file with both values; not what is the same there, nor the environment's."""
+    loaded = _load(
+        tmp_path,
+        'name = "a"\n[dram]\nbytes = "1GB"\nslot = "1KB"\n[sessions]\nuids = [1, 2]\n',
+        {"name": "b", "dram.slot": "1KB", "sessions.uids": ("1", "2", "3")},
+        {"EX_DRAM__BYTES": "2GB"},
+    )
+    assert loaded.overridden == (
+        Overridden("name", "a", "b"),
+        Overridden("sessions.uids", "1, 2", "1, 2, 3"),
+    )
+    assert not _load(tmp_path, 'name = "a"').overridden
+
+
+def test_every_problem_can_have_its_line(tmp_path):
+    """The error has them in one line for a log, and apart for a command."""
+    with pytest.raises(InvalidSettingsError) as refused:
+        _load(tmp_path, "[dram]\nbyts = 1\nnum_pools = 0\n")
+    assert len(refused.value.problems) == 2
+    assert all(problem in str(refused.value) for problem in refused.value.problems)
+    with pytest.raises(InvalidSettingsError) as refused:
+        _load(tmp_path, "[dram")
+    assert refused.value.problems == (str(refused.value),)
+
+
+def test_top_level_keys(tmp_path):
+    """A key outside any section is set like the others."""
+    assert _load(tmp_path, 'name = "a"').settings.name == "a"
+    assert _load(tmp_path, environ={"EX_NAME": "b"}).settings.name == "b"
+
+
+def test_file_that_cannot_be_read(tmp_path):
+    """A missing or malformed file is named."""
+    with pytest.raises(InvalidSettingsError, match=r"no\.toml"):
+        load_settings(Example, tmp_path / "no.toml", "EX", {}, {})
+    assert "not TOML" in _problems(tmp_path, "[dram")
+
+
+def test_settings_are_frozen():
+    """Nobody changes a setting after the start."""
+    with pytest.raises(ValueError, match="frozen"):
+        Example().name = "other"
+
+
+def test_no_file_is_fine():
+    """Without a file the defaults hold."""
+    assert load_settings(Example, None, "EX", {}, {}).settings == Example()
+
+
+def test_path_flags_are_taken_as_they_are():
+    """A flag may already have its type."""
+    assert load_settings(Example, None, "EX", {"name": str(Path("x"))}, {}).settings.name == "x"

@@ -1,0 +1,161 @@
+"""Answers of kvd that make no sense are found before any memory is touched."""
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from shared.kvd_client.arena_map import ArenaMap
+from shared.kvd_client.grants import KvdProtocolError, Lookup, load_grant, store_grant
+from shared.kvd_client.progress_words import LoadFailedError, ProgressWords
+from shared.pb.kvd.v1 import kvd_pb2
+
+BLOCK_TOKENS = 16
+SPAN = kvd_pb2.LoadSpan(slot_id=1, start=0, num_tokens=16, token_offset=0, tier=kvd_pb2.TIER_SSD)
+TAIL = kvd_pb2.LoadSpan(slot_id=2, start=3, num_tokens=4, token_offset=16, tier=kvd_pb2.TIER_DRAM)
+BLOCK = kvd_pb2.StoreBlock(slot_id=1, token_offset=16, num_tokens=16)
+
+
+@pytest.fixture
+def arena():
+    fd = os.memfd_create("test")
+    os.ftruncate(fd, 4 * 4096)
+    yield ArenaMap(fd, 4096, 4)
+    os.close(fd)
+
+
+@pytest.fixture
+def words():
+    fd = os.memfd_create("words")
+    os.ftruncate(fd, 4096)
+    yield ProgressWords(fd, 4)
+    os.close(fd)
+
+
+def _changed(message, **fields):
+    copy = type(message)()
+    copy.CopyFrom(message)
+    for name, value in fields.items():
+        setattr(copy, name, value)
+    return copy
+
+
+@pytest.fixture
+def load(arena, words):
+    def loaded(spans, end_token=20, lookup=kvd_pb2.LOOKUP_HIT, num_tokens=40, **fields):
+        request = kvd_pb2.PrepareLoadRequest(
+            token_ids=bytes(4 * num_tokens), accept_pending=fields.pop("accept_pending", False)
+        )
+        response = kvd_pb2.PrepareLoadResponse(
+            lookup=lookup, spans=spans, end_token=end_token, more=True, **{"lease_id": 9, **fields}
+        )
+        return load_grant(response, request, arena, BLOCK_TOKENS, words)
+
+    return loaded
+
+
+def _store(arena, blocks, end_token=32, lease_id=9, **fields):
+    request = kvd_pb2.PrepareStoreRequest(token_ids=bytes(4 * 40), from_token=16)
+    response = kvd_pb2.PrepareStoreResponse(
+        lease_id=lease_id, blocks=blocks, end_token=end_token, **fields
+    )
+    return store_grant(response, request, arena, BLOCK_TOKENS)
+
+
+def test_a_hit(load):
+    """A sound hit is taken over as it is."""
+    grant = load([SPAN, TAIL])
+    assert (grant.lookup, grant.end_token, grant.more) == (Lookup.HIT, 20, True)
+    assert [(span.slot_id, span.tier) for span in grant.spans] == [(1, "ssd"), (2, "dram")]
+
+
+def test_a_miss(load):
+    """A miss has nothing to complete, and always a reason."""
+    grant = load([], lookup=kvd_pb2.LOOKUP_MISS, lease_id=0)
+    assert (grant.lookup, grant.miss_reason, grant.more) == (Lookup.MISS, "miss", False)
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [_changed(SPAN, slot_id=4), TAIL],
+        [_changed(SPAN, num_tokens=17), TAIL],
+        [_changed(SPAN, start=1), TAIL],
+        [_changed(SPAN, num_tokens=0), TAIL],
+        [SPAN, _changed(TAIL, token_offset=17)],
+        [TAIL],
+        [TAIL, SPAN],
+        [SPAN],
+        [],
+    ],
+)
+def test_nonsense_spans(load, spans):
+    """Slots outside the arena, rows outside the block, gaps and wrong ends are refused."""
+    with pytest.raises(KvdProtocolError):
+        load(spans)
+
+
+def test_nonsense_lookups(load):
+    """A hit without a lease, a miss with one, a pending answer, more tokens than asked for."""
+    for fields in (
+        {"lease_id": 0},
+        {"lookup": kvd_pb2.LOOKUP_MISS},
+        {"lookup": kvd_pb2.LOOKUP_PENDING},
+        {"lookup": kvd_pb2.LOOKUP_UNSPECIFIED},
+        {"num_tokens": 19},
+    ):
+        with pytest.raises(KvdProtocolError):
+            load([SPAN, TAIL], **fields)
+
+
+PENDING = {"lookup": kvd_pb2.LOOKUP_PENDING, "accept_pending": True}
+
+
+def test_a_pending_grant(load, words):
+    """It is granted, and says which word tells how far it is."""
+    grant = load([SPAN, TAIL], progress_index=3, **PENDING)
+    assert (grant.lookup, grant.more) == (Lookup.PENDING, True)
+    words.end("the end")
+    with pytest.raises(LoadFailedError):
+        grant.progress.wait_layer(0, 60)
+
+
+def test_nonsense_pending_grants(load):
+    """A word that does not exist, a grant without spans or lease."""
+    for spans, fields in (
+        ([SPAN, TAIL], {"progress_index": 4}),
+        ([SPAN, TAIL], {"lease_id": 0}),
+        ([], {}),
+    ):
+        with pytest.raises(KvdProtocolError):
+            load(spans, **PENDING, **fields)
+
+
+def test_a_store(arena):
+    """A sound grant is taken over; one without a lease needs no completion."""
+    assert _store(arena, [BLOCK]).blocks[0].token_offset == 16
+    refused = _store(arena, [], lease_id=0, end_token=0, refused_reason="no_space")
+    assert (refused.lease_id, refused.refused_reason) == (0, "no_space")
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        [_changed(BLOCK, slot_id=9)],
+        [_changed(BLOCK, num_tokens=17)],
+        [_changed(BLOCK, token_offset=15)],
+        [_changed(BLOCK, token_offset=30)],
+        [BLOCK, _changed(BLOCK, token_offset=32, num_tokens=4)],
+        [],
+    ],
+)
+def test_nonsense_blocks(arena, blocks):
+    """Blocks outside arena or tokens, or that share a slot, are refused."""
+    with pytest.raises(KvdProtocolError):
+        _store(arena, blocks)
+
+
+def test_grants_are_values(load):
+    """A grant is frozen and can be compared."""
+    grant = load([SPAN, TAIL])
+    assert replace(grant) == grant

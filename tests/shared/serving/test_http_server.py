@@ -1,0 +1,243 @@
+"""The HTTP server: its sockets, its bounds, its end, over real connections."""
+
+import asyncio
+import grp
+import os
+import socket
+import stat
+
+import pytest
+from aiohttp import ClientConnectionError, ClientSession, UnixConnector, web
+
+from shared.process.unix_path import SocketInUseError
+from shared.serving.http_connections import Bounds
+from shared.serving.http_server import HttpServer, split_address
+from shared.types.errors import ConfigError
+
+ANSWER_S = 30.0
+
+
+class World:
+    """An application whose handlers wait until they are let go."""
+
+    def __init__(self):
+        self.may_answer = asyncio.Event()
+        self.begun = asyncio.Event()
+        self.cancelled = asyncio.Event()
+
+    def app(self):
+        app = web.Application(client_max_size=1000)
+        app.router.add_get("/", self.hello)
+        app.router.add_get("/slow", self.slow)
+        app.router.add_post("/body", self.body)
+        return app
+
+    async def hello(self, _request):
+        return web.Response(text="hello")
+
+    async def slow(self, _request):
+        self.begun.set()
+        try:
+            await self.may_answer.wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        return web.Response(text="slow")
+
+    async def body(self, request):
+        return web.Response(text=str(len(await request.read())))
+
+
+@pytest.fixture
+def world():
+    """A new one."""
+    return World()
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def listen(request, short_dir):
+    """Each kind of address."""
+    return f"unix:{short_dir}/http.sock" if request.param == "unix" else "127.0.0.1:0"
+
+
+class Client:
+    """Talks to a server, whatever its address."""
+
+    def __init__(self, server):
+        self.address = server.address
+        self.is_unix = self.address.startswith("unix:")
+        self.path = self.address.removeprefix("unix:")
+        self.base = "http://localhost" if self.is_unix else f"http://{self.address}"
+
+    def session(self):
+        return ClientSession(connector=UnixConnector(self.path) if self.is_unix else None)
+
+    async def get(self, path):
+        async with self.session() as session, session.get(self.base + path) as response:
+            return await response.text()
+
+    async def connect(self):
+        if self.is_unix:
+            return await asyncio.open_unix_connection(self.path)
+        host, port = split_address(self.address)
+        return await asyncio.open_connection(host, port)
+
+
+async def closed(reader):
+    """Read to the end, which a server makes that closes or aborts."""
+    async with asyncio.timeout(ANSWER_S):
+        try:
+            return await reader.read()
+        except ConnectionError:
+            return b""
+
+
+async def test_serves_and_goes(world, listen):
+    """A server answers until it is stopped, which leaves nothing behind, and may be repeated."""
+    server = HttpServer(world.app(), listen)
+    await server.start()
+    client = Client(server)
+    assert await client.get("/") == "hello"
+    await server.stop(ANSWER_S)
+    await server.stop(ANSWER_S)
+    gone = FileNotFoundError if client.is_unix else ConnectionRefusedError
+    with pytest.raises(gone):
+        await client.connect()
+
+
+async def test_the_end_waits_for_requests_under_way(world, listen):
+    """A request that is under way when the server stops is answered within the grace."""
+    server = HttpServer(world.app(), listen)
+    await server.start()
+    answer = asyncio.create_task(Client(server).get("/slow"))
+    await world.begun.wait()
+    stopping = asyncio.create_task(server.stop(ANSWER_S))
+    await asyncio.sleep(0)
+    world.may_answer.set()
+    assert await answer == "slow"
+    await stopping
+
+
+async def test_after_the_grace_requests_are_cancelled(world, listen):
+    """Without grace left a request is cancelled, and its client sees the connection end."""
+    server = HttpServer(world.app(), listen)
+    await server.start()
+    answer = asyncio.create_task(Client(server).get("/slow"))
+    await world.begun.wait()
+    await server.stop(0.01)
+    assert world.cancelled.is_set()
+    with pytest.raises(ClientConnectionError):
+        await answer
+
+
+async def test_who_leaves_is_not_worked_for(world, listen):
+    """A handler is cancelled when its client closes the connection."""
+    server = HttpServer(world.app(), listen)
+    await server.start()
+    _, writer = await Client(server).connect()
+    writer.write(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+    await world.begun.wait()
+    writer.close()
+    async with asyncio.timeout(ANSWER_S):
+        await world.cancelled.wait()
+    await server.stop(ANSWER_S)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET / HTT",
+        b"GET / HTTP/1.1\r\nHost: x\r\nX-Slow: ",
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    ],
+    ids=["nothing", "part of a line", "part of a header", "an idle connection"],
+)
+async def test_silence_ends_a_connection(world, listen, sent):
+    """A connection that says nothing, or not all of a request, is closed; so is an idle one."""
+    server = HttpServer(world.app(), listen, bounds=Bounds(header_s=0.05, idle_s=0.05))
+    await server.start()
+    reader, writer = await Client(server).connect()
+    writer.write(sent)
+    answer = await closed(reader)
+    assert (b"hello" in answer) == sent.endswith(b"\r\n\r\n")
+    writer.close()
+    await server.stop(ANSWER_S)
+
+
+async def test_one_connection_too_many(world, listen):
+    """Beyond the bound the connection that has been idle for longest makes room for the new one."""
+    server = HttpServer(world.app(), listen, bounds=Bounds(max_connections=2))
+    await server.start()
+    client = Client(server)
+    held = [await client.connect() for _ in range(2)]
+    for reader, writer in held:
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readuntil(b"hello")
+    assert await client.get("/") == "hello"
+    assert await closed(held[0][0]) == b""
+    held[1][1].write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    await held[1][0].readuntil(b"hello")
+    for _, opened in held:
+        opened.close()
+    await server.stop(ANSWER_S)
+
+
+async def test_nonsense_is_refused(world, listen):
+    """What is no HTTP gets 400, what is too long 413, and the server goes on."""
+    server = HttpServer(world.app(), listen)
+    await server.start()
+    client = Client(server)
+    reader, writer = await client.connect()
+    writer.write(b"\x16\x03\x01 not http\r\n\r\n")
+    assert b" 400 " in (await closed(reader)).split(b"\r\n")[0]
+    writer.close()
+    async with client.session() as session:
+        async with session.post(client.base + "/body", data=b"x" * 2000) as response:
+            assert response.status == 413
+        async with session.post(client.base + "/body", data=b"x" * 1000) as response:
+            assert await response.text() == "1000"
+    await server.stop(ANSWER_S)
+
+
+async def test_a_socket_has_its_mode_and_group(world, short_dir):
+    """A Unix socket has the mode and the group that were asked for."""
+    path = short_dir / "http.sock"
+    for group in (grp.getgrgid(os.getgid()).gr_name, str(os.getgid())):
+        server = HttpServer(world.app(), f"unix:{path}", socket_mode=0o640, socket_group=group)
+        await server.start()
+        status = path.stat()
+        assert (stat.S_IMODE(status.st_mode), status.st_gid) == (0o640, os.getgid())
+        await server.stop(ANSWER_S)
+
+
+async def test_a_stale_socket_is_replaced_a_live_one_is_not(world, short_dir):
+    """What a killed process left is no obstacle; who serves there is left alone."""
+    path = short_dir / "http.sock"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    server = HttpServer(world.app(), f"unix:{path}")
+    await server.start()
+    with pytest.raises(SocketInUseError, match="in use by another process"):
+        await HttpServer(world.app(), f"unix:{path}").start()
+    assert await Client(server).get("/") == "hello"
+    await server.stop(ANSWER_S)
+
+
+async def test_addresses_that_cannot_be_used(world, short_dir):
+    """A bad address, a port in use, a file in the way, an unknown group are refused by name."""
+    (short_dir / "file").write_text("")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for listen, group, error in (
+            ("nonsense", "", "no address"),
+            (f"127.0.0.1:{port}", "", "cannot listen"),
+            (f"unix:{short_dir}/file", "", "it is no socket"),
+            (f"unix:{short_dir}/a", "no-such-group", "groupadd"),
+        ):
+            server = HttpServer(world.app(), listen, socket_group=group)
+            with pytest.raises(ConfigError, match=error) as raised:
+                await server.start()
+            assert raised.value.remedy

@@ -1,0 +1,104 @@
+"""Traces without an exporter, and what is needed for one."""
+
+import contextvars
+import sys
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from shared.serving.observing_settings import TracingSettings
+from shared.serving.tracing import (
+    TracingUnavailableError,
+    carried,
+    child_span,
+    enter_request,
+    outgoing,
+    past_span,
+    sampler_of,
+    start_tracing,
+    trace_id_of,
+)
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+PARENT = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
+
+
+def in_a_task(step):
+    """Run it in a context of its own, as each request has one."""
+    return contextvars.copy_context().run(step)
+
+
+def test_without_an_endpoint_nothing_is_exported():
+    """Tracing that is off costs nothing, and ends at once."""
+    tracing = start_tracing(TracingSettings(), "test", "0")
+    assert tracing.provider is None
+    tracing.close()
+
+
+def test_the_missing_extra_is_named(monkeypatch):
+    """An endpoint without the packages for it refuses the start, and says what to install."""
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
+    with pytest.raises(TracingUnavailableError, match=r"cachedattention\[tracing\]") as raised:
+        start_tracing(TracingSettings(endpoint="http://127.0.0.1:4317"), "test", "0")
+    assert raised.value.exit_code == 78
+
+
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:4317", "ftp://x", "http://", "http://a/b c"])
+def test_endpoints_that_are_none(endpoint):
+    """What is no address of a collector is refused with the settings."""
+    with pytest.raises(ValueError, match="endpoint"):
+        TracingSettings(endpoint=endpoint)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "flag", "is_kept"), [(0, "01", False), (1, "01", True), (1, "00", False)]
+)
+def test_callers_may_leave_a_trace_out_and_not_force_it_in(ratio, flag, is_kept):
+    """What is kept is what the ratio says, and of that what its caller wants."""
+    parent = TraceContextTextMapPropagator().extract(
+        {"traceparent": f"00-{TRACE}-b7ad6b7169203331-{flag}"}
+    )
+    decision = sampler_of(ratio).should_sample(parent, int(TRACE, 16), "call").decision
+    assert decision.is_sampled() == is_kept
+
+
+def test_spans_keep_the_callers_trace():
+    """Inside a request, and inside its children, calls to others carry the caller's trace id."""
+
+    def request():
+        span = enter_request("call", PARENT, {})
+        assert trace_id_of(span) == TRACE
+        with child_span("inner") as inner:
+            assert trace_id_of(inner) == TRACE
+            past_span(inner, "before", 1, 2, {})
+            return dict(outgoing() or ())
+
+    assert in_a_task(request)["traceparent"].split("-")[1] == TRACE
+    assert outgoing() is None  # nothing of it is left outside
+    assert not trace.get_current_span().get_span_context().is_valid
+
+
+def test_a_later_request_of_the_same_task_begins_anew():
+    """On a connection that is kept alive, one request's trace is not the next one's."""
+
+    def connection():
+        first = trace_id_of(enter_request("call", PARENT, {}))
+        return first, trace_id_of(enter_request("call", {}, {}))
+
+    first, second = in_a_task(connection)
+    assert first == TRACE
+    assert second not in ("", TRACE)
+
+
+def test_only_trace_context_is_carried():
+    """Of a request's metadata nothing else is looked at, and nothing that is too long."""
+    metadata = (
+        *PARENT.items(),
+        ("tracestate", "a=b"),
+        ("authorization", "Bearer x"),
+        ("grpc-trace-bin", b"\x00"),
+    )
+    assert carried(metadata) == {**PARENT, "tracestate": "a=b"}
+    assert carried((("tracestate", "x" * 513),)) == {}
+    assert carried(None) == {}

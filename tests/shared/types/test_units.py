@@ -1,0 +1,43 @@
+"""Bytes and durations, written and read."""
+
+import pytest
+
+from shared.types.units import format_duration, parse_duration_s
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0 ms"),
+        (0.0123, "12 ms"),
+        (0.9996, "1 s"),
+        (2.5, "2.5 s"),
+        (59.96, "1m"),
+        (507.0, "8m27s"),
+        (3599.6, "1h"),
+        (5400.0, "1h30m"),
+        (84700.0, "23h32m"),
+        (86399.0, "1d"),
+        (601200.0, "6d23h"),
+        (604800.0, "7d"),
+    ],
+)
+def test_a_duration_has_its_two_largest_units(seconds, text):
+    """What is rounded never shows a unit too many, as 60 s or 24h; and it can be read again."""
+    assert format_duration(seconds) == text
+    assert parse_duration_s(text) == pytest.approx(seconds, rel=0.03, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("1h30m", 5400.0), ("6D 23H", 601200.0), ("1m0.5s", 60.5), ("12", 12.0)]
+)
+def test_durations_of_several_units_are_read(text, seconds):
+    """With or without blanks; a number alone is seconds."""
+    assert parse_duration_s(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["1h30", "1h30mx", "h", "-1h", ""])
+def test_what_is_no_duration_is_refused(text):
+    """Also if it begins as one."""
+    with pytest.raises(ValueError, match="is not a duration"):
+        parse_duration_s(text)
