@@ -8,8 +8,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvd.core.actions import IoOutcome, WriteBlock
-from kvd.core.records import StoredBlock
+from kvd.core.records.actions import IoOutcome, WriteBlock
+from kvd.core.records.records import StoredBlock
 from kvd.tiers.batch_worker import BatchWorker
 from kvd.tiers.extent_format import ToWrite
 from kvd.tiers.io_pool import IoPool, Priority

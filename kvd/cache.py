@@ -14,9 +14,9 @@ from functools import partial
 from typing import TypeVar
 
 from kvd.clock import Clock
-from kvd.core.actions import Emit, LeaseReady, SpaceFreed
 from kvd.core.engine import CacheEngine
-from kvd.core.records import AdoptedSlot, EngineStats, IndexRows, OrphanSlot
+from kvd.core.records.actions import Emit, LeaseReady, SpaceFreed
+from kvd.core.records.records import AdoptedSlot, EngineStats, IndexRows, OrphanSlot
 from kvd.io_measures import IoMeasures
 from kvd.performer import Completion, Performer
 from kvd.tier_facts import ArenaFacts, VolumeFacts

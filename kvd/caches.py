@@ -15,12 +15,12 @@ from kvd import memory
 from kvd.cache import Cache
 from kvd.clock import Clock
 from kvd.config import Settings
-from kvd.core.actions import Emit
 from kvd.core.engine import CacheEngine, Limits
-from kvd.core.errors import UnknownSessionError
 from kvd.core.eviction.registry import POLICIES
-from kvd.core.records import AdoptedSlot, IndexRows, OrphanSlot
-from kvd.core.tenants import TenantLimits
+from kvd.core.records.actions import Emit
+from kvd.core.records.errors import UnknownSessionError
+from kvd.core.records.records import AdoptedSlot, IndexRows, OrphanSlot
+from kvd.core.state.tenants import TenantLimits
 from kvd.dram_room import DramRoom
 from kvd.engines import Engines
 from kvd.errors import AmbiguousSessionError, LimitReachedError, NotDurableError

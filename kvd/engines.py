@@ -19,7 +19,7 @@ from functools import partial
 
 from kvd.cache import Cache
 from kvd.core.engine import CacheEngine
-from kvd.core.records import OrphanSlot, WritingSlot
+from kvd.core.records.records import OrphanSlot, WritingSlot
 from kvd.data_socket import Peer
 from kvd.errors import LimitReachedError, NotAttachedError
 from kvd.process_identity import (

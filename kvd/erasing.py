@@ -1,7 +1,7 @@
 """Erasing a tenant, or all: from every tier, and so that nothing on SSD can be read any more.
 
-1. the tenants are shut out of every cache (kvd/core/erasing.py), their sessions dropped, what is
-   being moved waited for; then free memory is zeroed;
+1. the tenants are shut out of every cache (kvd/core/operations/erasing.py), their sessions
+   dropped, what is being moved waited for; then free memory is zeroed;
 2. if all is erased, and there may be plain blocks from a time without encryption, the segments are
    removed;
 3. the tenants' keys and salts are deleted: the rows of their sessions and blocks went before, in
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from kvd.cache import Cache
 from kvd.caches import Caches
 from kvd.core.engine import CacheEngine
-from kvd.core.records import FlushAnswer
+from kvd.core.records.records import FlushAnswer
 from kvd.encryption.errors import NotErasableError
 from kvd.errors import NotDurableError
 from kvd.events import EventHub

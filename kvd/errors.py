@@ -1,4 +1,4 @@
-"""Errors of the daemon around the core; those of the core are in kvd/core/errors.py."""
+"""Errors of the daemon around the core; those of the core are in kvd/core/records/errors.py."""
 
 from shared.types.errors import (
     ConfigError,

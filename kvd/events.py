@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvd.core.actions import Emit
+from kvd.core.records.actions import Emit
 from kvd.errors import LimitReachedError
 from kvd.messages import key_message
 from shared.pb.kvd.v1 import kvd_pb2

@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvd.core.actions import HashSlot
+from kvd.core.records.actions import HashSlot
 from kvd.tiers.io_pool import IoPool, Priority
 from kvd.tiers.staging import Staging
 

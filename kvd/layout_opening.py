@@ -15,8 +15,8 @@ import numpy as np
 
 from kvd.budgets import Budgets
 from kvd.config import Settings
-from kvd.core.extent_shape import ExtentShape
-from kvd.core.records import IndexRows
+from kvd.core.records.extent_shape import ExtentShape
+from kvd.core.records.records import IndexRows
 from kvd.errors import LayoutUnavailableError, NotSetAsideError
 from kvd.tenant_secrets import TenantSecrets
 from kvd.tiers.arena_store import Adoption, ArenaStore

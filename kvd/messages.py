@@ -1,7 +1,7 @@
 """The core's records as protobuf messages, and session keys back. Pure."""
 
-from kvd.core.errors import InvalidRequestError
-from kvd.core.records import (
+from kvd.core.records.errors import InvalidRequestError
+from kvd.core.records.records import (
     TTL_NEVER_NS,
     BlockInfo,
     LoadAnswer,

@@ -9,8 +9,8 @@ from kvd.cache import Cache
 from kvd.caches import Caches
 from kvd.config import Settings
 from kvd.core.engine import CacheEngine
-from kvd.core.measures import Measures
-from kvd.core.records import LeaseInfo, QueueStats, TenantUsage
+from kvd.core.records.records import LeaseInfo, QueueStats, TenantUsage
+from kvd.core.state.measures import Measures
 from kvd.engines import Engines
 from kvd.metrics import METRICS
 from shared.config.reload import LiveSettings

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from kvd.core.records import (
+from kvd.core.records.records import (
     Admission,
     EngineStats,
     LeaseInfo,

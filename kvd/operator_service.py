@@ -10,9 +10,9 @@ from typing import Any
 from kvd.cache import Cache
 from kvd.caches import Caches
 from kvd.core.engine import CacheEngine
-from kvd.core.errors import InvalidRequestError
-from kvd.core.records import FlushAnswer, LeaseInfo, Pin
-from kvd.core.session_filter import SessionFilter
+from kvd.core.inspection.session_filter import SessionFilter
+from kvd.core.records.errors import InvalidRequestError
+from kvd.core.records.records import FlushAnswer, LeaseInfo, Pin
 from kvd.engines import Engines
 from kvd.erasing import TenantEraser
 from kvd.errors import NoHolderError, NotOursToKillError, UnknownModelError

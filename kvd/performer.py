@@ -25,7 +25,8 @@ from kvd.block_reading import BlockReading
 from kvd.block_writing import BlockWriter
 from kvd.checksums import BlockHasher
 from kvd.completions import Completions
-from kvd.core.actions import (
+from kvd.core.engine import CacheEngine
+from kvd.core.records.actions import (
     ClearSlot,
     CommitRows,
     CompactRows,
@@ -45,8 +46,7 @@ from kvd.core.actions import (
     WipeSlots,
     WriteBlock,
 )
-from kvd.core.engine import CacheEngine
-from kvd.core.records import SlotRecord, StoredBlock, WritingSlot
+from kvd.core.records.records import SlotRecord, StoredBlock, WritingSlot
 from kvd.hash_queue import HashQueue
 from kvd.io_measures import AHEAD, LOAD, IoMeasures
 from kvd.load_tracking import LoadTracker

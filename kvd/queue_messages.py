@@ -9,7 +9,7 @@ from math import isfinite
 from operator import neg
 from typing import TypeVar
 
-from kvd.core.errors import InvalidRequestError
+from kvd.core.records.errors import InvalidRequestError
 from kvd.messages import ns_of
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.queue_change import QueueChange, QueuedJob, QueueUpdate, RunningJob

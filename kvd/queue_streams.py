@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from functools import partial
 
 from kvd.core.engine import CacheEngine
-from kvd.core.errors import InvalidRequestError
-from kvd.core.queue_window import QueueChange
+from kvd.core.eviction.queue_window import QueueChange
+from kvd.core.records.errors import InvalidRequestError
 from kvd.engine_users import EngineUsers
 from kvd.engines import AttachedEngine, Engines
 from kvd.errors import NotAttachedError, StreamReplacedError

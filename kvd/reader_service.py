@@ -9,9 +9,9 @@ from kvd.cache import Cache
 from kvd.caches import Caches
 from kvd.config import Settings
 from kvd.core.engine import CacheEngine
-from kvd.core.errors import UnknownSessionError
-from kvd.core.records import LeaseInfo, TenantUsage
-from kvd.core.turn_log import RecordedTurn
+from kvd.core.records.errors import UnknownSessionError
+from kvd.core.records.records import LeaseInfo, TenantUsage
+from kvd.core.state.turn_log import RecordedTurn
 from kvd.engines import Engines
 from kvd.events import EventHub
 from kvd.messages import block_message, key_of, session_message

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvd.checksums import BlockHasher
-from kvd.core.actions import CompactRows, DenseBlock, RowRun
+from kvd.core.records.actions import CompactRows, DenseBlock, RowRun
 from kvd.slot_rows import SlotRows
 from shared.types.kv_layout import KVLayout
 

@@ -12,7 +12,7 @@ from functools import partial
 
 from kvd.cache import Cache
 from kvd.core.engine import CacheEngine
-from kvd.core.records import ScrubReport, ScrubStep
+from kvd.core.records.records import ScrubReport, ScrubStep
 from kvd.errors import VerifyRunningError
 
 REPORT_S = 1.0  # between two reports of progress

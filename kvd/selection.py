@@ -4,10 +4,10 @@ from collections.abc import Mapping
 
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from kvd.core.errors import InvalidRequestError, UnknownSessionError
-from kvd.core.listing import ListingRequest
-from kvd.core.records import Tier
-from kvd.core.session_filter import EVERYTHING, SessionFilter, SessionOrder
+from kvd.core.inspection.listing import ListingRequest
+from kvd.core.inspection.session_filter import EVERYTHING, SessionFilter, SessionOrder
+from kvd.core.records.errors import InvalidRequestError, UnknownSessionError
+from kvd.core.records.records import Tier
 from kvd.events import EventFilter
 from kvd.messages import ns_of
 from shared.access.current import current_identity

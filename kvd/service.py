@@ -13,8 +13,8 @@ from kvd.cache import Cache
 from kvd.caches import Caches
 from kvd.config import LimitSettings, Settings
 from kvd.core.engine import CacheEngine
-from kvd.core.errors import InvalidRequestError, UnknownSessionError
-from kvd.core.records import LeaseState, LoadAnswer, Lookup, StoreAnswer
+from kvd.core.records.errors import InvalidRequestError, UnknownSessionError
+from kvd.core.records.records import LeaseState, LoadAnswer, Lookup, StoreAnswer
 from kvd.data_socket import DataSocket
 from kvd.engine_users import EngineUsers
 from kvd.engines import AttachedEngine, Engines

@@ -11,7 +11,7 @@ from functools import partial
 from kvd.cache import Cache
 from kvd.caches import Caches
 from kvd.core.engine import CacheEngine
-from kvd.core.listing import (
+from kvd.core.inspection.listing import (
     Listing,
     ListingBuilder,
     ListingRequest,
@@ -19,8 +19,8 @@ from kvd.core.listing import (
     PageToken,
     parse_page_token,
 )
-from kvd.core.records import SessionInfo
-from kvd.core.session_filter import SessionFilter, SessionOrder
+from kvd.core.inspection.session_filter import SessionFilter, SessionOrder
+from kvd.core.records.records import SessionInfo
 from kvd.messages import session_message
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.session_key import SessionKey

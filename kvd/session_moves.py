@@ -5,8 +5,8 @@ from functools import partial
 
 from kvd.caches import Caches
 from kvd.core.engine import CacheEngine
-from kvd.core.errors import UnknownSessionError
-from kvd.core.session_history import Move, MoveKind
+from kvd.core.records.errors import UnknownSessionError
+from kvd.core.state.session_history import Move, MoveKind
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.session_key import SessionKey, session_key
 from shared.types.units import NS_PER_S, format_duration

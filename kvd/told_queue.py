@@ -9,7 +9,7 @@
 
 from collections.abc import Callable
 
-from kvd.core.errors import InvalidRequestError
+from kvd.core.records.errors import InvalidRequestError
 from shared.types.queue_change import QueueUpdate
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
-from kvd.core.records import Tier, TierStats
-from kvd.core.turn_log import MAX_TURNS, RecordedTurn
+from kvd.core.records.records import Tier, TierStats
+from kvd.core.state.turn_log import MAX_TURNS, RecordedTurn
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.kv_layout import KVLayout
 from shared.types.units import NS_PER_S

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
-from kvd.core.actions import Emit
+from kvd.core.records.actions import Emit
 from kvd.errors import LayoutUnavailableError, UnclearSelectionError, UnknownLayoutError
 from kvd.tiers.arena_store import KeptArena
 from kvd.tiers.manifest import LayoutRow

@@ -24,7 +24,7 @@ from kvd.bench.population import (
 )
 from kvd.bench.process import KvdSizes
 from kvd.bench.sessions import TENANT
-from kvd.core.extent_shape import ExtentShape
+from kvd.core.records.extent_shape import ExtentShape
 from kvd.tiers.faults import NoFaults
 from kvd.tiers.manifest import PUT_BLOCK, PUT_SESSION, LayoutRow, Manifest, Value
 from shared.kvd_client.layout_message import layout_message

@@ -20,7 +20,7 @@ from kvd.bench.population import SALT, TOKENS_PER_SESSION
 from kvd.bench.sessions import bench_key, token_ids_of
 from kvd.core.engine import CacheEngine, Limits
 from kvd.core.eviction.registry import POLICIES
-from kvd.core.tenants import TenantLimits
+from kvd.core.state.tenants import TenantLimits
 from kvd.tiers.faults import NoFaults
 from kvd.tiers.manifest import Manifest
 from shared.types.units import NS_PER_S

@@ -5,7 +5,8 @@ Reads, hashes, writes and drops all succeed. Index and journal actions are taken
 
 from collections.abc import Mapping, Sequence
 
-from kvd.core.actions import (
+from kvd.core.engine import CacheEngine
+from kvd.core.records.actions import (
     Action,
     CommitRows,
     CompactRows,
@@ -17,9 +18,8 @@ from kvd.core.actions import (
     VerifySlot,
     WriteBlock,
 )
-from kvd.core.engine import CacheEngine
-from kvd.core.extent_shape import CHECKSUM_BYTES
-from kvd.core.records import StoredBlock
+from kvd.core.records.extent_shape import CHECKSUM_BYTES
+from kvd.core.records.records import StoredBlock
 
 
 class MemoryPerformer:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvd.cli.filters import SortName, TierName
-from kvd.core import actions
+from kvd.core.records import actions
 from shared.config.group_help import first_sentence, summary
 
 SHELLS = ("bash", "zsh", "fish")

@@ -21,33 +21,30 @@ Calls that name an owner are made only between its attach and `owner_gone`.
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from kvd.core import (
-    adopting,
-    checking,
-    discarding,
-    inspection,
-    restoring,
-    retention,
-    session_filter,
-)
-from kvd.core.actions import Action, IoOutcome
-from kvd.core.compacting import Compactor
-from kvd.core.erasing import Eraser
 from kvd.core.eviction.lru import LruPolicy
+from kvd.core.eviction.queue_window import QueueChange
 from kvd.core.eviction.registry import PolicyMaker
-from kvd.core.hashing import Hasher
-from kvd.core.index_line import NO_BOUND, IndexAction
-from kvd.core.leases import RestoredLease, StoreLease
-from kvd.core.loading import BUSY, Loader
-from kvd.core.matching import num_tokens_of
-from kvd.core.measures import Measures
-from kvd.core.outbox import COUNTERS
-from kvd.core.peers import Peers
-from kvd.core.placement import Placement
-from kvd.core.prefetching import Prefetcher
-from kvd.core.queue_window import QueueChange
-from kvd.core.reading import Reader
-from kvd.core.records import (
+from kvd.core.inspection import descriptions
+from kvd.core.inspection import session_filter
+from kvd.core.inspection.session_filter import SessionFilter, SessionOrder
+from kvd.core.io.hashing import Hasher
+from kvd.core.io.placement import Placement
+from kvd.core.io.prefetching import Prefetcher
+from kvd.core.io.reading import Reader
+from kvd.core.io.verifying import Verifier
+from kvd.core.io.writing import Writer
+from kvd.core.operations import checking, discarding, retention
+from kvd.core.operations.compacting import Compactor
+from kvd.core.operations.erasing import Eraser
+from kvd.core.operations.loading import BUSY, Loader
+from kvd.core.operations.matching import num_tokens_of
+from kvd.core.operations.peers import Peers
+from kvd.core.operations.relimiting import Relimiter
+from kvd.core.operations.scrubbing import Scrubber
+from kvd.core.operations.session_files import SessionFiles
+from kvd.core.operations.storing import Storer
+from kvd.core.records.actions import Action, IoOutcome
+from kvd.core.records.records import (
     AdoptedSlot,
     EngineStats,
     FlushAnswer,
@@ -65,16 +62,14 @@ from kvd.core.records import (
     StoredBlock,
     TenantUsage,
 )
-from kvd.core.relimiting import Relimiter
-from kvd.core.scrubbing import Scrubber
-from kvd.core.session_files import SessionFiles
-from kvd.core.session_filter import SessionFilter, SessionOrder
-from kvd.core.session_history import Move
-from kvd.core.state import CacheState, Limits
-from kvd.core.storing import Storer
-from kvd.core.turn_log import RecordedTurn
-from kvd.core.verifying import Verifier
-from kvd.core.writing import Writer
+from kvd.core.recovery import adopting, restoring
+from kvd.core.state.cache_state import CacheState, Limits
+from kvd.core.state.index_line import NO_BOUND, IndexAction
+from kvd.core.state.leases import RestoredLease, StoreLease
+from kvd.core.state.measures import Measures
+from kvd.core.state.outbox import COUNTERS
+from kvd.core.state.session_history import Move
+from kvd.core.state.turn_log import RecordedTurn
 from shared.types.kv_layout import KVLayout
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
@@ -427,7 +422,7 @@ class CacheEngine:
         """Set a TTL (None: the default; TTL_NEVER_NS: never); raises UnknownSessionError."""
         self._state.advance(now_ns)
         retention.set_ttl(self._state, key, ttl_ns)
-        return inspection.describe_info(self._state, self._state.sessions[key])
+        return descriptions.describe_info(self._state, self._state.sessions[key])
 
     def flush(self, key: SessionKey | None, dry_run: bool, now_ns: int) -> FlushAnswer:
         """Drop one session, or all (None), except leased ones, from every tier.
@@ -596,7 +591,7 @@ class CacheEngine:
     def session_info(self, key: SessionKey) -> SessionInfo | None:
         """Sum up a session; None if it is not stored."""
         session = self._state.sessions.get(key)
-        return inspection.describe_info(self._state, session) if session else None
+        return descriptions.describe_info(self._state, session) if session else None
 
     def session_keys(self) -> list[SessionKey]:
         """Name every session there is: O(sessions), of which `ranked` looks at a few at a time."""
@@ -620,7 +615,7 @@ class CacheEngine:
         self._state.advance(now_ns)
         found = (self._state.sessions.get(key) for key in keys)
         return [
-            inspection.describe_info(self._state, session)
+            descriptions.describe_info(self._state, session)
             for session in found
             if session is not None and session_filter.selects(self._state, wanted, session)
         ]
@@ -636,11 +631,11 @@ class CacheEngine:
 
     def queue_stats(self) -> QueueStats:
         """What the queues of all engines say, and the windows; O(1)."""
-        return inspection.queue_stats(self._state)
+        return descriptions.queue_stats(self._state)
 
     def describe(self, key: SessionKey) -> SessionDetail:
         """Everything about one session; raises UnknownSessionError."""
-        return inspection.describe(self._state, retention.find_session(self._state, key))
+        return descriptions.describe(self._state, retention.find_session(self._state, key))
 
     def tenants(self) -> tuple[TenantUsage, ...]:
         """What each tenant that stores something has, and may have; O(tenants)."""
@@ -648,7 +643,7 @@ class CacheEngine:
 
     def stats(self) -> EngineStats:
         """Fill and counters; O(1)."""
-        return inspection.stats(self._state)
+        return descriptions.stats(self._state)
 
     def _count_miss(self, answer: LoadAnswer) -> None:
         if answer.lookup is Lookup.MISS and answer.miss_reason != BUSY:  # which is asked again

@@ -9,8 +9,8 @@ over the same turns.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from kvd.core.records import Tier
-from kvd.core.turn_log import RecordedTurn
+from kvd.core.records.records import Tier
+from kvd.core.state.turn_log import RecordedTurn
 from kvd.plan.recorded_replay import ObservedCache, replay_recorded
 from shared.types.units import NS_PER_S
 

@@ -8,7 +8,7 @@ the turn's arrival; and from its start, without the wait in the queue (the paper
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-from kvd.core.records import Tier
+from kvd.core.records.records import Tier
 from shared.types.units import NS_PER_S
 
 BUSY_QUEUE = 4  # jobs ahead: from here on there is time to read a session ahead

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
 from kvd.core.eviction.registry import POLICIES
-from kvd.core.queue_window import QueueChange, QueuedJob, RunningJob
-from kvd.core.records import Tier
-from kvd.core.session_placement import SessionPlacement
-from kvd.core.ttl import TtlClock
-from kvd.core.turn_log import RecordedTurn
+from kvd.core.eviction.ttl import TtlClock
+from kvd.core.records.records import Tier
+from kvd.core.state.session_placement import SessionPlacement
+from kvd.core.state.turn_log import RecordedTurn
 from kvd.plan.reading import Reading
 from kvd.plan.ssd_channel import SsdChannel
 from kvd.plan.tiers import Tiers

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from kvd.core.eviction.policy import EvictionPolicy, PolicyContext
+from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
 from kvd.core.eviction.registry import make_policy
-from kvd.core.queue_window import QueueChange, QueuedJob, RunningJob
-from kvd.core.records import Tier
-from kvd.core.retention import RECHECK_NS
-from kvd.core.session_placement import SessionPlacement
-from kvd.core.ttl import TtlClock
+from kvd.core.eviction.ttl import TtlClock
+from kvd.core.operations.retention import RECHECK_NS
+from kvd.core.records.records import Tier
+from kvd.core.state.session_placement import SessionPlacement
 from kvd.plan.belady import BeladyPolicy
 from kvd.plan.costs import Costs
 from kvd.plan.gpu import Gpu, Prefill

@@ -14,9 +14,9 @@ from functools import partial
 from kvd.cache import Cache
 from kvd.caches import Caches
 from kvd.core.engine import CacheEngine
-from kvd.core.errors import LeaseLostError, UnknownLineageError
-from kvd.core.exporting import Export
-from kvd.core.records import ExportedRows, LeaseState, LoadAnswer, Lookup
+from kvd.core.operations.exporting import Export
+from kvd.core.records.errors import LeaseLostError, UnknownLineageError
+from kvd.core.records.records import ExportedRows, LeaseState, LoadAnswer, Lookup
 from kvd.errors import BusyTransferError
 from kvd.session_files.file_format import FileHeader, end_bytes, frame_bytes, header_bytes
 from kvd.session_files.slot_runs import SlotRuns

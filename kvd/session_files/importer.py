@@ -14,8 +14,8 @@ from functools import partial
 from kvd.cache import Cache
 from kvd.caches import Caches
 from kvd.core.engine import CacheEngine
-from kvd.core.errors import UnknownSessionError
-from kvd.core.records import StoreAnswer
+from kvd.core.records.errors import UnknownSessionError
+from kvd.core.records.records import StoreAnswer
 from kvd.errors import (
     BusyTransferError,
     InUseError,

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 
 from kvd.caches import Caches
-from kvd.core.errors import InvalidRequestError
+from kvd.core.records.errors import InvalidRequestError
 from kvd.errors import LimitReachedError
 from kvd.messages import key_message, key_of
 from kvd.selection import check_allowed

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvd.checksums import BlockHasher
-from kvd.core.extent_shape import ExtentShape
-from kvd.core.records import StoredBlock
+from kvd.core.records.extent_shape import ExtentShape
+from kvd.core.records.records import StoredBlock
 from kvd.slot_rows import SlotRows
 from kvd.tiers.extent_header import HeaderFormat
 from kvd.tiers.layer_groups import layer_groups

@@ -18,8 +18,8 @@ Little-endian. Pure.
 import struct
 
 from kvd.checksums import CHECKSUM_BYTES, checksum
-from kvd.core.extent_shape import HEADER_FIXED_BYTES, ExtentShape
-from kvd.core.records import StoredBlock
+from kvd.core.records.extent_shape import HEADER_FIXED_BYTES, ExtentShape
+from kvd.core.records.records import StoredBlock
 from shared.types.block_key import KEY_BYTES, TOKEN_BYTES
 
 MAGIC = b"KVDX"

@@ -11,14 +11,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvd.checksums import checksum, checksum_at
-from kvd.core.actions import IoOutcome
+from kvd.core.records.actions import IoOutcome
 from kvd.tiers.extent_format import ExtentFormat, GroupPlan
 from kvd.tiers.sealed_extents import SPARE_BYTES, OpenedExtent, SealedFormat, is_sealed
 from kvd.tiers.staging import Staging
 from shared.process.log import get_logger
 
 if TYPE_CHECKING:
-    from kvd.core.records import StoredBlock
+    from kvd.core.records.records import StoredBlock
 
 Source: TypeAlias = Callable[[int, list[memoryview]], bool]  # see SegmentVolume.read_at
 

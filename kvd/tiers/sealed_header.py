@@ -19,8 +19,8 @@ import struct
 from typing import NamedTuple
 
 from kvd.checksums import CHECKSUM_BYTES
-from kvd.core.extent_shape import HEADER_FIXED_BYTES, ExtentShape
-from kvd.core.records import StoredBlock
+from kvd.core.records.extent_shape import HEADER_FIXED_BYTES, ExtentShape
+from kvd.core.records.records import StoredBlock
 from kvd.encryption.keyring import Keyring
 from kvd.encryption.sealing import KEY_ID_BYTES, SALT_BYTES, TAG_BYTES, Seal, key_id, new_salt
 from shared.types.block_key import TOKEN_BYTES

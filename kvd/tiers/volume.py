@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.core.actions import IoOutcome, WriteBlock
+from kvd.core.records.actions import IoOutcome, WriteBlock
 from kvd.encryption.keyring import Keyring
 from kvd.tiers.direct_io import read_fully, write_fully
 from kvd.tiers.extent_format import ExtentFormat, GroupPlan, ToWrite

@@ -20,8 +20,8 @@ from kvd.caches import Caches
 from kvd.clock import resume_clock
 from kvd.config import DramSettings, Settings, SsdSettings
 from kvd.core.engine import CacheEngine
-from kvd.core.extent_shape import ExtentShape
-from kvd.core.records import LeaseState
+from kvd.core.records.extent_shape import ExtentShape
+from kvd.core.records.records import LeaseState
 from kvd.daemon import MANIFEST_NAME
 from kvd.engines import Engines
 from kvd.layout_opening import VOLUMES

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from kvd.core.extent_shape import ExtentShape
+from kvd.core.records.extent_shape import ExtentShape
 from kvd.encryption.key_file import read_master_key
 from shared.types.errors import ReportedError
 from tests.fault.ledger import flip

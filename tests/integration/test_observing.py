@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from inference_svc.client import turn_request
 from inference_svc.core.counters import COUNTERS
 from inference_svc.metrics import METRICS as INFERENCE
-from kvd.core.outbox import COUNTERS as KVD_COUNTERS
+from kvd.core.state.outbox import COUNTERS as KVD_COUNTERS
 from kvd.metrics import METRICS as KVD
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.pb.inference.v1 import inference_pb2_grpc

@@ -8,7 +8,7 @@ from kvd.cli.candidates import CHOICES, EVENT_NAMES, candidates
 from kvd.cli.completion import Shell
 from kvd.cli.filters import SortName, TierName
 from kvd.cli.main import root_command
-from kvd.core.actions import SESSION_CUT
+from kvd.core.records.actions import SESSION_CUT
 from shared.config.group_help import first_sentence
 
 STORED = {"session": ["a:1", "b"], "tenant": ["acme"], "model": ["5e"]}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd.core.actions import Emit
+from kvd.core.records.actions import Emit
 from kvd.errors import LimitReachedError
 from kvd.events import (
     EVENTS_LOST,

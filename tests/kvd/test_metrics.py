@@ -1,6 +1,6 @@
 """kvd's table of metrics has a row for everything that is counted."""
 
-from kvd.core.outbox import COUNTERS
+from kvd.core.state.outbox import COUNTERS
 from kvd.metrics import METRICS
 
 

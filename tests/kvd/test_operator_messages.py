@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from kvd.core.records import (
+from kvd.core.records.records import (
     Admission,
     EngineStats,
     LeaseInfo,

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from kvd.checksums import BlockHasher
-from kvd.core.actions import (
+from kvd.core.records.actions import (
     ClearSlot,
     DropBlock,
     DropSession,
@@ -27,7 +27,7 @@ from kvd.core.actions import (
     VerifySlot,
     WriteBlock,
 )
-from kvd.core.records import (
+from kvd.core.records.records import (
     AdoptedSlot,
     BlockRecord,
     CommittedSlot,

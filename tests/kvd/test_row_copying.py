@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvd.checksums import BlockHasher
-from kvd.core.actions import CompactRows, DenseBlock, RowRun, SourceSlot
+from kvd.core.records.actions import CompactRows, DenseBlock, RowRun, SourceSlot
 from kvd.row_copying import RowCopier
 from shared.types.kv_layout import Component, KVLayout, Layer
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from kvd.core.errors import InvalidRequestError
+from kvd.core.records.errors import InvalidRequestError
 from kvd.engine_users import EngineUsers, uid_of
 from kvd.errors import AttachDeniedError
 from kvd.scoping import narrow

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd.core.errors import InvalidRequestError
+from kvd.core.records.errors import InvalidRequestError
 from kvd.told_queue import ToldQueue
 from shared.types.queue_change import QueueChange, QueueUpdate
 

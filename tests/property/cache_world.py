@@ -9,7 +9,10 @@ import struct
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
-from kvd.core.actions import (
+from kvd.core.engine import CacheEngine, Limits
+from kvd.core.eviction.lru import LruPolicy
+from kvd.core.eviction.registry import PolicyMaker
+from kvd.core.records.actions import (
     Action,
     ClearSlot,
     CommitRows,
@@ -30,12 +33,8 @@ from kvd.core.actions import (
     WipeSlots,
     WriteBlock,
 )
-from kvd.core.engine import CacheEngine, Limits
-from kvd.core.eviction.lru import LruPolicy
-from kvd.core.eviction.registry import PolicyMaker
-from kvd.core.extent_shape import ExtentShape
-from kvd.core.index_line import NO_BOUND
-from kvd.core.records import (
+from kvd.core.records.extent_shape import ExtentShape
+from kvd.core.records.records import (
     AdoptedSlot,
     BlockRecord,
     CommittedSlot,
@@ -45,7 +44,8 @@ from kvd.core.records import (
     SlotRecord,
     StoredBlock,
 )
-from kvd.core.session_rows import columns_of
+from kvd.core.recovery.session_rows import columns_of
+from kvd.core.state.index_line import NO_BOUND
 from shared.types.kv_layout import Component, KVLayout, Layer
 from shared.types.session_key import SessionKey
 

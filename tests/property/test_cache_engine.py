@@ -9,7 +9,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from kvd.core.actions import (
+from kvd.core.engine import Limits
+from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
+from kvd.core.eviction.registry import POLICIES
+from kvd.core.records.actions import (
     CompactRows,
     HashSlot,
     IoOutcome,
@@ -18,8 +21,7 @@ from kvd.core.actions import (
     VerifySlot,
     WriteBlock,
 )
-from kvd.core.engine import Limits
-from kvd.core.errors import (
+from kvd.core.records.errors import (
     ErasingError,
     LeaseLostError,
     ScrubError,
@@ -28,9 +30,7 @@ from kvd.core.errors import (
     UnknownLineageError,
     UnknownSessionError,
 )
-from kvd.core.eviction.registry import POLICIES
-from kvd.core.queue_window import QueueChange, QueuedJob, RunningJob
-from kvd.core.records import (
+from kvd.core.records.records import (
     TTL_NEVER_NS,
     Admission,
     CommittedSlot,
@@ -41,7 +41,7 @@ from kvd.core.records import (
     StoreAnswer,
     Tier,
 )
-from kvd.core.tenants import TenantLimits
+from kvd.core.state.tenants import TenantLimits
 from shared.types.lineage import WHOLE, Lineage
 from shared.types.session_key import SessionKey
 from tests.property.cache_world import (

@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from kvd.core.queue_window import QueueWindow
+from kvd.core.eviction.queue_window import QueueWindow
 from kvd.queue_messages import queue_update
 from kvd.told_queue import ToldQueue
 from shared.kvd_client.queue_message import snapshot_message

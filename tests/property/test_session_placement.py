@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvd.core.eviction.prefetch_order import MOST_LATE
+from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
 from kvd.core.eviction.registry import POLICIES, make_policy
-from kvd.core.prefetch_order import MOST_LATE
-from kvd.core.queue_window import QueueChange, QueuedJob, RunningJob
-from kvd.core.records import Tier
-from kvd.core.session_placement import SessionPlacement
+from kvd.core.records.records import Tier
+from kvd.core.state.session_placement import SessionPlacement
 from shared.types.queue_digest import combined, running_digest, waiting_digest
 from shared.types.session_key import SessionKey
 

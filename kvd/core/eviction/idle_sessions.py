@@ -21,7 +21,7 @@ from kvd.core.eviction.return_hazards import (
     bucket_at,
     observe,
 )
-from kvd.core.ttl import TtlClock
+from kvd.core.eviction.ttl import TtlClock
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 

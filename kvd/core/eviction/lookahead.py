@@ -6,8 +6,8 @@ from sortedcontainers import SortedList
 
 from kvd.core.eviction.lookahead_queue import LookaheadQueuePolicy
 from kvd.core.eviction.policy import PolicyContext
-from kvd.core.queue_window import QueuePlace
-from kvd.core.records import Tier
+from kvd.core.eviction.queue_window import QueuePlace
+from kvd.core.records.records import Tier
 from shared.types.session_key import SessionKey
 
 

@@ -1,9 +1,9 @@
 """Policy `lookahead_queue`: idle sessions go first, then the queue, tail first. Pure."""
 
+from kvd.core.eviction.queue_window import QueuePlace
 from kvd.core.eviction.ranked import END, ENDED, IDLE, QUEUED, RUNNING, RankedPolicy, SessionFacts
 from kvd.core.eviction.session_order import Warmth
-from kvd.core.queue_window import QueuePlace
-from kvd.core.records import Tier
+from kvd.core.records.records import Tier
 from shared.types.session_key import SessionKey
 
 

@@ -2,7 +2,7 @@
 
 from kvd.core.eviction.ranked import ENDED, IDLE, RankedPolicy, SessionFacts
 from kvd.core.eviction.session_order import Warmth
-from kvd.core.records import Tier
+from kvd.core.records.records import Tier
 from shared.types.session_key import SessionKey
 
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvd.core.queue_window import QueuePlace, QueueWindow
-from kvd.core.records import Tier
+from kvd.core.eviction.queue_window import QueuePlace, QueueWindow
+from kvd.core.records.records import Tier
 from shared.types.session_key import SessionKey
 
 

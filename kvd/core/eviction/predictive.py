@@ -6,10 +6,10 @@ from itertools import islice
 from kvd.core.eviction.idle_sessions import IdleSessions
 from kvd.core.eviction.lookahead_queue import LookaheadQueuePolicy
 from kvd.core.eviction.policy import PolicyContext
+from kvd.core.eviction.queue_window import QueuePlace
 from kvd.core.eviction.ranked import END, IDLE, SessionFacts
 from kvd.core.eviction.session_order import Warmth
-from kvd.core.queue_window import QueuePlace
-from kvd.core.records import Tier
+from kvd.core.records.records import Tier
 from shared.types.session_key import SessionKey
 
 ALL_AT_ONCE = 8192  # sessions that are ranked anew in one call: tens of milliseconds

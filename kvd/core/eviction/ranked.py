@@ -20,10 +20,10 @@ from itertools import chain
 from math import inf
 
 from kvd.core.eviction.policy import PolicyContext
+from kvd.core.eviction.queue_window import QueuePlace
 from kvd.core.eviction.resting_sessions import RestingSessions
 from kvd.core.eviction.session_order import SessionOrder, Warmth
-from kvd.core.queue_window import QueuePlace
-from kvd.core.records import Tier
+from kvd.core.records.records import Tier
 from shared.types.session_key import SessionKey
 
 ENDED, RUNNING, IDLE, QUEUED = range(4)  # bands

@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from kvd.core.extent_shape import ExtentShape
-from kvd.core.extents import ExtentTable
-from kvd.core.slots import SlotState, SlotTable
-from kvd.core.ttl import TtlClock
+from kvd.core.eviction.ttl import TtlClock
+from kvd.core.records.extent_shape import ExtentShape
+from kvd.core.state.extents import ExtentTable
+from kvd.core.state.slots import SlotState, SlotTable
 from shared.types.kv_layout import Component, KVLayout, Layer
 from tests.kvd.core.turns import A, B
 

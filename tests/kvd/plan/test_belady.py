@@ -1,8 +1,8 @@
 """The policy that knows the future."""
 
 from kvd.core.eviction.policy import PolicyContext
-from kvd.core.queue_window import QueueChange, QueuedJob, QueueWindow
-from kvd.core.records import Tier
+from kvd.core.eviction.queue_window import QueueChange, QueuedJob, QueueWindow
+from kvd.core.records.records import Tier
 from kvd.plan.belady import BeladyPolicy
 from shared.types.session_key import SessionKey
 

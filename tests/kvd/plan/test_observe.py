@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from kvd.core.turn_log import RecordedTurn
+from kvd.core.state.turn_log import RecordedTurn
 from kvd.plan.observe import MIN_JUDGED, HitRates, Observation, num_replays, observe
 from kvd.plan.observe_views import observation_tables
 from kvd.plan.recorded_replay import ObservedCache

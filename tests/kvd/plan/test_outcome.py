@@ -1,6 +1,6 @@
 """What is measured of turns."""
 
-from kvd.core.records import Tier
+from kvd.core.records.records import Tier
 from kvd.plan.outcome import Tally, Totals, TurnRecord
 from shared.types.units import NS_PER_S
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.core.eviction.registry import POLICIES
-from kvd.core.records import Tier
-from kvd.core.turn_log import RecordedTurn
+from kvd.core.records.records import Tier
+from kvd.core.state.turn_log import RecordedTurn
 from kvd.plan.recorded_replay import Found, ObservedCache, replay_recorded
 from shared.types.units import NS_PER_S
 

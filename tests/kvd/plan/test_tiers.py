@@ -2,10 +2,10 @@
 
 import pytest
 
+from kvd.core.eviction.queue_window import QueueChange, QueuedJob
 from kvd.core.eviction.registry import make_policy
-from kvd.core.queue_window import QueueChange, QueuedJob
-from kvd.core.records import Tier
-from kvd.core.session_placement import SessionPlacement
+from kvd.core.records.records import Tier
+from kvd.core.state.session_placement import SessionPlacement
 from kvd.plan.tiers import Tiers
 from shared.types.session_key import SessionKey
 

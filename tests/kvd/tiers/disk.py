@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvd.checksums import BlockHasher
-from kvd.core.records import StoredBlock
+from kvd.core.records.records import StoredBlock
 from kvd.tiers.extent_format import ToWrite
 from kvd.tiers.faults import NoFaults
 from kvd.tiers.space_budget import SpaceBudget

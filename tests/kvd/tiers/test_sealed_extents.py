@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.core.actions import IoOutcome
-from kvd.core.extent_shape import ExtentShape
+from kvd.core.records.actions import IoOutcome
+from kvd.core.records.extent_shape import ExtentShape
 from kvd.encryption.key_file import new_master_key
 from kvd.encryption.keyring import Keyring
 from kvd.encryption.sealing import TAG_BYTES, key_id

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.core.actions import IoOutcome, WriteBlock
-from kvd.core.extent_shape import ExtentShape
+from kvd.core.records.actions import IoOutcome, WriteBlock
+from kvd.core.records.extent_shape import ExtentShape
 from kvd.tiers.faults import NoFaults, WritePoint
 from kvd.tiers.space_budget import SpaceBudget
 from kvd.tiers.volume import SegmentVolume

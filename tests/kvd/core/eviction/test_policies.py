@@ -3,7 +3,7 @@
 import pytest
 
 from kvd.core.eviction.registry import POLICIES
-from kvd.core.records import Tier
+from kvd.core.records.records import Tier
 from tests.kvd.core.eviction.sessions import Sessions, key_of
 
 LOOKING_AHEAD = [name for name, maker in POLICIES.items() if maker.looks_ahead]

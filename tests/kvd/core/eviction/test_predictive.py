@@ -6,7 +6,7 @@ import pytest
 
 from kvd.core.eviction import idle_sessions, predictive
 from kvd.core.eviction.return_hazards import EDGES_NS, bucket_at, observe
-from kvd.core.records import Tier
+from kvd.core.records.records import Tier
 from shared.types.units import NS_PER_S
 from tests.kvd.core.eviction.sessions import Sessions, key_of
 

@@ -8,7 +8,7 @@ from kvd.core.eviction import resting_sessions
 from kvd.core.eviction.ranked import RankedPolicy
 from kvd.core.eviction.registry import POLICIES
 from kvd.core.eviction.resting_sessions import RestingSessions
-from kvd.core.records import Tier
+from kvd.core.records.records import Tier
 from tests.kvd.core.eviction.sessions import Sessions, key_of
 
 RESTED = "abcdefgh"

@@ -1,0 +1,1 @@
+"""What operators see of a cache: sessions, blocks, lists. Changes nothing."""

@@ -1,0 +1,108 @@
+"""Which sessions an operator means, and in which order: the same for listings and flushes. Pure."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from kvd.core.records.records import Pin, Tier
+from kvd.core.state.cache_state import CacheState
+from kvd.core.state.session import Session
+from shared.types.session_key import SessionKey
+
+_NEVER_NS = 2**62  # expires after everything that expires at all
+
+
+class SessionOrder(Enum):
+    """What comes first in a listing; the value is its name in page tokens and on command lines."""
+
+    IDLE = "idle"  # least recently used
+    BYTES = "bytes"  # largest
+    TOKENS = "tokens"  # most
+    TTL = "ttl"  # next to expire
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFilter:
+    """Conditions that all hold; a field's default is no condition.
+
+    Attributes:
+        tenants: any of these; None: every tenant.
+        tier: something of it is there.
+        idle_ns: not used for at least so long.
+        larger_than_bytes: its blocks, shared ones included, take more.
+        pinned: softly or not.
+        ended: its engine said that it will not come back.
+        id_prefix: its id starts so.
+    """
+
+    tenants: frozenset[str] | None = None
+    tier: Tier | None = None
+    idle_ns: int = 0
+    larger_than_bytes: int = 0
+    pinned: bool = False
+    ended: bool = False
+    id_prefix: str = ""
+
+    def within(self, tenants: frozenset[str] | None) -> "SessionFilter":
+        """Narrow it to what somebody may see; None: everything."""
+        if tenants is None:
+            return self
+        wanted = tenants if self.tenants is None else self.tenants & tenants
+        return replace(self, tenants=wanted)
+
+
+EVERYTHING = SessionFilter()
+
+
+def selects(state: CacheState, wanted: SessionFilter, session: Session) -> bool:
+    """Whether every condition holds for a session; at most O(its blocks)."""
+    is_meant = wanted.tenants is None or session.key.tenant in wanted.tenants
+    if not session.key.session_id.startswith(wanted.id_prefix):
+        return False
+    if not is_meant or state.now_ns - session.last_access_ns < wanted.idle_ns:
+        return False
+    if wanted.pinned and session.pin is Pin.NONE:
+        return False
+    if wanted.ended and not session.ended:
+        return False
+    if wanted.larger_than_bytes and num_bytes(state, session) <= wanted.larger_than_bytes:
+        return False
+    return wanted.tier is None or _is_in(state, session, wanted.tier)
+
+
+def ranked(
+    state: CacheState, keys: Iterable[SessionKey], wanted: SessionFilter, order: SessionOrder
+) -> list[tuple[int, SessionKey]]:
+    """Give those sessions that are meant, each with its rank: the lower, the sooner it comes."""
+    found = map(state.sessions.get, keys)
+    sessions = [session for session in found if session is not None]
+    if wanted != EVERYTHING:  # as is mostly listed, of very many
+        sessions = [session for session in sessions if selects(state, wanted, session)]
+    if order is SessionOrder.IDLE:
+        return [(session.last_access_ns, session.key) for session in sessions]
+    return [(_rank(state, session, order), session.key) for session in sessions]
+
+
+def num_bytes(state: CacheState, session: Session) -> int:
+    """Bytes of a session's blocks, shared ones included."""
+    num_blocks = len(session.block_keys()) + session.num_folded
+    return num_blocks * state.layout.block_bytes
+
+
+def _rank(state: CacheState, session: Session, order: SessionOrder) -> int:
+    match order:
+        case SessionOrder.IDLE:
+            return session.last_access_ns
+        case SessionOrder.BYTES:
+            return -num_bytes(state, session)
+        case SessionOrder.TOKENS:
+            return -session.num_tokens
+        case SessionOrder.TTL:
+            expires_at_ns = state.expires_at_ns(session)
+            return _NEVER_NS if expires_at_ns is None else expires_at_ns
+
+
+def _is_in(state: CacheState, session: Session, tier: Tier) -> bool:
+    if tier is Tier.SSD and session.folded:
+        return True
+    return any(state.blocks[key].resides(tier) for key in session.block_keys())

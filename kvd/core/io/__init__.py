@@ -1,0 +1,1 @@
+"""What is read and written when, and where it goes: placement, prefetching, demotion, hashes."""

@@ -1,0 +1,286 @@
+"""Reading ahead: sessions that will be needed come from SSD into DRAM before their turn does.
+
+Pure. Waiting sessions come first, in the order of the queue and within the window L_pw = C_mem /
+S_kv, then, into room that nobody needs, those that the policy takes to return soon. One session is
+read at a time; which one is asked anew for each block, so that a change of the queue counts at
+once. Nothing more is begun for a turn that has left the queue.
+
+Invariants:
+1. what is read ahead takes no slot that stores will want, and room only from sessions that may
+   give way to it: none that is needed sooner, and for one that is only likely, none but idle ones;
+2. between two uses of a session its blocks are read ahead a few times at most (read_plan.py), be
+   they evicted as often as they may, and one that is only likely is read once: reading and
+   evicting cannot keep each other going;
+3. while a store or a load waits for slots, none is taken ahead of it;
+4. a look that finds no room is repeated only after something has changed, and every call looks at
+   a bounded number of sessions.
+
+*Source:* CachedAttention §3.3.1; that a late read yields, and reading for sessions that nobody has
+asked for yet, are ours.
+"""
+
+from itertools import islice
+from math import ceil
+
+from kvd.core.io.placement import MOST_LOOKED_AT, Placement
+from kvd.core.io.read_plan import ReadPlan, plan_session
+from kvd.core.io.reading import Reader
+from kvd.core.io.writing import Writer
+from kvd.core.records.actions import SESSION_READ_AHEAD
+from kvd.core.state.cache_state import CacheState
+from kvd.core.state.session import Session
+from shared.types.session_key import SessionKey
+from shared.types.units import NS_PER_S
+
+MOST_STEPS = 16  # blocks begun, and sessions found to need none, per call
+MOST_KEPT = 8  # one of so many slots is kept for stores, at most
+EVICT_BATCH = 16  # blocks: making room costs a look at the order
+YIELD_NS = NS_PER_S // 50  # nothing is begun for so long after somebody was told to wait for slots
+LOOK_NS = NS_PER_S // 4  # between two looks at which sessions are likely to return
+
+
+class Prefetcher:
+    """See the module docstring."""
+
+    def __init__(
+        self, state: CacheState, placement: Placement, writer: Writer, reader: Reader
+    ) -> None:
+        self._state = state
+        self._placement = placement
+        self._writer = writer
+        self._reader = reader
+        self._plan: ReadPlan | None = None
+        self._rests_at = -1  # Outbox.num_freed when there was nothing to do, or no room for it
+        self._has_more = False  # a call has ended at its bound
+        self._num_waits = 0  # of Outbox, as it was seen
+        self._yields_until_ns = 0
+        self._is_looking = False  # for sessions that are likely to return
+        self._look_at_ns = 0
+        self._is_stopped = self._is_over = False
+
+    def go_on(self) -> None:
+        """Keep the watermark, and begin what is to be read now. No other call is under way."""
+        if not self._is_over:
+            self._writer.keep_free()
+        self._has_more = False
+        if not self._is_on():
+            return
+        self._yield()
+        self._look_now_and_then()
+        self._drop_stale_plan()
+        for _ in range(MOST_STEPS):
+            if not self._may_begin():
+                return
+            if not self._step():
+                self._rests_at = self._state.outbox.num_freed
+                return
+        self._has_more = True
+
+    def queue_changed(self) -> None:
+        """Plan anew: the queue is another one."""
+        self._is_stopped = False
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Look for room again where there was none: other sessions may give way now."""
+        self._rests_at = -1
+
+    def stop(self, *, for_good: bool = False) -> None:
+        """Begin nothing more, until an engine tells of its queue: the arena is to be emptied.
+
+        `for_good`: the end is near.
+        """
+        self._is_stopped = True
+        self._is_over |= for_good
+        self._num_waits = self._state.outbox.num_waits
+        self._use_plan(None)
+
+    def next_deadline_ns(self) -> int | None:
+        """When to call `go_on` though nothing has happened; None: not before another call."""
+        if not self._is_on():
+            return None
+        if self._has_more:
+            return self._state.now_ns
+        if self._is_pausing():
+            return max(self._reader.retry_at_ns, self._yields_until_ns)
+        if not self._may_look() or not self._has_budget():
+            return None
+        return max(self._look_at_ns, self._state.now_ns + 1)
+
+    # -------------------------------------------------------------------------------------- whether
+
+    def _is_on(self) -> bool:
+        state = self._state
+        is_wanted = state.limits.prefetch_bytes > 0 and state.policy.looks_ahead
+        return is_wanted and len(state.slots) > 0 and not self._is_stopped and not self._is_over
+
+    def _is_pausing(self) -> bool:
+        return self._state.now_ns < max(self._reader.retry_at_ns, self._yields_until_ns)
+
+    def _yield(self) -> None:
+        """Leave what comes free to those who wait for it; they ask again."""
+        if self._num_waits != self._state.outbox.num_waits:
+            self._num_waits = self._state.outbox.num_waits
+            self._yields_until_ns = self._state.now_ns + YIELD_NS
+            self._rests_at = -1
+
+    def _has_budget(self) -> bool:
+        return self._reader.ahead_bytes < self._state.limits.prefetch_bytes
+
+    def _may_begin(self) -> bool:
+        rests = self._rests_at == self._state.outbox.num_freed
+        return not rests and self._has_budget() and not self._is_pausing()
+
+    def _may_look(self) -> bool:
+        """Whether any session could be read that is only likely to return."""
+        state = self._state
+        num_stored = state.blocks.num_ssd + state.tails.num_blocks
+        return state.limits.reads_returning and num_stored > 0
+
+    def _look_now_and_then(self) -> None:
+        if self._state.now_ns >= self._look_at_ns and self._may_look():
+            self._look_at_ns = self._state.now_ns + LOOK_NS
+            self._is_looking = True
+            self._rests_at = -1
+
+    # ------------------------------------------------------------------------------------- choosing
+
+    def _step(self) -> bool:
+        """Begin a read, or find that a session needs none; False: there is nothing to do now."""
+        state = self._state
+        key = state.placement.prefetching.pick(self._window(), self._is_in_time)
+        if key is not None:
+            if self._plan is None or self._plan.session.key != key:
+                self._use_plan(plan_session(state, key, is_waiting=True))
+            if self._plan is None:
+                state.placement.prefetching.settle(key)
+                return True
+        elif self._plan is None and (
+            len(state.placement.prefetching) or not self._plan_returning()
+        ):
+            return False
+        return self._read_next()
+
+    def _window(self) -> int:
+        """The paper's L_pw, in jobs; the next one is read as far as it fits, however large."""
+        state = self._state
+        num_slots = len(state.slots) - state.num_kept_free
+        return max(1, state.placement.window(num_slots * state.layout.block_bytes))
+
+    def _is_in_time(self, key: SessionKey, starts_in_ns: int) -> bool:
+        """Whether a session can be read until its turn starts, after what is under way."""
+        if not starts_in_ns:
+            return True
+        session = self._state.sessions.get(key)
+        num_bytes = self._reader.ahead_bytes
+        if session is not None:
+            num_bytes += self._num_missing(session) * self._state.shape.full_bytes
+        return self._reader.rate.time_of(num_bytes) <= starts_in_ns
+
+    def _num_missing(self, session: Session) -> int:
+        """Blocks that are to be read, about: what is in DRAM only in part is rarely folded."""
+        if self._plan is not None and self._plan.session is session:
+            return len(self._plan.missing)
+        return session.num_folded or session.num_spans
+
+    def _plan_returning(self) -> bool:
+        """Go over to the likeliest session that may be read into idle room; False: there is none.
+
+        The look ends when nothing is found, and is repeated in a while.
+        """
+        if self._is_looking and self._has_idle_room():
+            key = self._likeliest()
+            if key is not None:
+                self._use_plan(plan_session(self._state, key, is_waiting=False))
+                if self._plan is not None:
+                    return True
+        self._is_looking = False
+        return False
+
+    def _likeliest(self) -> SessionKey | None:
+        """The session that is likeliest to return, of those that may be read."""
+        likely = islice(self._state.policy.returning(self._state.now_ns), MOST_LOOKED_AT)
+        return next(filter(self._may_be_read_once, likely), None)
+
+    def _may_be_read_once(self, key: SessionKey) -> bool:
+        session = self._state.sessions.get(key)
+        if session is None or session.ended or session.num_read_ahead:
+            return False
+        return not self._state.placement.is_busy(key)
+
+    # ------------------------------------------------------------------------------------- planning
+
+    def _use_plan(self, plan: ReadPlan | None) -> None:
+        """Go on with another session; the one before may be folded again."""
+        self._plan = plan
+        self._state.kept_unfolded = plan.session.key if plan else None
+
+    def _drop_stale_plan(self) -> None:
+        """Give up what was begun for a session that is gone, or whose turn waits no more."""
+        plan = self._plan
+        if plan is None:
+            return
+        state, key = self._state, plan.session.key
+        is_known = state.sessions.get(key) is plan.session
+        is_busy = state.placement.is_busy(key)
+        is_as_it_was = state.placement.queue.is_queued(key) if plan.is_waiting else not is_busy
+        if is_known and is_as_it_was:
+            return
+        if is_known and plan.is_waiting and not is_busy:
+            state.outbox.count("prefetch_cancelled")
+        self._use_plan(None)
+
+    # -------------------------------------------------------------------------------------- reading
+
+    def _read_next(self) -> bool:
+        """Begin the plan's next read; False: there is no room for it."""
+        state, plan = self._state, self._plan
+        assert plan is not None, "a session was chosen"
+        block = plan.next_block(state)
+        if block is None:
+            self._finish(plan)
+            return True
+        if not self._has_room(plan):
+            return False
+        plan.begun(state)
+        self._reader.read_ahead(block)
+        return True
+
+    def _finish(self, plan: ReadPlan) -> None:
+        key = plan.session.key
+        self._use_plan(None)
+        self._state.placement.prefetching.settle(key)
+        if plan.num_begun:
+            why = "queued" if plan.is_waiting else "likely"
+            self._state.outbox.emit(
+                SESSION_READ_AHEAD, key, {"num_blocks": plan.num_begun, "why": why}
+            )
+
+    def _has_room(self, plan: ReadPlan) -> bool:
+        """Whether a slot beyond the watermark is free, perhaps after evictions."""
+        if self._num_spare() > 0:
+            return True
+        num_wanted = min(len(plan.missing), EVICT_BATCH) - self._num_spare()
+        if plan.is_waiting:
+            self._placement.evict_for(plan.session.key, num_wanted)
+        else:
+            self._placement.evict_idle(num_wanted)
+        if self._num_spare() > 0:
+            return True
+        if not plan.is_waiting:
+            self._use_plan(None)
+            self._is_looking = False
+        return False
+
+    def _has_idle_room(self) -> bool:
+        return self._num_spare() > 0 or self._placement.has_idle()
+
+    def _num_spare(self) -> int:
+        """Slots beyond the watermark, and beyond what the stores of turns that run will want.
+
+        In a small arena the watermark is less than that, and what is read ahead would be evicted.
+        """
+        state = self._state
+        num_stored = ceil(state.mean_store_blocks * state.placement.num_running)
+        num_kept = min(num_stored, len(state.slots) // MOST_KEPT)
+        return state.slots.num_free - max(num_kept, state.num_kept_free)

@@ -1,0 +1,145 @@
+"""SSD reads: begun because a load waits, or ahead of one; and how fast SSD is read.
+
+Pure. What becomes of a read that has ended is loading.py's business. Invariant: `ahead_bytes` is
+what the reads under way amount to that no load has come to wait for.
+"""
+
+from kvd.core.records.actions import IoOutcome, ReadBlock
+from kvd.core.state.block import Block, BlockIo
+from kvd.core.state.cache_state import Arrival, CacheState
+from shared.types.units import MIB, NS_PER_S, SECTOR_BYTES
+
+RETRY_NS = NS_PER_S  # nothing is read ahead for so long after a read that could not be made
+MEASURED_BYTES = 256 * MIB  # about so much, read last, makes the rate
+
+
+class ReadRate:
+    """How fast bytes come from SSD while any are on their way."""
+
+    def __init__(self) -> None:
+        self._num_under_way = 0
+        self._since_ns = 0
+        self._num_bytes = 0.0
+        self._busy_ns = 0.0
+
+    def began(self, now_ns: int) -> None:
+        """Note the begin of a read."""
+        self._advance(now_ns)
+        self._num_under_way += 1
+
+    def ended(self, num_bytes: int, now_ns: int) -> None:
+        """Note the end of a read."""
+        self._advance(now_ns)
+        self._num_under_way -= 1
+        self._num_bytes += num_bytes
+        if self._num_bytes > MEASURED_BYTES:  # older ones count less and less
+            self._num_bytes /= 2
+            self._busy_ns /= 2
+
+    def time_of(self, num_bytes: int) -> int:
+        """Nanoseconds that it takes to read so much; 0: nothing was read yet."""
+        return int(num_bytes * self._busy_ns / self._num_bytes) if self._num_bytes else 0
+
+    def _advance(self, now_ns: int) -> None:
+        if self._num_under_way:
+            self._busy_ns += now_ns - self._since_ns
+        self._since_ns = now_ns
+
+
+class Reader:
+    """Begins and ends reads of one cache state.
+
+    Attributes:
+        rate: of all reads.
+        ahead_bytes: of reads under way that no load waits for.
+        retry_at_ns: nothing is to be read ahead before.
+    """
+
+    def __init__(self, state: CacheState) -> None:
+        self._state = state
+        self.rate = ReadRate()
+        self.ahead_bytes = 0
+        self.retry_at_ns = 0
+
+    def num_bytes(self, block: Block) -> int:
+        """What reading the block amounts to."""
+        return self._state.num_sectors(block) * SECTOR_BYTES
+
+    def start(self, block: Block) -> Arrival:
+        """Give a block on SSD a free slot and begin its read, which is to be issued."""
+        slot_id, generation = self._state.slots.allocate()
+        self._state.blocks.enter_dram(block, slot_id, generation)
+        return self.begin(block)
+
+    def begin(self, block: Block) -> Arrival:
+        """Begin to read a block into the slot that it has; the read is to be issued."""
+        state = self._state
+        block.io = BlockIo.READING
+        read = Arrival(state.next_op_id(), block)
+        state.reads[read.op_id] = state.arrival_of[block.key] = read
+        self.rate.began(state.now_ns)
+        return read
+
+    def issue(self, reads: list[Arrival]) -> None:
+        """Issue the reads of a load, layer by layer if they are many."""
+        num_bytes = sum(self.num_bytes(read.block) for read in reads)
+        is_layered = num_bytes > self._state.limits.layered_read_bytes
+        for read in reads:
+            self._state.outbox.add(_action(read, is_layered=is_layered))
+
+    def read_ahead(self, block: Block) -> None:
+        """Read a block into a free slot that no load waits for yet."""
+        read = self.start(block)
+        read.is_ahead = True
+        self.ahead_bytes += self.num_bytes(block)
+        outbox = self._state.outbox
+        outbox.count("prefetch_blocks")
+        outbox.count("prefetch_tokens", block.num_tokens)
+        outbox.add(_action(read, is_layered=False))
+
+    def join(self, read: Arrival) -> None:
+        """Note that a load waits for a read now, which may have been begun ahead."""
+        if read.is_ahead:
+            self._no_more_ahead(read)
+            self._state.outbox.count("prefetch_late")
+
+    def ended(self, op_id: int, outcome: IoOutcome) -> Arrival:
+        """Take a read out of those under way."""
+        state = self._state
+        read = state.reads.pop(op_id)
+        num_bytes = self.num_bytes(read.block)
+        self.rate.ended(num_bytes, state.now_ns)
+        state.outbox.count("ssd_read_bytes", num_bytes)
+        if outcome is not IoOutcome.OK and outcome is not IoOutcome.CORRUPT:
+            self.retry_at_ns = state.now_ns + RETRY_NS
+        if read.is_ahead:
+            self._no_more_ahead(read)
+            read.block.is_ahead = outcome is IoOutcome.OK
+        return read
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken."""
+        ahead = [read for read in self._state.reads.values() if read.is_ahead]
+        assert self.ahead_bytes == sum(self.num_bytes(read.block) for read in ahead), (
+            "bytes read ahead are counted right"
+        )
+        assert not any(read.waiting for read in ahead), "no load waits for what is read ahead"
+
+    def _no_more_ahead(self, read: Arrival) -> None:
+        read.is_ahead = False
+        self.ahead_bytes -= self.num_bytes(read.block)
+
+
+def _action(read: Arrival, *, is_layered: bool) -> ReadBlock:
+    block = read.block
+    assert block.extent is not None, "what is read is on SSD"
+    assert block.slot_id is not None, "what is read has a slot"
+    return ReadBlock(
+        read.op_id,
+        block.key,
+        block.extent,
+        block.slot_id,
+        block.num_tokens,
+        layered=is_layered,
+        ahead=read.is_ahead,
+    )

@@ -1,0 +1,79 @@
+"""Verifications of slots in place: what an earlier kvd left, and live hits if that is wanted (D11).
+
+Pure. Adopted blocks are verified in the background, a few at a time, so that their writes and
+evictions become possible; a load of one that is not verified yet has it verified at once. The
+outcomes are taken by loading.py, because loads wait for them.
+"""
+
+from kvd.core.records.actions import VerifySlot
+from kvd.core.state.block import Block, BlockIo
+from kvd.core.state.cache_state import Arrival, CacheState
+from shared.types.units import NS_PER_S
+
+MAX_BACKGROUND = 4  # verifications under way that nobody waits for
+RETRY_NS = NS_PER_S  # after a verification that could not be made
+
+
+class Verifier:
+    """Starts verifications of one cache state."""
+
+    def __init__(self, state: CacheState) -> None:
+        self._state = state
+        self._background: set[int] = set()  # operations
+        self._retry_at_ns = 0
+
+    def is_needed(self, block: Block, *, always: bool = False) -> bool:
+        """Whether a block at rest in DRAM is to be verified before a load may have it.
+
+        With `verify_on_load`, or `always`, a block is verified unless it is being hashed or written
+        just now.
+        """
+        if block.io is not BlockIo.IDLE:
+            return False
+        is_wanted = always or self._state.limits.verify_on_load
+        return block.is_unverified or (is_wanted and bool(block.checksums))
+
+    def start(self, block: Block, *, urgent: bool) -> None:
+        """Verify a block at rest; then `verify_done`. Costs O(leases) if it has readers."""
+        state = self._state
+        assert block.slot_id is not None, "only a block in DRAM is verified"
+        state.unverified.pop(block.key, None)
+        block.io = BlockIo.VERIFYING
+        verify = Arrival(state.next_op_id(), block, was_queued=state.unwritten.holds(block))
+        if block.readers:
+            verify.early = {lease.lease_id: lease for lease in state.leases.reading(block)}
+        state.unwritten.discard(block)
+        state.verifies[verify.op_id] = state.arrival_of[block.key] = verify
+        if not urgent:
+            self._background.add(verify.op_id)
+        action = VerifySlot(
+            verify.op_id, block.slot_id, block.num_tokens, block.checksums, urgent=urgent
+        )
+        state.outbox.add(action)
+
+    def issue(self) -> None:
+        """Have adopted blocks verified in the background."""
+        state = self._state
+        if state.now_ns < self._retry_at_ns:
+            return
+        while state.unverified and len(self._background) < MAX_BACKGROUND:
+            self.start(next(iter(state.unverified.values())), urgent=False)
+
+    def retry_at_ns(self) -> int | None:
+        """When `issue` is to be called again; None if a completion calls it anyhow."""
+        return self._retry_at_ns if self._state.unverified and not self._background else None
+
+    def ended(self, op_id: int) -> None:
+        """Note that a verification is over, however it ended."""
+        self._background.discard(op_id)
+
+    def passed(self, block: Block) -> None:
+        """The block's bytes are good."""
+        self._state.outbox.count("verified_blocks")
+        self._state.blocks.doubt(block, is_unverified=False)
+
+    def failed(self, block: Block) -> None:
+        """The block could not be verified; that says nothing of its bytes."""
+        if block.is_unverified:
+            self._state.unverified[block.key] = block
+            self._retry_at_ns = self._state.now_ns + RETRY_NS

@@ -1,0 +1,352 @@
+"""Writes: which dirty blocks go to SSD and when, and what happens when SSD does not take them.
+
+Pure. The admission policy says when a dirty block that is hashed is queued for writing:
+
+    write_through   at once
+    write_back      when its session has been left alone for a while, or too much is dirty
+    on_evict        when its room in DRAM is wanted, as with the others (a *demotion*)
+
+A queued block waits for an extent (rows being dropped give theirs back), for writes under way
+(`max_write_bytes`), for an index that is far behind or, while the tier is degraded, for the next
+try. Blocks for which no extent can be had are refused: they stay in DRAM only, until extents are
+free that nothing else waits for, their session stores again, or their room is wanted. A partial
+tail that is replaced before its time is never written.
+"""
+
+from collections.abc import Iterable
+
+from kvd.core.io.placement import Placement
+from kvd.core.records.actions import SSD_DEGRADED, SSD_RECOVERED, IoOutcome, PutBlock, WriteBlock
+from kvd.core.records.records import Admission, BlockRecord
+from kvd.core.state.block import Block, BlockIo
+from kvd.core.state.cache_state import CacheState, WriteOp
+from kvd.core.state.session import Session
+from kvd.core.state.session_history import MoveKind
+from shared.types.units import NS_PER_S, SECTOR_BYTES
+
+FIRST_RETRY_NS = NS_PER_S  # after a failed write; doubles with each further failure
+LAST_RETRY_NS = 64 * NS_PER_S
+MAX_RESTING_SHARE = 0.5  # of the slots: more blocks that rest before their write-back are too many
+WRITE_BACK_BATCH = 64  # sessions per call, so that one call stays short
+FAR_FUTURE_NS = 1 << 62
+MOST_ROWS_WAITING = 65_536  # that the index has not taken; with more nothing is written: 20 MB
+
+
+class Writer:
+    """Issues and completes SSD writes of one cache state."""
+
+    def __init__(self, state: CacheState, placement: Placement) -> None:
+        self._state = state
+        self._placement = placement
+        self._resting = state.make_clock()  # sessions with blocks to write back
+        self._issued_bytes = 0
+        self._retry_at_ns = 0
+        self._retry_delay_ns = FIRST_RETRY_NS
+        self._waits_for_nothing = False  # see write_all
+        self._waits_for_index = False
+        self._kept_at = -1  # Outbox.num_freed when the watermark was looked at
+
+    # ------------------------------------------------------------------------------------ admission
+
+    def admit(self, block: Block, *, was_queued: bool = False) -> None:
+        """Have a dirty block written in time, if it can be; `issue` is to follow.
+
+        One that was queued before is queued again, whatever the policy.
+        """
+        state = self._state
+        if not len(state.extents) or not state.blocks.holds(block) or not block.writable:
+            return
+        is_due = was_queued or self._waits_for_nothing
+        if is_due or state.limits.admission is Admission.WRITE_THROUGH:
+            self._queue((block,))
+        elif state.limits.admission is Admission.WRITE_BACK and block.last_user in state.sessions:
+            session = state.sessions[block.last_user]
+            self._resting.schedule(session.key, self._write_back_at_ns(session))
+            self._write_back_excess()
+
+    def write_back(self) -> None:
+        """Queue the blocks of sessions that have been left alone; a bounded number per call."""
+        for _ in range(WRITE_BACK_BATCH):
+            session = self._pop_resting(self._state.now_ns)
+            if session is None:
+                break
+            self._queue_session(session)
+        self._go_on()
+
+    def make_slots(self, num_wanted: int) -> int:
+        """Make room in DRAM for `num_wanted` blocks, as far as possible.
+
+        Clean blocks are evicted. If they do not suffice the coldest dirty ones are written, and
+        room comes with `write_done`; they are cut only if SSD cannot take them.
+
+        Returns:
+            How many slots are free.
+        """
+        state = self._state
+        is_without_ssd = not len(state.extents) or bool(state.ssd_degraded)
+        num_free = self._placement.evict(num_wanted, may_cut=is_without_ssd)
+        if num_free < num_wanted and not is_without_ssd:
+            self._demote(num_wanted - num_free - len(state.writes))
+            if not state.is_cleaning():
+                num_free = self._placement.evict(num_wanted, may_cut=True)
+        return num_free
+
+    def keep_free(self) -> None:
+        """Keep the watermark: clean blocks are evicted, dirty ones that rest written; none is cut.
+
+        What is short after that waits until something may have changed.
+        """
+        state = self._state
+        num_short = state.num_kept_free - state.slots.num_free
+        if num_short <= 0 or self._kept_at == state.outbox.num_freed:
+            return
+        self._placement.evict_coldest(num_short)
+        num_short = state.num_kept_free - state.slots.num_free - len(state.writes)
+        is_resting = state.limits.admission is not Admission.WRITE_THROUGH
+        if num_short > 0 and is_resting and len(state.extents) and not state.ssd_degraded:
+            self._demote(num_short)
+        self._kept_at = state.outbox.num_freed
+
+    def watermark_changed(self) -> None:
+        """Look for what is short of it again."""
+        self._kept_at = -1
+
+    def admission_changed(self) -> None:
+        """Treat every dirty block as if it were new: O(blocks)."""
+        for block in list(self._state.blocks):
+            self.admit(block)
+        self._go_on()
+
+    def rewrite(self, block: Block) -> None:
+        """Write a block whose copy on SSD was bad, whatever the policy says."""
+        self._queue((block,))
+        self.issue()
+
+    def write_all(self) -> None:
+        """Queue every dirty block that can be written: O(blocks).
+
+        From now on others are queued as soon as they can be: those being hashed or verified, too.
+        """
+        self._waits_for_nothing = True
+        self._queue(self._state.blocks)
+        self.issue()
+
+    def set_capacity(self, num_extents: int) -> None:
+        """See CacheEngine.set_ssd_capacity."""
+        state = self._state
+        state.extents.set_capacity(num_extents)
+        num_over = state.extents.num_used - num_extents - len(state.drops)
+        self._placement.make_extents(num_over, None)
+        if state.ssd_degraded == IoOutcome.FULL.value:
+            self._retry_at_ns = state.now_ns  # the reason may be gone
+        self._provide()
+        self.issue()
+        self._take_up_refused()
+
+    # --------------------------------------------------------------------------------------- writes
+
+    def issue(self) -> None:
+        """Issue the writes that extents can be had for, up to `max_write_bytes` under way."""
+        state = self._state
+        if self._is_holding_back():
+            return
+        while len(state.unwritten) and self._issued_bytes < state.limits.max_write_bytes:
+            block = state.unwritten.oldest
+            num_sectors = state.num_sectors(block)
+            if not state.extents.can_allocate(num_sectors):
+                break
+            state.unwritten.discard(block)
+            self._write(block, WriteOp(block, state.extents.allocate(num_sectors), num_sectors))
+
+    def next_deadline_ns(self) -> int | None:
+        """When to call `write_back`; None if nothing waits for time alone."""
+        is_held_back = self._is_resting() and len(self._state.unwritten)
+        retry_at_ns = self._retry_at_ns if is_held_back else None
+        deadlines = (self._resting.next_deadline_ns(), retry_at_ns)
+        return min((d for d in deadlines if d is not None), default=None)
+
+    def index_took_rows(self) -> None:
+        """Go on with what waited until the index was less far behind."""
+        if self._waits_for_index and not self._is_index_behind():
+            self._waits_for_index = False
+            self._go_on()
+
+    def write_done(self, op_id: int, outcome: IoOutcome) -> None:
+        """See CacheEngine.write_done."""
+        state = self._state
+        op = state.writes.pop(op_id)
+        self._issued_bytes -= op.num_sectors * SECTOR_BYTES
+        block = op.block
+        block.io = BlockIo.IDLE
+        is_kept = state.blocks.holds(block) and block.wanted
+        if outcome is not IoOutcome.OK:
+            self._degrade(outcome)
+        else:
+            self._recover()
+        if outcome is IoOutcome.OK and is_kept:
+            state.blocks.enter_ssd(block, op.extent)
+            state.note_block(block, MoveKind.WRITTEN)
+            state.outbox.count("ssd_written_bytes", op.num_sectors * SECTOR_BYTES)
+            state.outbox.index.add(PutBlock(BlockRecord(block.key, op.extent, block.num_tokens)))
+        else:
+            state.extents.free(op.extent, op.num_sectors)
+            if is_kept:
+                state.unwritten.add(block)
+        state.settle(block)
+        state.outbox.space_freed()
+        self._go_on()
+
+    def drop_done(self, op_id: int) -> None:
+        """See CacheEngine.drop_done."""
+        run = self._state.drops.pop(op_id)
+        if run is not None:
+            self._state.extents.free(*run)
+        self._go_on()
+
+    # --------------------------------------------------------------------------------------- inside
+
+    def _write(self, block: Block, op: WriteOp) -> None:
+        state = self._state
+        assert block.slot_id is not None, "an unwritten block is in DRAM"
+        op_id = state.next_op_id()
+        block.io = BlockIo.WRITING
+        state.writes[op_id] = op
+        self._issued_bytes += op.num_sectors * SECTOR_BYTES
+        action = WriteBlock(
+            op_id,
+            block.key,
+            block.slot_id,
+            op.extent,
+            block.num_tokens,
+            block.token_ids,
+            block.checksums,
+            block.tenant,
+        )
+        state.outbox.add(action)
+
+    def _go_on(self) -> None:
+        """Issue what waits; what waits for an extent that will not come is provided for anew."""
+        state = self._state
+        self.issue()
+        if len(state.unwritten) and not state.drops and not state.writes:
+            self._provide()
+            self.issue()
+        self._take_up_refused()
+
+    def _take_up_refused(self) -> None:
+        """Write blocks that were refused, as far as there are extents that nobody else wants."""
+        state = self._state
+        while state.refused and not len(state.unwritten) and not self._is_holding_back():
+            block = next(iter(state.refused.values()))
+            if not state.extents.can_allocate(state.num_sectors(block)):
+                return
+            del state.refused[block.key]
+            if block.writable:
+                state.unwritten.add(block)
+                self.issue()
+
+    def _queue(self, blocks: Iterable[Block]) -> int:
+        """Queue those of the blocks that can be written; returns how many."""
+        queue = self._state.unwritten
+        num_before = len(queue)
+        for block in blocks:
+            if block.writable:
+                queue.add(block)
+                self._state.refused.pop(block.key, None)
+        num_queued = len(queue) - num_before
+        if num_queued:
+            self._provide()
+        return num_queued
+
+    def _queue_session(self, session: Session) -> None:
+        blocks = (self._state.blocks.get(key) for key in session.block_keys())
+        self._queue(block for block in blocks if block is not None)
+
+    def _provide(self) -> None:
+        """Have sessions colder than the newest block's make room; refuse what finds none."""
+        state = self._state
+        if self._is_holding_back() or not len(state.unwritten):
+            return
+        self._placement.make_extents(self._num_short(), state.unwritten.newest.last_user)
+        while len(state.unwritten) and self._num_short():
+            block = state.unwritten.newest
+            state.unwritten.discard(block)
+            state.refused[block.key] = block
+            state.outbox.count("ssd_refused")
+
+    def _num_short(self) -> int:
+        """Whole extents that are missing."""
+        state = self._state
+        num_short = state.unwritten.num_short(len(state.drops))
+        if num_short or state.drops or state.writes:
+            return num_short
+        # nothing will come back: packed blocks must fit as things are
+        num_sectors = state.num_sectors(state.unwritten.oldest)
+        return int(not state.extents.can_allocate(num_sectors))
+
+    def _demote(self, num_slots: int) -> None:
+        blocks = self._placement.coldest_dirty(num_slots)
+        self._state.outbox.count("demotions", self._queue(blocks))
+        self.issue()
+
+    def _write_back_at_ns(self, session: Session) -> int:
+        return session.last_access_ns + self._state.limits.write_back_delay_ns
+
+    def _write_back_excess(self) -> None:
+        """Do not wait longer when too much is dirty: the sessions left alone longest go first."""
+        state = self._state
+        while self._num_resting() > MAX_RESTING_SHARE * len(state.slots):
+            session = self._pop_resting(FAR_FUTURE_NS)
+            if session is None:
+                return
+            self._queue_session(session)
+
+    def _num_resting(self) -> int:
+        state = self._state
+        num_on_the_way = len(state.unwritten) + len(state.writes) + state.blocks.num_unhashed
+        return state.blocks.num_dirty - num_on_the_way
+
+    def _pop_resting(self, until_ns: int) -> Session | None:
+        """Take the session whose write-back is due first, if it is by `until_ns`."""
+        while (due_ns := self._resting.next_deadline_ns()) is not None and due_ns <= until_ns:
+            key = self._resting.pop_due(due_ns)
+            session = None if key is None else self._state.sessions.get(key)
+            if session is None:
+                continue
+            at_ns = self._write_back_at_ns(session)
+            if at_ns <= due_ns:
+                return session
+            self._resting.schedule(session.key, at_ns)  # it was used meanwhile
+        return None
+
+    def _is_holding_back(self) -> bool:
+        """Whether nothing is written now: the tier is degraded, or its index far behind."""
+        if self._is_index_behind():
+            self._waits_for_index = True
+            return True
+        return self._is_resting()
+
+    def _is_index_behind(self) -> bool:
+        return len(self._state.outbox.index) > MOST_ROWS_WAITING
+
+    def _is_resting(self) -> bool:
+        """Whether a write has failed, and it is too early to try again."""
+        return bool(self._state.ssd_degraded) and self._state.now_ns < self._retry_at_ns
+
+    def _degrade(self, outcome: IoOutcome) -> None:
+        """Hold writes back for a while; failures of one volley count once."""
+        state = self._state
+        state.outbox.count("write_errors")
+        if self._is_resting():
+            return
+        if not state.ssd_degraded:
+            state.outbox.emit(SSD_DEGRADED, None, {"why": outcome.value})
+            self._retry_delay_ns = FIRST_RETRY_NS
+        state.ssd_degraded = outcome.value
+        self._retry_at_ns = state.now_ns + self._retry_delay_ns
+        self._retry_delay_ns = min(2 * self._retry_delay_ns, LAST_RETRY_NS)
+
+    def _recover(self) -> None:
+        if self._state.ssd_degraded:
+            self._state.ssd_degraded = ""
+            self._state.outbox.emit(SSD_RECOVERED, None)

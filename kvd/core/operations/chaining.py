@@ -1,0 +1,73 @@
+"""Chaining: how keys follow from tokens and discards along one context (D5).
+
+Pure. Up to the first discard a context is chained like any other: equal tokens, equal keys. Behind
+it, whatever the discards left is followed by `discard_key`: it stands for all of the context up to
+there. What is computed later is chained to that in turn.
+"""
+
+from kvd.core.records.records import Span
+from kvd.core.state.cache_state import CacheState
+from kvd.core.state.packing import is_plain
+from shared.types.block_key import block_key, discard_key, root_key, tokens_digest
+from shared.types.lineage import WHOLE, Lineage
+
+
+class Chaining:
+    """How keys follow from each other along one context.
+
+    Args:
+        state: its layout and its tenants' salts count.
+        tenant: whose context.
+        lineage: of the context; None: it is not named, and chained to as if it were whole. Where
+            positions are baked into keys, discards are no matter: only what was computed before
+            the first dropped token is ever kept.
+    """
+
+    def __init__(self, state: CacheState, tenant: str, lineage: Lineage | None) -> None:
+        self._salt = state.salt_of(tenant)
+        self._step = state.layout.block_tokens
+        self.root = root_key(self._salt, state.layout.fingerprint)
+        self.is_named = lineage is not None
+        is_coupled = state.layout.position_mode == "coupled"
+        self.lineage = WHOLE if lineage is None or is_coupled else lineage
+
+    def after_discards(self, num_tokens: int) -> bytes:
+        """Parent of what follows the first tokens, all discards having happened."""
+        return discard_key(self._salt, self.root, self.lineage.digest, num_tokens)
+
+    def parent(self, chain: bytes, offset: int) -> bytes:
+        """Parent of what is computed at an offset, behind a span with this chain."""
+        lineage = self.lineage
+        is_turning = not lineage.is_whole and offset == lineage.clean_tokens
+        return self.after_discards(offset) if is_turning else chain
+
+    def key(self, chain: bytes, offset: int, tokens: bytes) -> bytes:
+        """Key of a block of these tokens at an offset, behind a span with this chain."""
+        return block_key(self._salt, self.parent(chain, offset), tokens)
+
+    def digest(self, tokens: bytes) -> bytes:
+        """What a span that is not plain says of its tokens."""
+        return tokens_digest(self._salt, tokens)
+
+    def end_of_block(self, offset: int) -> int:
+        """Where a full block that begins at an offset ends: never across the first discard."""
+        end, clean_tokens = offset + self._step, self.lineage.clean_tokens
+        if not self.lineage.is_whole and offset < clean_tokens < end:
+            return clean_tokens
+        return end
+
+    def follows(self, span: Span, chain: bytes, offset: int, tokens: bytes) -> bool:
+        """Whether a span that holds these tokens is chained as if nothing was dropped from it."""
+        is_straddling = offset + span.num_tokens > self.end_of_block(offset)
+        return not is_straddling and self.key(chain, offset, tokens) == span.chain
+
+    def holds(self, span: Span, chain: bytes, offset: int, tokens: bytes) -> bool:
+        """Whether a span holds these very tokens, computed as the lineage says if it is named."""
+        if is_plain(span):
+            return self.follows(span, chain, offset, tokens)
+        if self.digest(tokens) != span.tokens_digest:
+            return False
+        if not self.is_named or self.follows(span, chain, offset, tokens):
+            return True
+        end = offset + span.num_tokens
+        return not self.lineage.is_whole and span.chain == self.after_discards(end)

@@ -1,0 +1,361 @@
+"""Compaction: what discards have left of a session goes into dense blocks of its own.
+
+A discard frees only the blocks that it empties. Scattered discards leave blocks of which little is
+used, and spans of few rows; when that is much, and the session has been left alone for a moment,
+its rows are copied together. Pure: the copying is the performer's (CompactRows).
+
+    COPYING      the performer verifies the sources and copies their rows to new slots, hashes these
+    WRITING      the new blocks are on their way to SSD: only if sources are there
+    COMMITTING   the session has the new spans; the old blocks wait until its row is committed
+
+Invariants:
+1. committed slots never change, shared blocks are never touched;
+2. at any moment a next kvd finds the old spans or the new ones, whole, in the tiers they were in:
+   new slots are in the journal only once they are hashed, new blocks are on SSD before their
+   session says that it uses them, old ones go only after the row that names the new is durable;
+3. a lease or a turn that comes before the session has its new spans wins: all is given up, and
+   tried again later. So does whatever else changes those spans;
+4. one run at a time, of MAX_RUN_BYTES at most; it takes room from nobody that is needed sooner, and
+   none that is kept free.
+"""
+
+from dataclasses import dataclass
+
+from kvd.core.io.placement import Placement
+from kvd.core.io.verifying import Verifier
+from kvd.core.io.writing import Writer
+from kvd.core.operations.compaction import Compaction, Phase, Plan, Target
+from kvd.core.operations.compaction_plan import is_pending, is_wasteful, plan_compaction
+from kvd.core.records.actions import (
+    SESSION_COMPACTED,
+    CommitRows,
+    CompactRows,
+    DenseBlock,
+    IoOutcome,
+    RowRun,
+    SourceSlot,
+)
+from kvd.core.records.records import Tier
+from kvd.core.state.block import Block, BlockIo
+from kvd.core.state.cache_state import CacheState
+from kvd.core.state.session import Session
+from kvd.core.state.session_history import MoveKind
+from shared.types.session_key import SessionKey
+from shared.types.units import MIB, NS_PER_S
+
+MAX_RUN_BYTES = 64 * MIB  # of new blocks: some ten milliseconds of copying
+RETRY_NS = NS_PER_S  # after a session was in use, or a run was given up
+LOOK_BATCH = 16  # sessions looked at per call, so that one call stays short
+
+
+@dataclass(slots=True)
+class _Work:
+    """A session that is being compacted, run by run; what lies before the cursor is done."""
+
+    session: Session
+    num_discards: int
+    first: int = 0
+    offset: int = 0
+
+
+class Compactor:
+    """Compacts sessions of one cache state; see the module docstring."""
+
+    def __init__(
+        self, state: CacheState, placement: Placement, writer: Writer, verifier: Verifier
+    ) -> None:
+        self._state = state
+        self._placement = placement
+        self._writer = writer
+        self._verifier = verifier
+        self._resting = state.make_clock()  # sessions to look at once they have been left alone
+        self._waiting = state.wasteful
+        self._work: _Work | None = None
+        self._rests_at = -1  # Outbox.num_freed when there was no room
+        self._is_stopped = self._is_over = False
+
+    def consider(self, key: SessionKey) -> None:
+        """Look at a session in a while: it was used, and discards have gone through it."""
+        session = self._state.sessions.get(key)
+        if session is None or self._state.limits.max_waste >= 1:
+            return
+        if session.lineage is None or session.lineage.is_whole:
+            return
+        self._is_stopped = False
+        self._resting.schedule(key, self._state.now_ns + self._state.limits.compact_rest_ns)
+
+    def look(self) -> None:
+        """Look at the sessions that are due; a bounded number per call."""
+        state = self._state
+        for _ in range(LOOK_BATCH):
+            key = self._resting.pop_due(state.now_ns)
+            if key is None:
+                return
+            session = state.sessions.get(key)
+            if session is None:
+                continue
+            rests_until_ns = session.last_access_ns + state.limits.compact_rest_ns
+            if self._is_in_use(key):
+                self._resting.schedule(key, state.now_ns + RETRY_NS)
+            elif rests_until_ns > state.now_ns:
+                self._resting.schedule(key, rests_until_ns)
+            elif is_wasteful(state, session):
+                self._waiting[key] = None
+
+    def go_on(self) -> None:
+        """Go on with the run under way, or begin one. No other call is under way."""
+        state = self._state
+        if state.compaction is not None:
+            if state.compaction.phase is Phase.WRITING:
+                self._look_at_writes(state.compaction)
+            return
+        if self._rests_at != state.outbox.num_freed and not self._is_stopped:
+            while self._waiting and state.compaction is None:
+                if not self._begin(next(iter(self._waiting))):
+                    self._rests_at = state.outbox.num_freed
+                    return
+
+    def stop(self, *, for_good: bool = False) -> None:
+        """Begin nothing more until a session is considered again: the arena is to be emptied."""
+        self._is_stopped = True
+        self._is_over |= for_good
+        run = self._state.compaction
+        if run is not None and run.phase is Phase.WRITING:
+            self._give_up(run)
+
+    def next_deadline_ns(self) -> int | None:
+        """When to call `look`."""
+        return self._resting.next_deadline_ns()
+
+    # --------------------------------------------------------------------------------- completions
+
+    def copied(self, op_id: int, outcome: IoOutcome, checksums: list[bytes]) -> None:
+        """See CacheEngine.compact_done."""
+        state, run = self._state, self._state.compaction
+        assert run is not None and run.op_id == op_id, "one run is under way"  # noqa: PT018
+        for block in run.sources:
+            block.io = BlockIo.IDLE
+        if outcome is IoOutcome.OK and self._is_as_it_was(run):
+            self._make_blocks(run, checksums)
+            self._write(run)
+        else:
+            for target in run.targets:
+                self._give_back(run, target)
+            if outcome is IoOutcome.CORRUPT:
+                self._doubt(run.sources)
+            self._give_up(run)
+        for block in run.sources:
+            state.settle(block)
+            if block.users:
+                self._writer.admit(block)
+        self._writer.issue()
+        state.outbox.space_freed()
+
+    def committed(self, op_id: int) -> None:
+        """See CacheEngine.rows_committed."""
+        run = self._state.compaction
+        assert run is not None and run.op_id == op_id, "one run is under way"  # noqa: PT018
+        self._state.compaction = None
+        for block in run.sources:
+            block.holders -= 1
+            self._state.settle(block)
+        self._state.outbox.space_freed()
+
+    # --------------------------------------------------------------------------------------- begin
+
+    def _is_in_use(self, key: SessionKey) -> bool:
+        state = self._state
+        return bool(state.leases.num_of_session(key)) or state.placement.is_busy(key)
+
+    def _begin(self, key: SessionKey) -> bool:
+        """Begin the next run of a session, or have done with it; False: there is no room now."""
+        work = self._work_on(key)
+        if work is None or self._is_over:
+            del self._waiting[key]
+            return True
+        if self._is_in_use(key):
+            del self._waiting[key]
+            self._resting.schedule(key, self._state.now_ns + RETRY_NS)
+            return True
+        plan = self._plan(work, max(1, MAX_RUN_BYTES // self._state.layout.block_bytes))
+        if plan is None or self._is_over_quota(key, len(plan.dense)):
+            del self._waiting[key]
+            if plan is None and is_pending(self._state, work.session):
+                self._work = None  # from the beginning
+                self._resting.schedule(key, self._state.now_ns + RETRY_NS)
+            return True
+        num_slots = self._make_room(key, len(plan.dense))
+        if num_slots < len(plan.dense):
+            plan = self._plan(work, num_slots) if num_slots else None
+        if plan is None:
+            return False
+        self._start(key, plan)
+        return True
+
+    def _work_on(self, key: SessionKey) -> _Work | None:
+        session = self._state.sessions.get(key)
+        if session is None:
+            return None
+        work = self._work
+        if work is None or work.session is not session or work.num_discards != session.num_discards:
+            work = self._work = _Work(session, session.num_discards)
+        return work
+
+    def _plan(self, work: _Work, max_blocks: int) -> Plan | None:
+        return plan_compaction(self._state, work.session, work.first, work.offset, max_blocks)
+
+    def _is_over_quota(self, key: SessionKey, num_blocks: int) -> bool:
+        tenants = self._state.tenants
+        has_quota = tenants.order_of(key.tenant) is not None
+        return has_quota and bool(tenants.num_over(key.tenant, num_blocks))
+
+    def _make_room(self, key: SessionKey, num_blocks: int) -> int:
+        """How many of the slots can be had without taking them from who needs them sooner."""
+        state = self._state
+        num_short = num_blocks - (state.slots.num_free - state.num_kept_free)
+        if num_short > 0:
+            self._placement.evict_for(key, num_short)
+        return max(0, min(num_blocks, state.slots.num_free - state.num_kept_free))
+
+    def _start(self, key: SessionKey, plan: Plan) -> None:
+        state = self._state
+        spans = [span for dense in plan.dense for span in dense.sources]
+        sources = [state.blocks[k] for k in dict.fromkeys(span.block_key for span in spans)]
+        targets = [Target(dense, *state.slots.allocate()) for dense in plan.dense]
+        run = Compaction(state.next_op_id(), key, plan, sources, targets)
+        state.compaction = run
+        state.tenants.charge(key.tenant, len(targets))
+        for block in sources:
+            block.io = BlockIo.COPYING
+        state.outbox.add(
+            CompactRows(
+                run.op_id,
+                tuple(SourceSlot(_slot(b), b.num_tokens, b.checksums) for b in sources),
+                tuple(self._dense_block(target) for target in targets),
+            )
+        )
+
+    def _dense_block(self, target: Target) -> DenseBlock:
+        blocks = self._state.blocks
+        runs = tuple(
+            RowRun(_slot(blocks[span.block_key]), span.start, span.num_tokens)
+            for span in target.dense.sources
+        )
+        return DenseBlock(target.slot_id, target.dense.span.num_tokens, runs)
+
+    # ---------------------------------------------------------------------------------- on the way
+
+    def _is_as_it_was(self, run: Compaction) -> bool:
+        """Whether the session still has these spans, and nobody has come to use it."""
+        session, plan = self._state.sessions.get(run.key), run.plan
+        if session is None or self._is_in_use(run.key) or self._is_stopped:
+            return False
+        spans = session.spans[plan.first : plan.first + len(plan.old)]
+        return list(spans) == plan.old and all(map(self._state.blocks.holds, run.sources))
+
+    def _make_blocks(self, run: Compaction, checksums: list[bytes]) -> None:
+        """Make blocks of the filled slots, or take those that there are by now."""
+        state = self._state
+        for target, block_checksums in zip(run.targets, checksums, strict=True):
+            span = target.dense.span
+            block = state.find_block(span.block_key)
+            if block is not None:
+                self._give_back(run, target)
+            else:
+                block = Block(span.block_key, span.num_tokens, run.key.tenant)
+                state.slots.commit(target.slot_id)
+                state.blocks.add(block)
+                state.blocks.enter_dram(block, target.slot_id, target.generation)
+                state.blocks.know(block, target.dense.token_ids, block_checksums)
+                block.last_user = run.key
+                state.put_block_slot(block)
+            block.holders += 1
+            run.made.append(block)
+        run.targets = []
+
+    def _write(self, run: Compaction) -> None:
+        """Have the new blocks written if the old ones are on SSD, else give them to the session."""
+        run.phase = Phase.WRITING
+        if any(block.resides(Tier.SSD) for block in run.sources):
+            for block in run.made:
+                self._writer.admit(block, was_queued=True)
+            self._writer.issue()
+        else:
+            self._replace(run)
+
+    def _look_at_writes(self, run: Compaction) -> None:
+        if not self._is_as_it_was(run):
+            self._give_up(run)
+            return
+        state = self._state
+        first = next((block for block in run.made if not block.resides(Tier.SSD)), None)
+        if first is None:
+            self._replace(run)
+        elif state.ssd_degraded or not (
+            state.unwritten.holds(first) or first.io is BlockIo.WRITING
+        ):
+            self._give_up(run)  # it was refused: there is no room, or none of this session's rank
+
+    def _replace(self, run: Compaction) -> None:
+        """Give the session its new spans; the old blocks stay until that is durable."""
+        state, plan = self._state, run.plan
+        session = state.sessions[run.key]
+        for block in run.sources:
+            block.holders += 1
+        end = plan.first + len(plan.old)
+        state.set_spans(session, [*session.spans[: plan.first], *plan.new, *session.spans[end:]])
+        for block in run.made:
+            block.holders -= 1
+            state.settle(block)
+        run.phase, run.op_id = Phase.COMMITTING, state.next_op_id()
+        state.outbox.index.session_changed(run.key, behind_blocks=True)
+        state.outbox.index.add(CommitRows(run.op_id))
+        assert self._work is not None, "a run is part of work on its session"
+        self._work.first, self._work.offset = plan.first + len(plan.new), plan.end_offset
+        self._tell(run, session)
+
+    def _tell(self, run: Compaction, session: Session) -> None:
+        outbox = self._state.outbox
+        num_tokens = sum(block.num_tokens for block in run.made)
+        outbox.count("compactions")
+        outbox.count("compacted_tokens", num_tokens)
+        outbox.count("compacted_blocks", len(run.made))
+        fields = {
+            "num_tokens": num_tokens,
+            "num_blocks": len(run.made),
+            "num_blocks_before": len(run.sources),
+            "num_spans": session.num_spans,
+        }
+        outbox.emit(SESSION_COMPACTED, run.key, fields)
+        num_blocks = len(run.made)
+        self._state.note(run.key, MoveKind.COMPACTED, num_blocks=num_blocks, num_tokens=num_tokens)
+
+    # ---------------------------------------------------------------------------------- giving up
+
+    def _give_up(self, run: Compaction) -> None:
+        """Leave the session as it is; what was made goes."""
+        state = self._state
+        state.compaction = None
+        self._work = None
+        for block in run.made:
+            block.holders -= 1
+            state.settle(block)
+        state.outbox.count("compactions_given_up")
+        if self._waiting.pop(run.key, self) is None:
+            self._resting.schedule(run.key, state.now_ns + RETRY_NS)
+        state.outbox.space_freed()
+
+    def _give_back(self, run: Compaction, target: Target) -> None:
+        self._state.free_slot(target.slot_id)
+        self._state.tenants.charge(run.key.tenant, -1)
+
+    def _doubt(self, sources: list[Block]) -> None:
+        """Have the sources verified, one of which is not what was stored."""
+        for block in sources:
+            if self._state.blocks.holds(block) and block.slot_id is not None and block.checksums:
+                self._verifier.start(block, urgent=False)
+
+
+def _slot(block: Block) -> int:
+    assert block.slot_id is not None, "a source is in DRAM"
+    return block.slot_id

@@ -1,0 +1,141 @@
+"""Which rows of a session are to be put together, in which blocks, under which keys.
+
+Pure; changes nothing. Only what a discard has left is moved, out of blocks that only this session
+uses: a shared block saves nothing by it. Whole spans are taken, in order, as many as fit into a
+block, so that a new block ends where a span ended: it takes that span's chain over, and whatever
+was computed after it keeps its key. The chain stands for all of the context up to there, so a key
+made of it and the number of rows means equal rows (shared/types/block_key.py: dense_key).
+
+A span that cannot be moved now stays: its block is shared, not in DRAM, not hashed or verified yet,
+or in use.
+"""
+
+from collections.abc import Sequence
+
+from kvd.core.operations.chaining import Chaining
+from kvd.core.operations.compaction import Dense, Plan
+from kvd.core.records.records import Span
+from kvd.core.state.block import Block, BlockIo
+from kvd.core.state.cache_state import CacheState
+from kvd.core.state.packing import is_plain
+from kvd.core.state.session import Session
+from shared.types.block_key import TOKEN_BYTES, dense_key
+
+MANY_SPANS = 4  # of a block, on average: a load names each of them
+
+
+def is_wasteful(state: CacheState, session: Session) -> bool:
+    """Whether what discards have left of a session is worth being put together: O(spans)."""
+    num_rows = num_spans = 0
+    keys = set()
+    for span in session.spans:
+        if not is_plain(span) and len(state.blocks[span.block_key].users) == 1:
+            keys.add(span.block_key)
+            num_rows += span.num_tokens
+            num_spans += 1
+    capacity = len(keys) * state.layout.block_tokens
+    if len(keys) * state.layout.block_bytes < max(1, state.limits.compact_min_bytes):
+        return False
+    is_loose = capacity - num_rows >= state.limits.max_waste * capacity
+    return is_loose or num_spans >= MANY_SPANS * len(keys)
+
+
+def is_pending(state: CacheState, session: Session) -> bool:
+    """Whether something of it cannot be moved only because it is hashed, written or used now."""
+    blocks = (state.blocks[span.block_key] for span in session.spans if not is_plain(span))
+    return any(
+        block.slot_id is not None and len(block.users) == 1 and not may_be_copied(state, block)
+        for block in blocks
+    )
+
+
+def plan_compaction(
+    state: CacheState, session: Session, first: int, offset: int, max_blocks: int
+) -> Plan | None:
+    """Plan up to `max_blocks` new blocks from a span on that begins at a token offset; None: none.
+
+    Cost: O(spans looked at), with a hash for each that may be moved.
+    """
+    planning = _Planning(state, session, Plan(first))
+    for span in session.spans[first:]:
+        planning.take(span, offset)
+        offset += span.num_tokens
+        if len(planning.plan.dense) == max_blocks:
+            break
+    else:
+        planning.close(offset)
+    return planning.done()
+
+
+class _Planning:
+    """Gathers spans into groups, each of which becomes a block unless it is a single span."""
+
+    def __init__(self, state: CacheState, session: Session, plan: Plan) -> None:
+        self.plan = plan
+        self._state = state
+        self._salt = state.salt_of(session.key.tenant)
+        self._chaining = Chaining(state, session.key.tenant, session.lineage)
+        self._group: list[Span] = []
+        self._num_rows = 0
+        self._num_done = (0, 0)  # spans of old and new up to the end of the last dense one
+
+    def take(self, span: Span, offset: int) -> None:
+        """Take the next span, which begins at an offset."""
+        is_movable = self._is_movable(span, offset + span.num_tokens)
+        if not is_movable or self._num_rows + span.num_tokens > self._state.layout.block_tokens:
+            self.close(offset)
+        self._group.append(span)
+        self._num_rows += span.num_tokens
+        if not is_movable:
+            self.close(offset + span.num_tokens)
+
+    def close(self, offset: int) -> None:
+        """End the group: it ends at an offset."""
+        plan, group = self.plan, self._group
+        self._group, self._num_rows = [], 0
+        if len(group) > 1:
+            dense = self._dense(group)
+            plan.dense.append(dense)
+            plan.old += group
+            plan.new.append(dense.span)
+            plan.end_offset = offset
+            self._num_done = len(plan.old), len(plan.new)
+        elif plan.dense:
+            plan.old += group
+            plan.new += group
+        else:
+            plan.first += len(group)
+
+    def done(self) -> Plan | None:
+        """The plan, without the spans behind the last new block."""
+        plan = self.plan
+        del plan.old[self._num_done[0] :], plan.new[self._num_done[1] :]
+        return plan if plan.dense else None
+
+    def _is_movable(self, span: Span, end: int) -> bool:
+        if is_plain(span) or self._chaining.lineage.is_whole:
+            return False
+        block = self._state.blocks[span.block_key]
+        return may_be_copied(self._state, block) and (
+            span.chain == self._chaining.after_discards(end)
+        )
+
+    def _dense(self, group: Sequence[Span]) -> Dense:
+        chain, num_rows = group[-1].chain, sum(span.num_tokens for span in group)
+        tokens = b"".join(map(self._tokens, group))
+        key = dense_key(self._salt, chain, num_rows)
+        span = Span(key, 0, num_rows, self._chaining.digest(tokens), chain)
+        return Dense(span, tuple(group), tokens)
+
+    def _tokens(self, span: Span) -> bytes:
+        start, end = span.start, span.start + span.num_tokens
+        token_ids = self._state.blocks[span.block_key].token_ids
+        return token_ids[start * TOKEN_BYTES : end * TOKEN_BYTES]
+
+
+def may_be_copied(state: CacheState, block: Block) -> bool:
+    """Whether a block is one session's own, and its bytes lie in DRAM, good and at rest."""
+    is_good = bool(block.checksums) and not block.is_unverified
+    is_at_rest = block.io is BlockIo.IDLE and not block.readers and not block.holders
+    is_own = len(block.users) == 1 and block.slot_id is not None
+    return is_own and is_good and is_at_rest and not state.unwritten.holds(block)

@@ -1,0 +1,239 @@
+"""Discards: dropping tokens out of a session without touching the KV of the others.
+
+Pure. Keys are stored before RoPE, so the remaining spans stay valid at their new positions (paper
+§3.4); in `naive` mode they stay as they are, for the measurement's sake. A span behind the first
+discarded token gets a chain key of its own: what is computed after it must never be shared with a
+session that did not discard (D5). In `coupled` mode positions are baked in, so only the prefix
+before the first discarded token remains, and that is nobody's loss: it is a prefix like any other.
+
+What is stored may be less than the context that is told: then the discard counts for as much of it
+as there is, and the lineage of the tokens says the rest, when the next store comes.
+
+An engine that names the lineage may say the same discard again: a turn that dropped tokens was
+cancelled, its retry drops the same ones. A session that is after the discard already, or of other
+discards made meanwhile, is left alone: nothing in it is of the context that is told but what lies
+before the first dropped token, and that stays in any case. If this kvd does not know its lineage,
+the spans tell it: what lies behind the first dropped token follows from one lineage only.
+
+Cost: O(spans + ranges), and a digest over the tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvd.core.operations.chaining import Chaining
+from kvd.core.operations.matching import Match, Piece, match_session, num_tokens_of, slice_tokens
+from kvd.core.records.actions import SESSION_DISCARDED
+from kvd.core.records.errors import InvalidRequestError
+from kvd.core.records.records import Span
+from kvd.core.state.cache_state import CacheState
+from kvd.core.state.leases import StoreLease
+from kvd.core.state.session import Session
+from kvd.core.state.session_history import MoveKind
+from shared.types.lineage import WHOLE, Lineage
+from shared.types.session_key import SessionKey
+
+Range = tuple[int, int]  # half-open, in token positions before the discard
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What a discard makes of the lineage of a context."""
+
+    before: Lineage
+    after: Lineage
+    first_dropped: int  # token
+
+
+def discard(
+    state: CacheState,
+    key: SessionKey,
+    token_ids: bytes,
+    ranges: Sequence[Range],
+    lineage: Lineage | None,
+) -> int:
+    """See CacheEngine.discard."""
+    num_tokens = num_tokens_of(token_ids)
+    merged = _merged(ranges, num_tokens)
+    session = state.sessions.get(key)
+    if session is None:
+        return 0
+    if not merged:
+        return session.num_tokens
+    state.unfold(session)
+    match = match_session(state, session, token_ids, lineage)
+    known = _known(state, key.tenant, lineage, match, token_ids)
+    change = _Change(known, known.after(token_ids, merged), merged[0][0])
+    is_coupled = state.layout.position_mode == "coupled"
+    if lineage is not None and _is_left_alone(session, match, change, is_coupled=is_coupled):
+        state.touch(session)
+        _outdate_stores(state, key, change)
+        return match_session(state, session, _without(token_ids, merged), change.after).end
+    if is_coupled:
+        merged = [(merged[0][0], num_tokens)]
+    remains = _Remains(state, key.tenant, change, token_ids, merged)
+    spans = [span for piece in match.pieces for span in remains.of(piece)]
+    session.num_discards += 1
+    session.lineage = change.after
+    state.outbox.count("discards")
+    if not spans:
+        state.outbox.count("discarded_tokens", session.num_tokens)
+        state.cut(session, 0, "discarded")
+        return 0
+    if spans != session.spans:
+        _replace(state, session, spans)
+    state.touch(session)
+    return session.num_tokens
+
+
+def _is_left_alone(session: Session, match: Match, change: _Change, *, is_coupled: bool) -> bool:
+    """Whether a session is not of the context before a discard; see the module docstring."""
+    if session.lineage == change.after != change.before:
+        return True
+    is_other = session.lineage is not None and session.lineage != change.before
+    if is_other and is_coupled:  # its tokens may be as they were also behind the first dropped one
+        return True
+    if match.end > change.first_dropped:
+        return False
+    is_unsure = session.lineage is None or change.after == change.before
+    return is_other or (is_unsure and not match.covers(session))
+
+
+def _outdate_stores(state: CacheState, key: SessionKey, change: _Change) -> None:
+    """Let stores of the context before a discard publish nothing; O(leases) if there is any."""
+    if not state.leases.num_of_session(key) or change.before == change.after:
+        return
+    for lease in state.leases:
+        if isinstance(lease, StoreLease) and lease.key == key and lease.lineage == change.before:
+            lease.is_outdated = True
+
+
+def _without(token_ids: bytes, ranges: Sequence[Range]) -> bytes:
+    """Token ids without those in sorted ranges."""
+    starts = [0, *(end for _, end in ranges)]
+    ends = [*(start for start, _ in ranges), num_tokens_of(token_ids)]
+    pieces = zip(starts, ends, strict=True)
+    return b"".join(slice_tokens(token_ids, start, end) for start, end in pieces)
+
+
+def _replace(state: CacheState, session: Session, spans: list[Span]) -> None:
+    num_before = session.num_tokens
+    state.set_spans(session, spans)
+    num_tokens = session.num_tokens
+    state.policy.sized(session.key, num_tokens)
+    num_dropped = num_before - num_tokens
+    state.outbox.count("discarded_tokens", num_dropped)
+    fields = {"num_dropped": num_dropped, "num_tokens": num_tokens, "num_spans": len(spans)}
+    state.outbox.emit(SESSION_DISCARDED, session.key, fields)
+    state.note(session.key, MoveKind.DISCARDED, num_tokens=num_dropped)
+
+
+def _known(
+    state: CacheState, tenant: str, lineage: Lineage | None, match: Match, token_ids: bytes
+) -> Lineage:
+    """The lineage of the context; of a caller that names none, as far as the spans tell it."""
+    if lineage is not None:
+        return lineage
+    chaining = Chaining(state, tenant, lineage)
+    chain = chaining.root
+    for piece in match.pieces:
+        tokens = slice_tokens(token_ids, piece.token_offset, piece.end)
+        if not chaining.follows(piece.span, chain, piece.token_offset, tokens):
+            return Lineage(match.chain, piece.token_offset)
+        chain = piece.span.chain
+    return WHOLE
+
+
+def _merged(ranges: Sequence[Range], num_tokens: int) -> list[Range]:
+    """Sort and join ranges.
+
+    Raises:
+        InvalidRequestError: for one that is empty or outside the sequence.
+    """
+    merged: list[Range] = []
+    for start, end in sorted(ranges):
+        if not 0 <= start < end <= num_tokens:
+            raise InvalidRequestError(
+                f"range [{start}, {end}) is empty or outside the {num_tokens} tokens sent",
+                "send half-open ranges of token positions before the discard",
+            )
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+class _Remains:
+    """What a discard leaves of pieces, asked for in order."""
+
+    def __init__(
+        self,
+        state: CacheState,
+        tenant: str,
+        change: _Change,
+        token_ids: bytes,
+        ranges: list[Range],
+    ) -> None:
+        self._before = Chaining(state, tenant, change.before)
+        self._after = Chaining(state, tenant, change.after)
+        self._matters = self._after.lineage != self._before.lineage
+        self._token_ids = token_ids
+        num_tokens = num_tokens_of(token_ids)
+        self._ranges = [*ranges, (num_tokens, num_tokens + 1)]  # the last one is behind all pieces
+        self._next_range = 0  # the first one that may reach into what is asked for
+        self._chain = self._before.root  # of the piece before
+        self._num_kept = 0  # tokens
+
+    def of(self, piece: Piece) -> list[Span]:
+        """Spans on the rows of the next piece that stay."""
+        spans = [self._span(piece, start, end) for start, end in self._kept(piece)]
+        self._chain = piece.span.chain
+        return spans
+
+    def _kept(self, piece: Piece) -> list[Range]:
+        """What stays of a piece, in token positions before the discard."""
+        kept = []
+        start, piece_end = piece.token_offset, piece.end
+        while start < piece_end:
+            range_start, range_end = self._ranges[self._next_range]
+            if range_end <= start:
+                self._next_range += 1
+                continue
+            if start < range_start:
+                kept.append((start, min(range_start, piece_end)))
+            start = min(range_end, piece_end)
+        return kept
+
+    def _span(self, piece: Piece, start: int, end: int) -> Span:
+        """Rows of a piece that stay, as the next span of the session."""
+        position = self._num_kept
+        self._num_kept += end - start
+        is_whole = (start, end) == (piece.token_offset, piece.end)
+        if is_whole and (not self._matters or self._is_untouched(piece, position)):
+            return piece.span
+        tokens = slice_tokens(self._token_ids, start, end)
+        return Span(
+            block_key=piece.span.block_key,
+            start=piece.span.start + start - piece.token_offset,
+            num_tokens=end - start,
+            tokens_digest=self._after.digest(tokens),
+            chain=self._chain_of(piece, tokens),
+        )
+
+    def _is_untouched(self, piece: Piece, position: int) -> bool:
+        """Whether a piece lies before all discards, where sessions without any have it, too."""
+        is_before = position == piece.token_offset and self._after.lineage.is_clean(piece.end)
+        return is_before and self._is_plain(piece)
+
+    def _is_plain(self, piece: Piece) -> bool:
+        tokens = slice_tokens(self._token_ids, piece.token_offset, piece.end)
+        return self._before.follows(piece.span, self._chain, piece.token_offset, tokens)
+
+    def _chain_of(self, piece: Piece, tokens: bytes) -> bytes:
+        """Parent of what comes behind the rows that were kept last."""
+        if self._matters and not self._after.lineage.is_whole:
+            return self._after.after_discards(self._num_kept)
+        if self._after.lineage.is_whole or self._is_plain(piece):
+            return self._after.key(self._chain, piece.token_offset, tokens)
+        return self._before.after_discards(self._num_kept)

@@ -1,0 +1,169 @@
+"""How much of a token sequence is stored, and in which blocks.
+
+Pure; changes nothing but that it unfolds the sessions whose blocks it finds. Two ways, the longer
+wins:
+1. the session's own spans, in order, as long as they hold these very tokens, and then on along the
+   content chain. A plain span proves it by its key, which is computed anew from the tokens; what a
+   discard has touched, by a digest, and by its chain if the caller names the lineage of its tokens;
+2. the content chain from the root: another session's equal prefix, a fork.
+
+What follows a discard is another computation than the same tokens without it. A caller that names
+the lineage of its tokens is given what was computed after the very same discards, and nothing else;
+that nothing was ever discarded is a lineage, too. If it names none, a session with a discard in it
+keeps to its own spans: what its engine stores next builds on those, not on what a fresh computation
+of the remaining tokens would be.
+
+The chain is followed over full blocks, and over the one that ends where the clean tokens do.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvd.core.operations.chaining import Chaining
+from kvd.core.records.errors import InvalidRequestError
+from kvd.core.records.records import Span
+from kvd.core.state.block import Block
+from kvd.core.state.cache_state import CacheState
+from kvd.core.state.packing import plain_span
+from kvd.core.state.session import Session
+from shared.types.block_key import TOKEN_BYTES
+from shared.types.lineage import Lineage
+from shared.types.session_key import SessionKey
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A span that holds tokens [token_offset, end) of the sequence."""
+
+    span: Span
+    block: Block
+    token_offset: int
+
+    @property
+    def end(self) -> int:
+        """Position after its last token."""
+        return self.token_offset + self.span.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The stored prefix of a sequence."""
+
+    pieces: list[Piece]
+    chain: bytes  # parent key of what follows
+    miss_reason: str  # why it does not go on; see LoadAnswer
+
+    @property
+    def end(self) -> int:
+        """Number of tokens stored."""
+        return self.pieces[-1].end if self.pieces else 0
+
+    def covers(self, session: Session) -> bool:
+        """Whether it goes through all that the session has."""
+        spans = session.spans
+        if session.folded or len(self.pieces) < len(spans):
+            return False
+        return all(p.span == span for p, span in zip(self.pieces, spans, strict=False))
+
+
+def num_tokens_of(token_ids: bytes) -> int:
+    """Count the tokens.
+
+    Raises:
+        InvalidRequestError: if the bytes are not whole uint32 values.
+    """
+    if len(token_ids) % TOKEN_BYTES:
+        raise InvalidRequestError(
+            f"token_ids has {len(token_ids)} bytes",
+            "send little-endian uint32 values, 4 bytes a token",
+        )
+    return len(token_ids) // TOKEN_BYTES
+
+
+def check_from_token(from_token: int, num_tokens: int) -> None:
+    """Raise InvalidRequestError unless the position lies in the sequence."""
+    if not 0 <= from_token <= num_tokens:
+        raise InvalidRequestError(
+            f"from_token {from_token} is outside the {num_tokens} tokens sent",
+            "send all tokens from the first one on",
+        )
+
+
+def slice_tokens(token_ids: bytes, start: int, end: int) -> bytes:
+    """Token ids [start, end)."""
+    return token_ids[start * TOKEN_BYTES : end * TOKEN_BYTES]
+
+
+def match_session(
+    state: CacheState, session: Session, token_ids: bytes, lineage: Lineage | None
+) -> Match:
+    """Match the session's own spans: O(tokens matched) hashing, one digest a span."""
+    chaining = Chaining(state, session.key.tenant, lineage)
+    num_tokens = len(token_ids) // TOKEN_BYTES
+    pieces: list[Piece] = []
+    chain = chaining.root
+    offset = 0
+    reason = session.lost or "not_stored"
+    for span in _spans(state, session):
+        end = offset + span.num_tokens
+        if end > num_tokens:
+            break
+        if not chaining.holds(span, chain, offset, slice_tokens(token_ids, offset, end)):
+            reason = "tokens_differ"
+            break
+        block = state.find_block(span.block_key)
+        assert block is not None, "a session's blocks are there"
+        pieces.append(Piece(span, block, offset))
+        chain, offset = span.chain, end
+    return Match(pieces, chain, reason)
+
+
+def _spans(state: CacheState, session: Session) -> Iterator[Span]:
+    """A session's spans; it is unfolded only if its first folded one is what was looked for."""
+    num_spans = len(session.spans)
+    yield from session.spans
+    if not session.folded:
+        return
+    yield next(session.tail_spans())
+    state.unfold(session)
+    yield from session.spans[num_spans + 1 :]
+
+
+def match_tokens(
+    state: CacheState, key: SessionKey, token_ids: bytes, lineage: Lineage | None
+) -> Match:
+    """Find the longest stored prefix; O(tokens) hashing."""
+    chaining = Chaining(state, key.tenant, lineage)
+    session = state.sessions.get(key)
+    own = (
+        match_session(state, session, token_ids, lineage)
+        if session
+        else Match([], chaining.root, "unknown_session")
+    )
+    own = _extended(state, chaining, own, token_ids)
+    if own.end == len(token_ids) // TOKEN_BYTES or not own.pieces:
+        return own
+    is_discarded = any(piece.span.chain != piece.span.block_key for piece in own.pieces)
+    if is_discarded and not chaining.is_named:
+        return own
+    shared = _extended(state, chaining, Match([], chaining.root, own.miss_reason), token_ids)
+    return own if own.end >= shared.end else shared
+
+
+def _extended(state: CacheState, chaining: Chaining, match: Match, token_ids: bytes) -> Match:
+    pieces = [*match.pieces, *_follow_chain(state, chaining, match, token_ids)]
+    chain = pieces[-1].span.chain if pieces else match.chain
+    return Match(pieces, chain, match.miss_reason)
+
+
+def _follow_chain(
+    state: CacheState, chaining: Chaining, match: Match, token_ids: bytes
+) -> Iterator[Piece]:
+    chain, offset = match.chain, match.end
+    while (end := chaining.end_of_block(offset)) * TOKEN_BYTES <= len(token_ids):
+        chain = chaining.key(chain, offset, slice_tokens(token_ids, offset, end))
+        block = state.find_block(chain)
+        if block is None:
+            return
+        yield Piece(plain_span(chain, end - offset), block, offset)
+        offset = end

@@ -1,0 +1,324 @@
+"""Stores: from tokens to slots that an engine fills, and from filled slots to a longer session.
+
+Pure. Invariants: 1. a store lease's slots are WRITING and in no block: nobody else sees them, and
+the journal says so; 2. the existing blocks a store lease builds on count it in `holders`; 3. a
+committed slot never changes: growing a partial block replaces it by a new one that contains its
+tokens (D9); 4. what was prepared before a discard and is completed after it publishes nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvd.core.io.hashing import Hasher
+from kvd.core.io.placement import Placement
+from kvd.core.io.writing import Writer
+from kvd.core.operations.chaining import Chaining
+from kvd.core.operations.matching import (
+    Piece,
+    check_from_token,
+    match_tokens,
+    num_tokens_of,
+    slice_tokens,
+)
+from kvd.core.records.actions import SESSION_STORED
+from kvd.core.records.records import Span, StoreAnswer, StoreBlock, WritingSlot
+from kvd.core.state.block import Block
+from kvd.core.state.cache_state import CacheState
+from kvd.core.state.leases import NewBlock, Part, RestoredLease, StoreLease, lost
+from kvd.core.state.packing import plain_span
+from kvd.core.state.session import Session
+from kvd.core.state.session_history import MoveKind
+from shared.types.lineage import Lineage
+from shared.types.session_key import SessionKey
+
+GAP = "gap"
+WAIT = "wait"
+NO_SPACE = "no_space"
+QUOTA = "quota"
+MEAN_SHARE = 1 / 16  # of the newest store in the running mean
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A span the session is to have: on an existing block, or on one that needs a slot."""
+
+    span: Span
+    token_ids: bytes
+    token_offset: int
+    block: Block | None
+
+
+class Storer:
+    """Prepares and completes stores of one cache state."""
+
+    def __init__(
+        self, state: CacheState, placement: Placement, writer: Writer, hasher: Hasher
+    ) -> None:
+        self._state = state
+        self._placement = placement
+        self._writer = writer
+        self._hasher = hasher
+
+    def prepare(
+        self,
+        key: SessionKey,
+        token_ids: bytes,
+        from_token: int,
+        owner: int,
+        lineage: Lineage | None,
+    ) -> StoreAnswer:
+        """See CacheEngine.prepare_store."""
+        num_tokens = num_tokens_of(token_ids)
+        check_from_token(from_token, num_tokens)
+        state = self._state
+        session = state.sessions.get(key)
+        if session is not None:
+            state.touch(session)
+        match = match_tokens(state, key, token_ids, lineage)
+        chaining = Chaining(state, key.tenant, lineage)
+        base = self._base(match.pieces, from_token, num_tokens, chaining)
+        stored_end = base[-1].end if base else 0
+        if from_token > stored_end:
+            return self._refused(GAP, stored_end)
+        lease_id, now_ns = state.leases.next_id(), state.now_ns
+        lease = StoreLease(lease_id, owner, key, lineage=lineage, since_ns=now_ns)
+        lease.num_discards = session.num_discards if session else 0
+        held: list[Part] = [(piece.span, piece.block) for piece in base]
+        planned = self._planned(chaining, token_ids, base)
+        held += [(new.span, new.block) for new in planned if new.block is not None]
+        self._hold(held)
+        num_new = sum(new.block is None for new in planned)
+        if not num_new:
+            self._publish(key, held, lineage)
+            self._release(held)
+            return StoreAnswer(end_token=num_tokens)
+        if not self._placement.make_quota(key.tenant, num_new):
+            self._release(held)
+            return self._refused(QUOTA, stored_end)
+        self._writer.make_slots(num_new)
+        lease.parts = held[: len(base)]
+        answer = self._grant(lease, planned)
+        if answer is None:
+            self._release(held)
+            return self._refused(self._why_no_slot(), stored_end)
+        num_kept = sum(isinstance(part, Block) for _, part in lease.parts)
+        self._release(held[num_kept:])  # beyond what slots could be had for
+        return answer
+
+    def complete(self, lease_id: int, owner: int, *, success: bool) -> int:
+        """See CacheEngine.complete_store."""
+        lease = self._state.leases.store_of(lease_id, owner)
+        if isinstance(lease, RestoredLease):
+            self.release(lease)
+            raise lost(lease_id)
+        if success:
+            self._commit(lease)
+            held = [part for part in lease.parts if isinstance(part[1], Block)]
+            if not self._is_outdated(lease):
+                self._publish(lease.key, held, lease.lineage)
+            if self._state.placement.queue.is_running(lease.key):
+                self._state.placement.loaded(lease.key)
+        self.release(lease)
+        session = self._state.sessions.get(lease.key)
+        return session.num_tokens if session else 0
+
+    def release(self, lease: StoreLease | RestoredLease) -> None:
+        """End a lease; slots that are not committed are free again."""
+        self._state.leases.remove(lease)
+        if isinstance(lease, StoreLease):
+            for _, part in lease.parts:
+                if isinstance(part, NewBlock):
+                    self._give_back(lease, part)
+            self._release(lease.parts)
+        else:
+            for slot_id, _ in lease.slots():
+                self._state.free_slot(slot_id)
+        self._state.outbox.space_freed()  # here only: a refused call frees nothing, and must not
+        # wake the others that wait, or they would wake each other for ever
+
+    def outdate(self, lease: StoreLease) -> None:
+        """Let a store publish nothing, and hold nothing but the slots that its engine fills."""
+        held = [part for part in lease.parts if isinstance(part[1], Block)]
+        lease.parts = [part for part in lease.parts if isinstance(part[1], NewBlock)]
+        lease.is_outdated = True
+        self._release(held)
+
+    def give_to(self, lease: StoreLease | RestoredLease, owner: int) -> None:
+        """Have an engine that came back hold its lease again."""
+        self._state.leases.give_to(lease, owner, is_orphan=False)
+        self._journal(lease)
+
+    # ------------------------------------------------------------------------------------- prepare
+
+    def _base(
+        self, pieces: list[Piece], from_token: int, num_tokens: int, chaining: Chaining
+    ) -> list[Piece]:
+        """The stored pieces that stay; a trailing partial block is replaced if it can be."""
+        if not pieces or pieces[-1].end == num_tokens:
+            return pieces
+        last = pieces[-1]
+        is_partial = last.end < chaining.end_of_block(last.token_offset)
+        # A span behind a discard stays: its block was computed before it, what follows was not
+        # (equal keys must mean equal computation).
+        is_plain = last.span.start == 0 and last.span.chain == last.span.block_key
+        if is_partial and is_plain and from_token <= last.token_offset:
+            return pieces[:-1]
+        return pieces
+
+    def _planned(self, chaining: Chaining, token_ids: bytes, base: list[Piece]) -> list[_Planned]:
+        """Blocks for everything after the base, the last one perhaps partial."""
+        chain = base[-1].span.chain if base else chaining.root
+        offset = base[-1].end if base else 0
+        num_tokens = num_tokens_of(token_ids)
+        planned = []
+        while offset < num_tokens:
+            end = min(chaining.end_of_block(offset), num_tokens)
+            tokens = slice_tokens(token_ids, offset, end)
+            chain = chaining.key(chain, offset, tokens)
+            block = self._state.find_block(chain)
+            planned.append(_Planned(plain_span(chain, end - offset), tokens, offset, block))
+            offset = end
+        return planned
+
+    def _grant(self, lease: StoreLease, planned: list[_Planned]) -> StoreAnswer | None:
+        """Lease as many planned blocks as there are slots; None if no new block got one."""
+        slots = self._state.slots
+        blocks = []
+        end_token = 0
+        for new in planned:
+            part: Block | NewBlock
+            if new.block is None:
+                if not slots.num_free:
+                    break
+                slot_id, generation = slots.allocate()
+                part = NewBlock(slot_id, generation, new.token_ids)
+                blocks.append(
+                    StoreBlock(slot_id, new.token_offset, new.span.num_tokens, generation)
+                )
+            else:
+                part = new.block
+            lease.parts.append((new.span, part))
+            end_token = new.token_offset + new.span.num_tokens
+        if not blocks:
+            return None
+        state = self._state
+        state.leases.add(lease)
+        state.tenants.charge(lease.key.tenant, len(blocks))
+        state.mean_store_blocks += MEAN_SHARE * (len(blocks) - state.mean_store_blocks)
+        self._journal(lease)
+        more = end_token < planned[-1].token_offset + planned[-1].span.num_tokens
+        return StoreAnswer(lease.lease_id, tuple(blocks), end_token, more)
+
+    def _journal(self, lease: StoreLease | RestoredLease) -> None:
+        for slot_id, generation in lease.slots():
+            record = WritingSlot(generation, lease.lease_id, lease.owner)
+            self._state.put_slot(slot_id, record)
+
+    def _why_no_slot(self) -> str:
+        """Whether waiting may help: leases end, reads end, writes make blocks clean."""
+        state = self._state
+        return WAIT if len(state.leases) or state.reads or state.is_cleaning() else NO_SPACE
+
+    def _refused(self, why: str, stored_end: int) -> StoreAnswer:
+        outbox = self._state.outbox
+        if why == WAIT:
+            outbox.want_wake()
+            outbox.count("stores_waited")
+        else:
+            outbox.count("stores_refused")
+        return StoreAnswer(end_token=stored_end, refused=why)
+
+    # ------------------------------------------------------------------------------------ complete
+
+    def _commit(self, lease: StoreLease) -> None:
+        """Turn the lease's new blocks into blocks, as far as what they build on is still there."""
+        state = self._state
+        for index, (span, part) in enumerate(lease.parts):
+            if isinstance(part, Block):
+                if not state.blocks.holds(part):  # found corrupt meanwhile
+                    self._let_go(lease, index)
+                    return
+                continue
+            block = state.find_block(span.block_key)
+            if block is None:
+                block = self._committed(lease.key, span, part)
+            else:  # another session has committed the same meanwhile
+                self._give_back(lease, part)
+            block.holders += 1
+            lease.parts[index] = (span, block)
+
+    def _committed(self, key: SessionKey, span: Span, part: NewBlock) -> Block:
+        """Make a block of a filled slot. The journal forgets the slot until it is hashed."""
+        state = self._state
+        block = Block(span.block_key, span.num_tokens, key.tenant)
+        state.slots.commit(part.slot_id)
+        state.clear_slot(part.slot_id)
+        state.blocks.add(block)
+        state.blocks.enter_dram(block, part.slot_id, part.generation)
+        state.blocks.know(block, part.token_ids, b"")
+        state.outbox.count("store_tokens", span.num_tokens)
+        state.note(key, MoveKind.STORED, num_blocks=1, num_tokens=span.num_tokens)
+        return block
+
+    def _let_go(self, lease: StoreLease, index: int) -> None:
+        """Shorten a lease to its first parts."""
+        released = lease.parts[index:]
+        del lease.parts[index:]
+        for _, part in released:
+            if isinstance(part, NewBlock):
+                self._give_back(lease, part)
+        self._release(released)
+
+    def _give_back(self, lease: StoreLease, part: NewBlock) -> None:
+        """Free a slot that does not become a block."""
+        self._state.free_slot(part.slot_id)
+        self._state.tenants.charge(lease.key.tenant, -1)
+
+    def _is_outdated(self, lease: StoreLease) -> bool:
+        """Whether a discard has come since it was prepared: it is of another sequence."""
+        session = self._state.sessions.get(lease.key)
+        is_discarded = session is not None and session.num_discards != lease.num_discards
+        return is_discarded or lease.is_outdated
+
+    def _publish(self, key: SessionKey, parts: Sequence[Part], lineage: Lineage | None) -> None:
+        """Make the parts the session's spans, creating it, and have its dirty blocks written."""
+        state = self._state
+        spans = [span for span, _ in parts]
+        session = state.sessions.get(key)
+        if not spans or (session is None and not self._has_room_for_session()):
+            return
+        if session is None:
+            session = Session(key, state.now_ns)
+            state.add_session(session)
+        state.unfold(session)
+        if session.spans[: len(spans)] != spans:
+            session.lost = ""
+            state.set_spans(session, spans)
+        if lineage is not None and len(session.spans) == len(spans):
+            session.lineage = lineage
+        state.touch(session)
+        state.outbox.index.session_used(key)
+        state.outbox.count("stores")
+        num_tokens, num_blocks = session.num_tokens, len(session.spans)
+        state.policy.sized(key, num_tokens)
+        state.placement.sized(num_blocks * state.layout.block_bytes)
+        fields = {"num_tokens": num_tokens, "num_blocks": num_blocks}
+        state.outbox.emit(SESSION_STORED, key, fields)
+        self._hasher.request([state.blocks[block_key] for block_key in session.block_keys()])
+
+    def _has_room_for_session(self) -> bool:
+        state = self._state
+        return len(state.sessions) < state.limits.max_sessions or self._placement.drop_coldest()
+
+    # -------------------------------------------------------------------------------------- leases
+
+    def _hold(self, parts: Sequence[Part]) -> None:
+        for _, part in parts:
+            if isinstance(part, Block):
+                part.holders += 1
+
+    def _release(self, parts: Sequence[Part]) -> None:
+        for _, part in parts:
+            if isinstance(part, Block):
+                part.holders -= 1
+                self._state.settle(part)

@@ -1,0 +1,420 @@
+"""Values that cross the border of the cache engine: what is persisted, what is answered.
+
+Pure, frozen. Token ids are little-endian uint32 bytes; positions and lengths count tokens; times
+are `now_ns` of kvd's own clock (D17).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from shared.types.session_key import SessionKey
+
+if TYPE_CHECKING:
+    from kvd.core.recovery.session_rows import SessionColumns
+
+TTL_NEVER_NS = -1  # a session's own TTL: never expire; None is the default TTL
+
+
+class Tier(Enum):
+    """Where KV bytes may be."""
+
+    DRAM = "dram"
+    SSD = "ssd"
+
+
+class Lookup(Enum):
+    """Answer of a load; never an exception."""
+
+    HIT = "hit"
+    PENDING = "pending"
+    MISS = "miss"
+
+
+class Pin(Enum):
+    """An operator's protection of a session."""
+
+    NONE = 0
+    SOFT = 1  # does not expire; evicted only when nothing else is left
+    HARD = 2  # does not expire, is never evicted
+
+
+class Admission(Enum):
+    """When a stored block is written to SSD."""
+
+    WRITE_THROUGH = "write_through"  # at once
+    WRITE_BACK = "write_back"  # when it has been left alone for a while, or room is short
+    ON_EVICT = "on_evict"  # when its room in DRAM is wanted
+
+
+class LeaseState(Enum):
+    """What became of a load lease."""
+
+    READY = "ready"
+    PENDING = "pending"
+    LOST = "lost"  # its owner is gone, or it never was
+
+
+# --------------------------------------------------------------------------------------- persisted
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A run of rows of one block that a session uses; its position is the sum of those before.
+
+    Attributes:
+        block_key: content key of the block.
+        start: first row.
+        num_tokens: number of rows.
+        tokens_digest: digest of the token ids of these rows; proves that a request asks for the
+            same tokens.
+        chain: parent key of whatever is computed after this span. It is `block_key` unless a
+            discard has happened at or before it (D5).
+
+    A *plain* span (a whole block, no discard at or before it) has an empty digest: that its tokens
+    are the ones asked for shows when the block key is computed from them.
+    """
+
+    block_key: bytes
+    start: int
+    num_tokens: int
+    tokens_digest: bytes
+    chain: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """A session's row."""
+
+    key: SessionKey
+    spans: bytes  # as kvd/core/state/packing.py packs them
+    last_access_ns: int
+    ttl_ns: int | None = None  # None: the default; TTL_NEVER_NS: never
+    pin: Pin = Pin.NONE
+    ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRecord:
+    """A block's row: where it lies on SSD. How to verify it is in the extent's header."""
+
+    key: bytes
+    extent: int
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class IndexRows:
+    """All rows of one layout by columns, because there may be millions.
+
+    Who restores them takes them: the sessions are read as they come, the columns are forgotten.
+    """
+
+    sessions: "Iterable[SessionColumns]"
+    block_keys: bytes  # KEY_BYTES each, joined
+    extents: Sequence[int]
+    block_tokens: Sequence[int]
+
+    def forget_blocks(self) -> None:
+        """Let the memory of the columns go: nobody needs them any more, whoever still has this."""
+        self.block_keys, self.extents, self.block_tokens = b"", (), ()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """What an extent's header says of its block.
+
+    Attributes:
+        checksums: xxh3_64 of each layer slice's used bytes (of every component, in order, the
+            first num_tokens rows), little-endian, 8 bytes a layer.
+    """
+
+    token_ids: bytes
+    checksums: bytes
+
+
+# ------------------------------------------------------------------------------------ the journal
+
+
+@dataclass(frozen=True, slots=True)
+class WritingSlot:
+    """An engine writes to the slot."""
+
+    generation: int
+    lease_id: int
+    owner: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedSlot:
+    """The slot holds a block whose bytes never change; checksums as in StoredBlock."""
+
+    generation: int
+    key: bytes
+    num_tokens: int
+    token_ids: bytes
+    checksums: bytes
+
+
+SlotRecord = WritingSlot | CommittedSlot
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptedSlot:
+    """A slot that an earlier kvd had committed; to be verified before its first use."""
+
+    slot_id: int
+    block: CommittedSlot
+
+
+@dataclass(frozen=True, slots=True)
+class OrphanSlot:
+    """A slot that an engine may still be writing to, granted by an earlier kvd."""
+
+    slot_id: int
+    writing: WritingSlot  # its owner is an id that the shell gave to the process
+
+
+# ---------------------------------------------------------------------------------- load and store
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSpan:
+    """Rows [start, start + num_tokens) of a slot are tokens [token_offset, …) of the request."""
+
+    slot_id: int
+    start: int
+    num_tokens: int
+    token_offset: int
+    tier: Tier  # where the block was found
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadAnswer:
+    """Answer of `prepare_load` and `settle_load`.
+
+    Unless it is a MISS the caller owes `complete_load(lease_id)`. On PENDING the spans may not be
+    read before `settle_load` has returned them.
+
+    Attributes:
+        miss_reason: "" unless MISS; then one of "unknown_session", "tokens_differ", "not_stored",
+            "evicted", "corrupt", "read_error", "deadline" (settled before a read came back), "busy"
+            (no slot to read into just now; may be asked again on SpaceFreed), "on_ssd" (stored, but
+            the first block is not in DRAM, and only that was asked for).
+    """
+
+    lookup: Lookup
+    lease_id: int = 0
+    spans: tuple[LoadSpan, ...] = ()
+    end_token: int = 0  # the spans cover [from_token, end_token)
+    more: bool = False  # more is stored beyond end_token
+    miss_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedRows:
+    """Rows [start, start + num_tokens) of a slot, and the tokens they are of."""
+
+    slot_id: int
+    start: int
+    num_tokens: int
+    token_ids: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoreBlock:
+    """The caller writes tokens [token_offset, …) to rows [0, num_tokens) of the slot."""
+
+    slot_id: int
+    token_offset: int
+    num_tokens: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAnswer:
+    """Answer of `prepare_store`; with a lease_id the caller owes `complete_store(lease_id)`.
+
+    Attributes:
+        refused: "" (granted, or all stored already), "gap" (from_token lies beyond what is stored:
+            `end_token` says how much that is), "wait" (slots may come free: ask again on
+            SpaceFreed), "no_space", "quota" (the tenant has no bytes left that may go).
+    """
+
+    lease_id: int = 0
+    blocks: tuple[StoreBlock, ...] = ()
+    end_token: int = 0  # after completion [0, end_token) is stored
+    more: bool = False  # ask again from end_token
+    refused: str = ""
+
+
+# --------------------------------------------------------------------------------------- operators
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """A session as operators see it. Bytes are whole blocks, but for `waste_bytes`.
+
+    Attributes:
+        total_bytes: of all its blocks, shared ones included.
+        dirty_bytes: in DRAM, not on SSD.
+        waste_bytes: of rows that blocks of its own have and that hold nothing of it: discarded
+            ones, and those that were never filled.
+        ttl_ns: as set on the session.
+        ttl_source: whose TTL holds: "session", "tenant", "default".
+        expires_at_ns: None: never.
+    """
+
+    key: SessionKey
+    num_tokens: int
+    num_spans: int
+    num_blocks: int
+    total_bytes: int
+    dram_bytes: int
+    ssd_bytes: int
+    dirty_bytes: int
+    waste_bytes: int
+    shared_blocks: int
+    pin: Pin
+    ended: bool
+    leases: int
+    last_access_ns: int
+    ttl_ns: int | None
+    ttl_source: str
+    expires_at_ns: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockInfo:
+    """One span of a session, with its block."""
+
+    key: bytes
+    token_offset: int
+    start: int
+    num_tokens: int
+    tiers: tuple[Tier, ...]
+    slot_id: int | None
+    extent: int | None
+    num_sessions: int
+    dirty: bool
+    is_hashed: bool = False  # its checksums are known, or it is on SSD, where they are
+    is_unverified: bool = False  # adopted from an earlier kvd, and not checked yet
+
+
+@dataclass(frozen=True, slots=True)
+class SessionDetail:
+    """Answer of `describe`."""
+
+    info: SessionInfo
+    blocks: tuple[BlockInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStats:
+    """Answer of `queue_stats`: what the queues of all engines say, and how far is looked into them.
+
+    Attributes:
+        prefetch_window: L_pw in jobs: sessions of mean size that fit in DRAM; 0: none was stored.
+        eviction_window: those that fit in both tiers together.
+        mean_session_bytes: S_kv.
+    """
+
+    waiting_jobs: int
+    running_sessions: int
+    prefetch_window: int
+    eviction_window: int
+    mean_session_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlushAnswer:
+    """What a flush freed, or would free."""
+
+    num_sessions: int
+    freed_bytes: int  # in DRAM and on SSD together
+    skipped_leased: tuple[SessionKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """Fill of one tier."""
+
+    tier: Tier
+    capacity_bytes: int
+    used_bytes: int
+    num_blocks: int
+    degraded_reason: str = ""  # "": writes to it work
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseInfo:
+    """A lease as operators see it.
+
+    Attributes:
+        kind: "load" or "store".
+        key: None if an earlier kvd granted it.
+        is_pending: a load whose blocks are not all there.
+        is_orphan: a store whose engine has no connection, but lives: its slots are quarantined.
+    """
+
+    lease_id: int
+    kind: str
+    owner: int
+    key: SessionKey | None
+    num_slots: int
+    since_ns: int  # when it was granted, or found
+    is_pending: bool = False
+    is_orphan: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TenantUsage:
+    """Answer of `tenants`, for each tenant that stores something."""
+
+    tenant: str
+    used_bytes: int  # as its quota counts them
+    quota_bytes: int | None  # None: no bound
+    num_sessions: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubReport:
+    """What a scrub has found so far. Bytes are what was compared, as they lie in the tier."""
+
+    dram_blocks: int = 0
+    dram_bytes: int = 0
+    dram_corrupt: int = 0
+    ssd_blocks: int = 0
+    ssd_bytes: int = 0
+    ssd_corrupt: int = 0
+    repaired: int = 0  # SSD copies that are written again
+    lost: int = 0  # blocks without a good copy: their sessions are cut
+    errors: int = 0  # checks that could not be made
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubStep:
+    """Answer of a scrub's `step`."""
+
+    done: bool  # everything is checked, and nothing under way
+    issued_bytes: int  # what this step has asked for
+    report: ScrubReport
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Answer of `stats`: O(1)."""
+
+    num_sessions: int
+    tiers: tuple[TierStats, ...]
+    dirty_bytes: int
+    num_leases: int
+    num_orphan_leases: int
+    num_quarantined_slots: int  # held by orphan leases
+    num_unverified: int  # adopted blocks that are not verified yet
+    num_unhashed: int  # stored blocks that a restart would lose, even in DRAM
+    num_soft_pins: int  # sessions
+    num_hard_pins: int
+    counters: Mapping[str, int]  # monotonic since start; names in COUNTERS

@@ -1,0 +1,1 @@
+"""From the index and the arena back to a cache, after a restart."""

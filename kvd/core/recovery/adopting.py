@@ -1,0 +1,97 @@
+"""Adoption: what an earlier kvd left in the arena, as its journal says (D4, D10).
+
+Pure. A committed slot becomes a block that is unverified: its bytes are compared with their
+checksums before anybody uses them. A slot that an engine was writing to stays that engine's, for
+as long as it may still write: it is quarantined under a RestoredLease. Everything else is free.
+
+Called around the restoration of the index: `adopt` before it, so that sessions are not cut at
+blocks that are in DRAM only, `settle` after it.
+"""
+
+from collections.abc import Sequence
+
+from kvd.core.records.extent_shape import CHECKSUM_BYTES
+from kvd.core.records.records import AdoptedSlot, OrphanSlot
+from kvd.core.state.block import Block
+from kvd.core.state.cache_state import CacheState
+from kvd.core.state.leases import RestoredLease
+from kvd.core.state.slots import SlotState
+from shared.types.block_key import KEY_BYTES, TOKEN_BYTES
+
+
+def adopt(
+    state: CacheState,
+    adopted: Sequence[AdoptedSlot],
+    orphans: Sequence[OrphanSlot],
+    first_lease_id: int,
+) -> None:
+    """Take the slots over; those whose record cannot be are cleared."""
+    for orphan in orphans:
+        if _is_free(state, orphan.slot_id):
+            _quarantine(state, orphan)
+    last_id = max((lease.lease_id for lease in state.leases), default=0)
+    state.leases.start_at(max(first_lease_id, last_id + 1))
+    for slot in adopted:
+        if not _is_free(state, slot.slot_id):
+            continue
+        state.journal[slot.slot_id] = SlotState.COMMITTED
+        if _is_sound(state, slot):
+            _add_block(state, slot)
+        else:
+            state.clear_slot(slot.slot_id)
+    state.slots.adopted()
+
+
+def settle(state: CacheState) -> None:
+    """Forget adopted blocks that no session uses, and have the others verified in time."""
+    adopted = [block for block in state.blocks if block.is_unverified]
+    used = []
+    for block in adopted:
+        if block.users:
+            used.append((state.sessions[block.newest_user()].last_access_ns, block))
+        else:
+            state.forget(block)
+    for _, block in sorted(used, key=lambda pair: pair[0], reverse=True):  # what is warm is next
+        state.unverified[block.key] = block
+    for block in reversed(state.unverified.values()):  # enters the order of DRAM, coldest first
+        state.settle(block)
+    state.outbox.count("adopted_blocks", len(used))
+
+
+def _is_free(state: CacheState, slot_id: int) -> bool:
+    is_slot = 0 <= slot_id < len(state.slots)
+    return is_slot and state.slots.state(slot_id) is SlotState.FREE
+
+
+def _quarantine(state: CacheState, orphan: OrphanSlot) -> None:
+    writing = orphan.writing
+    lease = state.leases.get(writing.lease_id)
+    if isinstance(lease, RestoredLease):
+        state.leases.remove(lease)
+    else:
+        lease = RestoredLease(writing.lease_id, writing.owner, since_ns=state.now_ns)
+    lease.held.append((orphan.slot_id, writing.generation))
+    state.leases.add(lease)
+    state.slots.adopt(orphan.slot_id, writing.generation, SlotState.WRITING)
+    state.journal[orphan.slot_id] = SlotState.WRITING
+
+
+def _is_sound(state: CacheState, slot: AdoptedSlot) -> bool:
+    block = slot.block
+    return (
+        0 < block.num_tokens <= state.layout.block_tokens
+        and len(block.key) == KEY_BYTES
+        and len(block.token_ids) == block.num_tokens * TOKEN_BYTES
+        and len(block.checksums) == len(state.layout.layers) * CHECKSUM_BYTES
+        and state.blocks.get(block.key) is None
+    )
+
+
+def _add_block(state: CacheState, slot: AdoptedSlot) -> None:
+    record = slot.block
+    block = Block(record.key, record.num_tokens)
+    state.slots.adopt(slot.slot_id, record.generation, SlotState.COMMITTED)
+    state.blocks.add(block)
+    state.blocks.enter_dram(block, slot.slot_id, record.generation)
+    state.blocks.know(block, record.token_ids, record.checksums)
+    state.blocks.doubt(block, is_unverified=True)

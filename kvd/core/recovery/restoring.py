@@ -1,0 +1,227 @@
+"""Recovery: from the rows of the index to the state they describe.
+
+Pure. Reads no data: blocks are verified when they are used (D11). Rows that cannot be are removed,
+not trusted: blocks outside the tier, two blocks on one place, sessions beyond the prefix whose
+blocks exist. Blocks that adoption has found in DRAM are there already
+(kvd/core/recovery/adopting.py).
+
+Sessions begin folded, as far as they may be, and rest until they are used. What is needed of a
+million of them at once is columns; `kvd bench --only control` shows what they take.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import TypeAlias
+
+import numpy as np
+
+from kvd.core.records.actions import RESTORED
+from kvd.core.records.records import TTL_NEVER_NS, IndexRows, Pin, SessionRecord
+from kvd.core.recovery.block_rows import BlockRows
+from kvd.core.recovery.row_join import (
+    Ints,
+    SpanColumns,
+    count_users,
+    gathered,
+    head_lengths,
+    pack_places_of,
+)
+from kvd.core.recovery.session_rows import SessionRows
+from kvd.core.state.block_users import NOWHERE
+from kvd.core.state.cache_state import CacheState
+from kvd.core.state.packing import PLACE_BYTES, plain_span
+from kvd.core.state.session import Session
+from shared.types.session_key import SessionKey
+
+Settings: TypeAlias = dict[SessionKey, SessionRecord]  # of sessions that have some of their own
+
+MADE_AT_ONCE = 1 << 14  # sessions whose places are packed together
+
+
+def restore(state: CacheState, rows: IndexRows) -> None:
+    """See CacheEngine.restore; adopted blocks are in the index of blocks, and nothing else is."""
+    assert not state.sessions, "a cache is restored before it is used"
+    sessions = SessionRows()
+    with_blocks, num_spans, num_dropped = _make_all(state, sessions, rows)
+    rows.forget_blocks()  # what follows takes as much memory again
+    settings = {row.key: row for row in sessions.settings.values() if row.key in state.sessions}
+    tenants = Counter(key.tenant for key in state.sessions)
+    _rank_all(state, settings, tenants, with_blocks)
+    _schedule(state, settings, tenants)
+    _count(state, tenants, num_spans)
+    if state.limits.folds_sessions:
+        for key in (sessions.keys[index] for index in sessions.full):
+            if key in state.sessions:
+                state.tails.fold(state.sessions[key])
+    fields = {
+        "num_sessions": len(state.sessions),
+        "num_blocks": len(state.blocks) + state.tails.num_blocks,
+        "num_dropped_blocks": num_dropped,
+    }
+    state.outbox.emit(RESTORED, None, fields)
+
+
+def _make_all(
+    state: CacheState, sessions: SessionRows, rows: IndexRows
+) -> tuple[list[Session], int, int]:
+    """Make all sessions; returns those that are not wholly folded, and counts spans and drops."""
+    blocks = BlockRows(state, rows)
+    join = blocks.join()
+    sessions.collect(rows.sessions, join)
+    restoration = _Restoration(state, sessions, blocks, join.finish())
+    del join
+    num_spans = restoration.run()
+    return restoration.with_blocks, num_spans, blocks.drop_unused()
+
+
+class _Restoration:
+    """Makes the sessions of rows.
+
+    Attributes:
+        with_blocks: those that have blocks in the index of blocks.
+    """
+
+    def __init__(
+        self, state: CacheState, sessions: SessionRows, blocks: BlockRows, spans: SpanColumns
+    ) -> None:
+        self._state = state
+        self._sessions = sessions
+        self._blocks = blocks
+        self._spans = spans
+        self._last_access_ns = np.frombuffer(sessions.last_access_ns, dtype=np.int64)
+        self._are_plain = sessions.are_plain()
+        self.with_blocks: list[Session] = []
+
+    def run(self) -> int:
+        """Make all sessions, coldest first; returns how many spans they have."""
+        state, sessions, blocks, spans = self._state, self._sessions, self._blocks, self._spans
+        order = sessions.in_order()
+        num_over = max(0, len(order) - state.limits.max_sessions)
+        spans.lengths[order[:num_over]] = 0
+        num_users = count_users(spans, len(blocks.is_sound))
+        blocks.use(num_users)
+        is_foldable = (num_users == 1) & ~blocks.is_object
+        heads = head_lengths(spans, is_foldable & state.limits.folds_sessions)
+        del num_users, is_foldable
+        heads[list(sessions.full)] = spans.lengths[list(sessions.full)]
+        for first in range(0, len(order), MADE_AT_ONCE):
+            self._make(order[first : first + MADE_AT_ONCE], heads)
+        return int(spans.lengths.sum())
+
+    def _make(self, some: Ints, heads: Ints) -> None:
+        """Make the sessions of some rows, in their order: all at once, as far as they are alike."""
+        spans, rows, blocks = self._spans, self._sessions, self._blocks
+        lengths, num_stored = spans.lengths[some], np.diff(spans.starts)[some]
+        num_folded = lengths - heads[some]
+        folded = gathered(spans.starts[some] + heads[some], num_folded)
+        places = pack_places_of(blocks.keys, blocks.num_tokens, blocks.extents, spans.rows[folded])
+        ends = np.cumsum(num_folded) * PLACE_BYTES
+        starts = ends - num_folded * PLACE_BYTES
+        last_access_ns = np.minimum(self._last_access_ns[some], self._state.now_ns)
+        columns = (some.tolist(), last_access_ns.tolist(), starts.tolist(), ends.tolist())
+        made = [
+            Session(rows.keys[index], last_ns, (), places[start:end], is_indexed=True)
+            for index, last_ns, start, end in zip(*columns, strict=True)
+        ]
+        is_alike = self._are_plain[some] & (num_folded > 0) & (num_folded == num_stored)
+        self._state.tails.restored([made[place] for place in np.flatnonzero(num_folded).tolist()])
+        is_left = zip(made, lengths.tolist(), strict=True)
+        self._state.sessions.update((session.key, session) for session, left in is_left if left)
+        for place in np.flatnonzero(~is_alike).tolist():
+            index, length = int(some[place]), int(lengths[place])
+            if length:
+                is_cut = length < num_stored[place]
+                self._settle(made[place], index, int(heads[index]), is_cut=is_cut)
+            else:
+                self._state.outbox.index.session_gone(rows.keys[index], is_indexed=True)
+
+    def _settle(self, session: Session, index: int, head: int, *, is_cut: bool) -> None:
+        """Do for a session what few need: its first `head` blocks are no folded ones."""
+        if head:
+            self._use_blocks(session, index, head)
+        if index in self._sessions.settings:
+            self._set(session, self._sessions.settings[index])
+        if is_cut:
+            session.lost = "evicted"
+        if is_cut or index in self._sessions.damaged:
+            self._state.outbox.index.session_changed(session.key)
+
+    def _use_blocks(self, session: Session, index: int, head: int) -> None:
+        """Give a session the spans whose blocks are not folded."""
+        start = int(self._spans.starts[index])
+        rows = self._spans.rows[start : start + head].tolist()
+        blocks = [self._blocks.block(row) for row in rows]
+        full = self._sessions.full.get(index)
+        if full is None:
+            session.spans = [plain_span(block.key, block.num_tokens) for block in blocks]
+        else:
+            session.spans = full[:head]
+        tenant = session.key.tenant
+        for block in blocks:
+            if not block.tenant:
+                block.tenant = tenant
+                self._state.tenants.charge(tenant, 1)
+        self._state.users.add(session, blocks)
+        self.with_blocks.append(session)
+
+    def _set(self, session: Session, settings: SessionRecord) -> None:
+        """Give a session its settings."""
+        session.ttl_ns, session.pin, session.ended = settings.ttl_ns, settings.pin, settings.ended
+        self._state.count_pin(session, 1)
+
+
+def _rank_all(
+    state: CacheState, settings: Settings, tenants: Iterable[str], with_blocks: list[Session]
+) -> None:
+    """Give sessions their places in the orders."""
+    pinned = {key for key, row in settings.items() if row.pin is Pin.HARD}
+    ranked = [key for key in state.sessions if key not in pinned] if pinned else [*state.sessions]
+    state.policy.restored(ranked)
+    for session in with_blocks:
+        state.users.recount(session, NOWHERE)
+    has_quota = any(state.tenants.order_of(name) is not None for name in tenants)
+    for key in ranked if has_quota else ():
+        state.tenants.entered(key)
+    for row in settings.values():
+        _rank(state, row)
+
+
+def _rank(state: CacheState, settings: SessionRecord) -> None:
+    """Give a session the place in the orders that its settings ask for."""
+    key = settings.key
+    if settings.pin is Pin.HARD:
+        return
+    if settings.pin is Pin.SOFT:
+        state.policy.guarded(key, is_guarded=True)
+        state.tenants.guarded(key, is_guarded=True)
+    if settings.ended:
+        state.policy.ended(key)
+        state.tenants.ended(key)
+
+
+def _schedule(state: CacheState, settings: Settings, tenants: Iterable[str]) -> None:
+    """Have sessions expire in time."""
+    inherited = {name: state.inherited_ttl_ns(name) for name in tenants}
+    ttl_ns = {name: ttl for name, ttl in inherited.items() if ttl not in (None, TTL_NEVER_NS)}
+    deadlines = [
+        (session.last_access_ns + ttl_ns[key.tenant], key)
+        for key, session in state.sessions.items()
+        if key.tenant in ttl_ns and key not in settings
+    ]
+    for key in settings:
+        deadline_ns = state.expires_at_ns(state.sessions[key])
+        if deadline_ns is not None:
+            deadlines.append((deadline_ns, key))
+    state.ttl.restore(deadlines)
+
+
+def _count(state: CacheState, tenants: Counter[str], num_spans: int) -> None:
+    """Count sessions, and what is folded of them, by tenant."""
+    num_folded_bytes: Counter[str] = Counter()
+    for key, session in state.sessions.items():
+        num_folded_bytes[key.tenant] += len(session.folded)
+    for tenant, num_sessions in tenants.items():
+        state.tenants.charge(tenant, num_folded_bytes[tenant] // PLACE_BYTES)
+        state.tenants.count_session(tenant, num_sessions)
+    if num_spans:  # about one block each
+        state.placement.sized(num_spans * state.layout.block_bytes // len(state.sessions))

@@ -1,0 +1,184 @@
+"""Joins the spans of all sessions with the blocks there are, by columns: millions in a second.
+
+Pure. Keys are compared by their first 8 bytes and then verified by the others. Of two keys with
+equal first bytes (never, in practice: keys are keyed hashes) one is not found, which is a miss.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvd.core.state.packing import PLACE_BYTES, PLAIN_SPAN_BYTES
+
+Ints = NDArray[np.int64]
+Rows = NDArray[np.int32]  # which block; there are never more than 2^31
+Words = NDArray[np.uint64]
+Flags = NDArray[np.bool_]
+
+PARTIAL = 1 << 31  # flag in a span's row count: it may use less than the whole block
+JOINED_BYTES = PLAIN_SPAN_BYTES << 18  # at once: these and their like need not all be there
+
+_KEY = np.dtype([("first", ">u8"), ("last", ">u8")])
+_SPAN = np.dtype([("key", _KEY), ("num_tokens", "<u4")])
+_PLACE = np.dtype([("key", _KEY), ("num_tokens", "<u4"), ("extent", "<u8")])
+assert (_SPAN.itemsize, _PLACE.itemsize) == (PLAIN_SPAN_BYTES, PLACE_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockColumns:
+    """Blocks, found by key.
+
+    Attributes:
+        order: blocks by ascending first half of their keys.
+        same_as: by block: the first one of the same key; itself, usually. -1: it cannot be found.
+        in_order: `first` of the blocks of `order`.
+    """
+
+    first: Words
+    last: Words
+    num_tokens: Rows
+    order: Rows
+    same_as: Rows
+    in_order: Words
+
+
+@dataclass(frozen=True, slots=True)
+class SpanColumns:
+    """The spans of many sessions, one session after the other.
+
+    Attributes:
+        starts: index of each session's first span, and the number of spans.
+        rows: the block of each span, as far as the session is sound.
+        lengths: how many spans of each session are sound: all before the first that is not.
+    """
+
+    starts: Ints
+    rows: Rows
+    lengths: Ints
+
+
+def index_blocks(keys: bytes, num_tokens: Rows) -> BlockColumns:
+    """Make blocks findable; of several with one key the first one counts."""
+    halves = np.frombuffer(keys, dtype=_KEY)
+    first, last = halves["first"].astype(np.uint64), halves["last"].astype(np.uint64)
+    is_sorted = bool(np.all(first[:-1] <= first[1:]))
+    same_as = np.arange(len(first), dtype=np.int32)
+    order = same_as.copy() if is_sorted else np.argsort(first, kind="stable").astype(np.int32)
+    in_order = first if is_sorted else first[order]
+    for place in (np.flatnonzero(in_order[1:] == in_order[:-1]) + 1).tolist():
+        leader = int(np.searchsorted(in_order, in_order[place]))
+        one, other = order[leader], order[place]
+        same_as[other] = one if last[one] == last[other] else -1
+    return BlockColumns(first, last, num_tokens, order, same_as, in_order)
+
+
+class SpanJoin:
+    """Finds the blocks of spans as their sessions come, and forgets what they were found by.
+
+    Args:
+        blocks: where to find them.
+        is_sound: which of the blocks may be used.
+    """
+
+    def __init__(self, blocks: BlockColumns, is_sound: Flags) -> None:
+        self._blocks = blocks
+        self._is_sound = is_sound
+        self._packed = bytearray()
+        self._num_spans = array("q")
+        self._rows: list[Rows] = []
+        self._is_found: list[Flags] = []
+
+    def add(self, packed: Sequence[bytes]) -> None:
+        """Take sessions' spans as kind 0 packs them.
+
+        Where one may use a part of its block, PARTIAL says so and num_tokens is the end of its
+        rows.
+        """
+        self._packed += b"".join(packed)
+        self._num_spans.extend(len(spans) // PLAIN_SPAN_BYTES for spans in packed)
+        if len(self._packed) >= JOINED_BYTES:
+            self._join()
+
+    def finish(self) -> SpanColumns:
+        """Tell what was found, of all sessions."""
+        self._join()
+        num_spans = np.frombuffer(self._num_spans, dtype=np.int64)
+        starts = np.concatenate(([0], np.cumsum(num_spans, dtype=np.int64)))
+        missing = np.flatnonzero(~np.concatenate(self._is_found))[::-1]
+        lengths = np.diff(starts)
+        sessions = np.searchsorted(starts, missing, side="right") - 1
+        lengths[sessions] = missing - starts[sessions]  # the first one of a session comes last
+        return SpanColumns(starts, np.concatenate(self._rows), lengths)
+
+    def _join(self) -> None:
+        spans = np.frombuffer(bytes(self._packed), dtype=_SPAN)
+        rows = _find(self._blocks, spans["key"])
+        is_found = rows >= 0
+        rows[~is_found] = 0
+        if len(self._blocks.first):
+            num_rows = spans["num_tokens"].astype(np.int64)
+            is_partial = num_rows >= PARTIAL
+            num_tokens = self._blocks.num_tokens[rows]
+            fits = np.where(is_partial, num_rows - PARTIAL <= num_tokens, num_rows == num_tokens)
+            is_found &= fits & self._is_sound[rows]
+        self._rows.append(rows)
+        self._is_found.append(is_found)
+        self._packed.clear()
+
+
+def count_users(spans: SpanColumns, num_blocks: int) -> Ints:
+    """How many spans use each block."""
+    is_kept = _is_kept(spans)
+    rows = spans.rows if is_kept.all() else spans.rows[is_kept]
+    return np.bincount(rows, minlength=num_blocks)
+
+
+def head_lengths(spans: SpanColumns, is_private: Flags) -> Ints:
+    """How many spans of each session come up to its last one whose block is not private."""
+    lengths = np.zeros(len(spans.lengths), dtype=np.int64)
+    if not len(is_private):
+        return lengths  # there is no block, so there is no sound span
+    shared = np.flatnonzero(_is_kept(spans) & ~is_private[spans.rows])
+    sessions = np.searchsorted(spans.starts, shared, side="right") - 1
+    lengths[sessions] = shared - spans.starts[sessions] + 1  # the last one is assigned last
+    return lengths
+
+
+def gathered(starts: Ints, lengths: Ints) -> Ints:
+    """Join ranges: each start, and the numbers that follow it, so many in all."""
+    before = np.cumsum(lengths) - lengths
+    return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
+
+
+def pack_places_of(keys: bytes, num_tokens: Rows, extents: Ints, rows: Rows) -> bytes:
+    """Pack the places of some of all blocks; they have one."""
+    places = np.empty(len(rows), dtype=_PLACE)
+    places["key"] = np.frombuffer(keys, dtype=_KEY)[rows]
+    places["num_tokens"] = num_tokens[rows]
+    places["extent"] = extents[rows]
+    return places.tobytes()
+
+
+def _is_kept(spans: SpanColumns) -> Flags:
+    """Which spans are sound, as are all before them in their session."""
+    num_spans = np.diff(spans.starts)
+    if np.array_equal(num_spans, spans.lengths):
+        return np.ones(len(spans.rows), dtype=np.bool_)  # as after nearly every start
+    index = np.arange(len(spans.rows)) - np.repeat(spans.starts[:-1], num_spans)
+    return np.asarray(index < np.repeat(spans.lengths, num_spans))
+
+
+def _find(blocks: BlockColumns, keys: NDArray[np.void]) -> Rows:
+    """Index of each key's block, -1 if there is none."""
+    if not len(blocks.first):
+        return np.full(len(keys), -1, dtype=np.int32)
+    first, last = keys["first"].astype(np.uint64), keys["last"].astype(np.uint64)
+    by_key = np.argsort(first)  # look-ups in ascending order stay in the processor's cache
+    places = np.empty(len(first), dtype=np.int64)
+    places[by_key] = np.searchsorted(blocks.in_order, first[by_key])
+    rows = blocks.order[np.minimum(places, len(blocks.order) - 1)]
+    is_found = (blocks.first[rows] == first) & (blocks.last[rows] == last)
+    return np.where(is_found, rows, np.int32(-1))

@@ -1,0 +1,129 @@
+"""Folding: blocks of idle sessions as packed bytes instead of objects.
+
+A server may know hundreds of thousands of sessions, of which few are in use. What an idle one has
+is mostly *private* (no other session uses it) and on SSD only. The run of such blocks at its end is
+*folded*: 28 bytes a block instead of about 600. Everything but the index of blocks treats folded
+blocks as it treats others: they keep their extents, rows and quota, and are scrubbed.
+
+How a folded block is found: the keys of blocks form a trie, and folded blocks are private. So
+whoever comes to one along the content chain comes to the first of its run before; only that one is
+registered (`heads`). Behind a discard a block's key does not follow from the key before it, so
+there every block of the run is registered.
+
+Pure. Invariants:
+1. a folded block is used by one session, once, and is at rest: no slot, no lease, no operation that
+   changes it;
+2. no key is both folded and in the index of blocks.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from kvd.core.records.records import BlockRecord
+from kvd.core.state.block import Block, BlockIndex
+from kvd.core.state.packing import FULL_SPAN_BYTES, PLACE_BYTES, is_plain, pack_full, pack_places
+from kvd.core.state.session import Session
+from shared.types.block_key import KEY_BYTES
+from shared.types.session_key import SessionKey
+
+
+class FoldedTails:
+    """Folds and unfolds sessions.
+
+    Attributes:
+        heads: owner by key of a folded block; see the module docstring for which are here.
+        num_blocks: folded blocks of all sessions.
+        waiting: sessions that can perhaps be folded.
+    """
+
+    def __init__(self, blocks: BlockIndex) -> None:
+        self._blocks = blocks
+        self.heads: dict[bytes, SessionKey] = {}
+        self.num_blocks = 0
+        self.waiting: OrderedDict[SessionKey, None] = OrderedDict()
+
+    def fold_later(self, key: SessionKey) -> None:
+        """Have a session looked at once no call is under way."""
+        self.waiting[key] = None
+
+    def fold(self, session: Session) -> bool:
+        """Fold as many of the session's last blocks as possible: O(its blocks).
+
+        Returns:
+            Whether more could be folded once a lease or an operation has ended.
+        """
+        if len(session.block_keys()) < len(session.spans):
+            return False  # a discard has left two spans of one block; rare, and not worth a rule
+        taken: list[Block] = []
+        is_busy = False
+        for span in reversed(session.spans):
+            block = self._blocks[span.block_key]
+            if len(block.users) > 1 or block.slot_id is not None or block.extent is None:
+                break
+            is_busy = not block.may_vanish()
+            if is_busy:
+                break
+            taken.append(block)
+        if taken:
+            taken.reverse()
+            self._fold_blocks(session, taken)
+        return is_busy
+
+    def unfold(self, session: Session) -> list[Block]:
+        """Make blocks of a session's folded ones; the caller makes it their user."""
+        records, spans = list(session.tail_blocks()), list(session.tail_spans())
+        self._unregister(session)
+        session.folded = session.folded_spans = b""
+        session.spans = [*session.spans, *spans]
+        blocks = []
+        for record in records:
+            block = Block(record.key, record.num_tokens, session.key.tenant)
+            self._blocks.add(block)
+            self._blocks.enter_ssd(block, record.extent)
+            blocks.append(block)
+        return blocks
+
+    def take(self, session: Session, num_blocks: int) -> list[BlockRecord]:
+        """Take a session's last folded blocks off; the caller gives up what they occupy."""
+        num_kept = session.num_folded - num_blocks
+        taken = list(session.tail_blocks())[num_kept:]
+        self._unregister(session)
+        session.folded = session.folded[: num_kept * PLACE_BYTES]
+        session.folded_spans = session.folded_spans[: num_kept * FULL_SPAN_BYTES]
+        self._register(session)
+        return taken
+
+    def restored(self, sessions: Sequence[Session]) -> None:
+        """Take sessions in that were read as folded ones, all plain."""
+        self.num_blocks += sum(len(session.folded) for session in sessions) // PLACE_BYTES
+        self.heads.update((session.folded[:KEY_BYTES], session.key) for session in sessions)
+
+    def head_keys(self, session: Session) -> list[bytes]:
+        """Under which keys a session's folded blocks are registered."""
+        if session.folded_spans:
+            return [block.key for block in session.tail_blocks()]
+        return [session.folded[:KEY_BYTES]] if session.folded else []
+
+    def _fold_blocks(self, session: Session, blocks: list[Block]) -> None:
+        num_kept = len(session.spans) - len(blocks)
+        spans = [*session.spans[num_kept:], *session.tail_spans()]
+        records = []
+        for block in blocks:
+            records.append(BlockRecord(block.key, self._blocks.leave_ssd(block), block.num_tokens))
+            self._blocks.remove(block)
+        self._unregister(session)
+        session.spans = session.spans[:num_kept] if num_kept else ()
+        session.folded = pack_places(records) + session.folded
+        session.folded_spans = b"" if all(map(is_plain, spans)) else pack_full(spans)
+        self._register(session)
+
+    def _register(self, session: Session) -> None:
+        self.num_blocks += session.num_folded
+        for key in self.head_keys(session):
+            assert key not in self.heads, "a folded block has one owner"
+            self.heads[key] = session.key
+
+    def _unregister(self, session: Session) -> None:
+        self.num_blocks -= session.num_folded
+        for key in self.head_keys(session):
+            del self.heads[key]

@@ -1,0 +1,262 @@
+"""Leases: rights of an engine to use slots, for as long as it lives (D10).
+
+Pure. A load lease counts as a reader of its blocks, a store lease owns the slots it fills and
+counts as a holder of the blocks it builds on. The counting itself is done by loading.py and
+storing.py; this is the register.
+
+A store lease whose engine has lost its connection, but not its life, is an *orphan*: its slots are
+quarantined until the engine comes back or dies, because it may still be writing to them. Of one
+that an earlier kvd granted only the slots are known (RestoredLease): it can never be completed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvd.core.records.errors import LeaseLostError, TooManyLeasesError
+from kvd.core.records.records import LeaseInfo, LoadSpan, Span
+from kvd.core.state.block import Block
+from shared.types.lineage import Lineage
+from shared.types.session_key import SessionKey
+
+
+@dataclass(slots=True, eq=False)
+class LoadLease:
+    """Blocks being loaded.
+
+    Attributes:
+        entries: blocks with the spans granted on them, in token order.
+        num_waiting: blocks among them that are being read or verified.
+        failure: why the answer was cut: "", "corrupt", "read_error", "deadline".
+        is_tracked: a progress word says how far it is.
+        is_settled: its outcome is counted.
+        is_export: it is no use of the session, and its outcome is not counted as a load's.
+    """
+
+    lease_id: int
+    owner: int
+    key: SessionKey
+    from_token: int
+    entries: list[tuple[Block, LoadSpan]]
+    more: bool
+    since_ns: int = 0
+    num_waiting: int = 0
+    failure: str = ""
+    is_tracked: bool = False
+    is_settled: bool = False
+    is_export: bool = False
+
+    def info(self) -> LeaseInfo:
+        """The lease as operators see it."""
+        num_slots = len({span.slot_id for _, span in self.entries})
+        is_pending = bool(self.num_waiting)
+        return LeaseInfo(
+            self.lease_id, "load", self.owner, self.key, num_slots, self.since_ns, is_pending
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NewBlock:
+    """A block to be: what its slot will hold once the engine has written it."""
+
+    slot_id: int
+    generation: int
+    token_ids: bytes
+
+
+Part = tuple[Span, Block | NewBlock]
+
+
+@dataclass(slots=True, eq=False)
+class StoreLease:
+    """Slots being filled.
+
+    Attributes:
+        parts: what the session will consist of: each span with the existing block it uses (held by
+            this lease) or the new one.
+        num_discards: that the session had seen when it was prepared.
+        lineage: of the tokens, if it was named.
+        is_outdated: a discard has come since, which has left the session alone; or its tenant is
+            erased.
+    """
+
+    lease_id: int
+    owner: int
+    key: SessionKey
+    parts: list[Part] = field(default_factory=list)
+    num_discards: int = 0
+    lineage: Lineage | None = None
+    is_outdated: bool = False
+    since_ns: int = 0
+    is_orphan: bool = False
+
+    def slots(self) -> list[tuple[int, int]]:
+        """Id and generation of each slot it fills."""
+        return [
+            (part.slot_id, part.generation) for _, part in self.parts if isinstance(part, NewBlock)
+        ]
+
+    def info(self) -> LeaseInfo:
+        """The lease as operators see it."""
+        return _store_info(self, self.key)
+
+
+@dataclass(slots=True, eq=False)
+class RestoredLease:
+    """Slots that an engine may still be filling for an earlier kvd; what for is not known."""
+
+    lease_id: int
+    owner: int
+    held: list[tuple[int, int]] = field(default_factory=list)
+    since_ns: int = 0
+    is_orphan: bool = True
+
+    def slots(self) -> list[tuple[int, int]]:
+        """Id and generation of each slot."""
+        return self.held
+
+    def info(self) -> LeaseInfo:
+        """The lease as operators see it."""
+        return _store_info(self, None)
+
+
+Lease = LoadLease | StoreLease | RestoredLease
+
+
+def _store_info(lease: StoreLease | RestoredLease, key: SessionKey | None) -> LeaseInfo:
+    return LeaseInfo(
+        lease.lease_id,
+        "store",
+        lease.owner,
+        key,
+        len(lease.slots()),
+        lease.since_ns,
+        is_orphan=lease.is_orphan,
+    )
+
+
+class LeaseTable:
+    """All leases, by id, owner and session.
+
+    Attributes:
+        num_orphans: store leases without a connection.
+        num_quarantined_slots: the slots these hold.
+    """
+
+    def __init__(self, max_leases: int) -> None:
+        self._max_leases = max_leases
+        self._next_id = 1
+        self._leases: dict[int, Lease] = {}
+        self._by_owner: dict[int, dict[int, None]] = {}
+        self._by_session: dict[SessionKey, int] = {}
+        self.num_orphans = 0
+        self.num_quarantined_slots = 0
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(self._leases.values())
+
+    def start_at(self, first_id: int) -> None:
+        """Number leases from here on, at least; an earlier kvd may have granted those below."""
+        self._next_id = max(self._next_id, first_id)
+
+    def set_bound(self, max_leases: int) -> None:
+        """Grant no more than so many from now on; those that are held stay."""
+        self._max_leases = max_leases
+
+    def next_id(self) -> int:
+        """Reserve an id for a new lease.
+
+        Raises:
+            TooManyLeasesError: at the bound.
+        """
+        if len(self._leases) >= self._max_leases:
+            raise TooManyLeasesError(
+                f"{len(self._leases)} leases are held",
+                "complete loads and stores before preparing more",
+            )
+        self._next_id += 1
+        return self._next_id - 1
+
+    def add(self, lease: Lease) -> None:
+        """Register a lease."""
+        self._leases[lease.lease_id] = lease
+        self._by_owner.setdefault(lease.owner, {})[lease.lease_id] = None
+        if not isinstance(lease, RestoredLease):
+            self._by_session[lease.key] = self._by_session.get(lease.key, 0) + 1
+        self._count_orphan(lease, 1)
+
+    def remove(self, lease: Lease) -> None:
+        """Forget a lease."""
+        self._count_orphan(lease, -1)
+        del self._leases[lease.lease_id]
+        owned = self._by_owner[lease.owner]
+        del owned[lease.lease_id]
+        if not owned:
+            del self._by_owner[lease.owner]
+        if isinstance(lease, RestoredLease):
+            return
+        self._by_session[lease.key] -= 1
+        if not self._by_session[lease.key]:
+            del self._by_session[lease.key]
+
+    def give_to(self, lease: StoreLease | RestoredLease, owner: int, *, is_orphan: bool) -> None:
+        """Change who holds a store lease, and whether its connection is there."""
+        self.remove(lease)
+        lease.owner, lease.is_orphan = owner, is_orphan
+        self.add(lease)
+
+    def get(self, lease_id: int) -> Lease | None:
+        """Find a lease."""
+        return self._leases.get(lease_id)
+
+    def load_of(self, lease_id: int, owner: int | None = None) -> LoadLease:
+        """Find a load lease, of this owner if one is given.
+
+        Raises:
+            LeaseLostError: if there is none such.
+        """
+        lease = self._leases.get(lease_id)
+        if not isinstance(lease, LoadLease) or owner not in (None, lease.owner):
+            raise lost(lease_id)
+        return lease
+
+    def store_of(self, lease_id: int, owner: int) -> StoreLease | RestoredLease:
+        """Find a store lease of this owner.
+
+        Raises:
+            LeaseLostError: if there is none such.
+        """
+        lease = self._leases.get(lease_id)
+        if lease is None or isinstance(lease, LoadLease) or owner != lease.owner:
+            raise lost(lease_id)
+        return lease
+
+    def of_owner(self, owner: int) -> tuple[Lease, ...]:
+        """All leases of an engine, oldest first."""
+        return tuple(self._leases[lease_id] for lease_id in self._by_owner.get(owner, ()))
+
+    def reading(self, block: Block) -> list[LoadLease]:
+        """Load leases on a block; O(leases)."""
+        return [
+            lease
+            for lease in self._leases.values()
+            if isinstance(lease, LoadLease) and any(entry is block for entry, _ in lease.entries)
+        ]
+
+    def num_of_session(self, key: SessionKey) -> int:
+        """Leases taken for a session."""
+        return self._by_session.get(key, 0)
+
+    def _count_orphan(self, lease: Lease, sign: int) -> None:
+        if not isinstance(lease, LoadLease) and lease.is_orphan:
+            self.num_orphans += sign
+            self.num_quarantined_slots += sign * len(lease.slots())
+
+
+def lost(lease_id: int) -> LeaseLostError:
+    """Make the error for a lease that its caller may not use."""
+    return LeaseLostError(
+        f"lease {lease_id} is not held by this engine", "discard what it covered and prepare again"
+    )

@@ -1,0 +1,101 @@
+"""Actions on their way out, and what is counted on the way. Pure."""
+
+from collections.abc import Mapping
+
+from kvd.core.records.actions import Action, Emit, SpaceFreed
+from kvd.core.state.index_line import IndexLine
+from shared.types.session_key import SessionKey
+
+# Monotonic counters since start; each name is a row of LayoutStats.counters.
+COUNTERS = (
+    "load_hits",  # loads answered with at least one span, reads included
+    "load_misses",  # loads answered with none, "busy" excluded
+    "loads_busy",  # loads that found no slot to read into
+    "load_tokens_dram",  # tokens handed out that were in DRAM
+    "load_tokens_ssd",  # tokens handed out that were read from SSD for it
+    "stores",  # completed store leases, and stores that found everything stored
+    "store_tokens",  # tokens published
+    "stores_waited",  # answers "wait"
+    "stores_refused",  # answers "no_space", "gap" and "quota"
+    "discards",  # of sessions that are stored
+    "discarded_tokens",  # stored ones
+    "compactions",  # runs of a session's spans that were put together
+    "compacted_tokens",
+    "compacted_blocks",  # blocks that were made by it
+    "compactions_given_up",  # because somebody came to use the session, or a source was gone
+    "prefetch_blocks",  # reads begun ahead of a load
+    "prefetch_tokens",  # of these blocks
+    "prefetch_hits",  # of these blocks, found in DRAM by a load
+    "prefetch_late",  # of these blocks, still being read when a load came for them
+    "prefetch_wasted",  # of these blocks, gone from DRAM before any load came
+    "prefetch_cancelled",  # sessions whose turn left the queue before all of them was read
+    "evictions_dram",  # blocks that left DRAM for room
+    "evictions_ssd",  # blocks that left SSD for room
+    "evictions_quota",  # blocks that went because of their tenant's quota
+    "sessions_dropped",  # sessions that lost all their blocks to make room
+    "sessions_expired",
+    "sessions_flushed",
+    "blocks_corrupt",  # copies whose bytes were not the ones stored: the sum of the next two
+    "blocks_corrupt_dram",
+    "blocks_corrupt_ssd",
+    "verified_blocks",  # copies in DRAM that were compared with their checksums, and good
+    "adopted_blocks",  # found in an arena that an earlier kvd left
+    "hash_errors",
+    "read_errors",
+    "write_errors",
+    "demotions",  # blocks written because their room in DRAM was wanted
+    "ssd_read_bytes",  # of reads into DRAM, by whole sectors; failed ones too
+    "ssd_written_bytes",  # by whole sectors, as they lie on SSD
+    "ssd_refused",  # blocks that found no extent and stay in DRAM only
+    "leases_lost",  # completions of leases that were gone
+)
+
+
+class Outbox:
+    """Collects actions and counters.
+
+    Attributes:
+        index: what the index is to be told.
+        num_freed: how often `space_freed` was called.
+        num_waits: how often `want_wake` was.
+    """
+
+    def __init__(self) -> None:
+        self._actions: list[Action] = []
+        self.index = IndexLine()
+        self._wake_wanted = False
+        self.num_freed = 0
+        self.num_waits = 0
+        self.counters = dict.fromkeys(COUNTERS, 0)
+
+    def add(self, action: Action) -> None:
+        """Queue an action, but for those of the index."""
+        self._actions.append(action)
+
+    def emit(
+        self, name: str, key: SessionKey | None, fields: Mapping[str, str | int] | None = None
+    ) -> None:
+        """Queue an event; values become text."""
+        text = {field: str(value) for field, value in (fields or {}).items()}
+        self.add(Emit(name, key, text))
+
+    def count(self, counter: str, increment: int = 1) -> None:
+        """Add to a counter of COUNTERS."""
+        self.counters[counter] += increment
+
+    def want_wake(self) -> None:
+        """Somebody was told to wait for space."""
+        self.num_waits += 1
+        self._wake_wanted = True
+
+    def space_freed(self) -> None:
+        """A slot is free, or a block may be evicted that could not be."""
+        self.num_freed += 1
+        if self._wake_wanted:
+            self._wake_wanted = False
+            self.add(SpaceFreed())
+
+    def drain(self) -> list[Action]:
+        """Hand out every action since the last drain, but for those of the index."""
+        actions, self._actions = self._actions, []
+        return actions

@@ -1,0 +1,110 @@
+"""A session: its spans, in token order, and what operators set on it. Pure.
+
+An idle session is *folded*: its last blocks, those that only it uses and that are on SSD only, are
+no Block objects but packed bytes (kvd/core/state/folding.py). `spans` are then those before them.
+
+Invariant: spans are contiguous from the session's first kept token; only a prefix ever remains.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvd.core.records.records import TTL_NEVER_NS, BlockRecord, Pin, SessionRecord, Span
+from kvd.core.state.packing import (
+    PLACE_BYTES,
+    num_tokens_of_places,
+    pack_spans,
+    plain_span,
+    unpack_full,
+    unpack_places,
+)
+from shared.types.lineage import Lineage
+from shared.types.session_key import SessionKey
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One conversation's stored KV.
+
+    Attributes:
+        spans: those whose blocks are in the index.
+        folded: the places of the folded blocks that follow, one span each; b"" if there are none.
+        folded_spans: the spans on them, unless they are all plain.
+        lost: why it holds less than was stored: "", "evicted", "corrupt".
+        num_read_ahead: blocks read ahead for it since it was last used.
+        num_discards: since this kvd knows it.
+        lineage: of what it holds; None: this kvd was not told. Not kept across restarts.
+        is_indexed: a row of it was handed out to the index, or came from there.
+    """
+
+    key: SessionKey
+    last_access_ns: int
+    spans: Sequence[Span] = ()
+    folded: bytes = b""
+    folded_spans: bytes = b""
+    ttl_ns: int | None = None
+    pin: Pin = Pin.NONE
+    ended: bool = False
+    lost: str = ""
+    num_read_ahead: int = 0
+    num_discards: int = 0
+    lineage: Lineage | None = None
+    is_indexed: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Stored tokens; costs O(spans)."""
+        num_tokens = sum(span.num_tokens for span in self.spans)
+        if self.folded_spans:
+            return num_tokens + sum(span.num_tokens for span in self.tail_spans())
+        return num_tokens + num_tokens_of_places(self.folded)
+
+    @property
+    def num_spans(self) -> int:
+        """How many spans it has; about as many blocks."""
+        return len(self.spans) + self.num_folded
+
+    @property
+    def num_folded(self) -> int:
+        """How many blocks are folded."""
+        return len(self.folded) // PLACE_BYTES
+
+    def block_keys(self) -> dict[bytes, None]:
+        """Keys of its blocks that are not folded, each once, in token order."""
+        return dict.fromkeys(span.block_key for span in self.spans)
+
+    def index_of(self, block_key: bytes) -> int:
+        """Index of the first span on a block that it uses, which is not folded."""
+        return next(i for i, span in enumerate(self.spans) if span.block_key == block_key)
+
+    def tail_blocks(self) -> Iterator[BlockRecord]:
+        """Its folded blocks, in token order."""
+        return unpack_places(self.folded)
+
+    def tail_spans(self) -> Iterator[Span]:
+        """The spans on its folded blocks; the first one costs O(1)."""
+        if self.folded_spans:
+            return unpack_full(self.folded_spans)
+        return (plain_span(block.key, block.num_tokens) for block in self.tail_blocks())
+
+    def expires_at_ns(self, inherited_ttl_ns: int | None) -> int | None:
+        """When its TTL passes; None for never. Pinned sessions do not expire.
+
+        Args:
+            inherited_ttl_ns: what holds if it has none of its own.
+        """
+        ttl_ns = inherited_ttl_ns if self.ttl_ns is None else self.ttl_ns
+        if self.pin is not Pin.NONE or ttl_ns is None or ttl_ns == TTL_NEVER_NS:
+            return None
+        return self.last_access_ns + ttl_ns
+
+    def record(self) -> SessionRecord:
+        """Its row."""
+        return SessionRecord(
+            key=self.key,
+            spans=pack_spans([*self.spans, *self.tail_spans()]),
+            last_access_ns=self.last_access_ns,
+            ttl_ns=self.ttl_ns,
+            pin=self.pin,
+            ended=self.ended,
+        )

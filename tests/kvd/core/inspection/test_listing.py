@@ -1,0 +1,180 @@
+"""Listings: filters, orders, pages and their tokens."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvd.core.inspection.listing import (
+    MAX_LISTINGS,
+    ListingBuilder,
+    ListingRequest,
+    Listings,
+    parse_page_token,
+)
+from kvd.core.inspection.session_filter import EVERYTHING, SessionFilter, SessionOrder
+from kvd.core.records.errors import InvalidRequestError
+from kvd.core.records.records import Pin, Tier
+from tests.kvd.core.turns import (
+    ONES,
+    OTHER_TENANT,
+    THREES,
+    TWOS,
+    A,
+    B,
+    C,
+    load,
+    new_world,
+    store,
+)
+
+LAYOUT = "ff"
+
+
+def named(world, wanted=EVERYTHING, order=SessionOrder.IDLE, *, is_reversed=False):
+    """Session keys that a listing of one layout has, in order."""
+    request = ListingRequest(wanted, "", order, is_reversed)
+    return listing(world, request).keys
+
+
+def listing(world, request, after=None):
+    builder = ListingBuilder(request, after)
+    keys = world.engine.session_keys()
+    ranked = world.engine.ranked(keys, request.wanted, request.order, world.now_ns)
+    builder.add(LAYOUT, ranked)
+    return builder.finish()
+
+
+@dataclass
+class Shelf:
+    """Ranks that tests give, of three layouts."""
+
+    request: ListingRequest = field(default_factory=ListingRequest)
+    listings: Listings = field(default_factory=Listings)
+
+    def list(self, after=None):
+        builder = ListingBuilder(self.request, after)
+        for layout, ranks in (("aa", (3, 1)), ("bb", (1, 1)), ("cc", ())):
+            ranked = zip(ranks, (B, A), strict=False)
+            builder.add(layout, ranked)
+        return builder.finish()
+
+
+def test_every_order_has_first_what_operators_look_for():
+    """Longest idle, largest, most tokens, next to expire; reversed, the other way round."""
+    world = new_world(default_ttl_ns=1_000)
+    for key, tokens in ((C, [*ONES, 9]), (A, ONES), (B, TWOS + THREES)):
+        world.now_ns += 10
+        store(world, key, tokens)
+    world.engine.set_ttl(B, 5, world.now_ns)
+    world.engine.pin(C, Pin.HARD, world.now_ns)
+    expected = {
+        SessionOrder.IDLE: [C, A, B],
+        SessionOrder.BYTES: [B, C, A],
+        SessionOrder.TOKENS: [B, C, A],
+        SessionOrder.TTL: [B, A, C],
+    }
+    for order, keys in expected.items():
+        assert named(world, order=order) == keys
+    assert named(world, order=SessionOrder.TTL, is_reversed=True) == [C, A, B]
+
+
+def test_filters_name_what_they_say():
+    """Tenant, tier, idle time, size, pin, end; conditions add up."""
+    world = new_world(num_slots=3)
+    store(world, OTHER_TENANT, ONES + TWOS)
+    world.now_ns += 100
+    store(world, A, [*THREES, 5])
+    world.engine.pin(A, Pin.SOFT, world.now_ns)
+    world.engine.end_session(OTHER_TENANT, world.now_ns)
+    block = world.engine.layout.block_bytes
+    expected = {
+        SessionFilter(tenants=frozenset({"a"})): [A],
+        SessionFilter(tier=Tier.SSD): [OTHER_TENANT, A],
+        SessionFilter(idle_ns=100): [OTHER_TENANT],
+        SessionFilter(idle_ns=101): [],
+        SessionFilter(larger_than_bytes=2 * block - 1): [OTHER_TENANT, A],
+        SessionFilter(larger_than_bytes=2 * block): [],
+        SessionFilter(pinned=True): [A],
+        SessionFilter(id_prefix="a"): [OTHER_TENANT, A],
+        SessionFilter(id_prefix="ab"): [],
+        SessionFilter(ended=True): [OTHER_TENANT],
+        SessionFilter(ended=True, pinned=True): [],
+    }
+    for wanted, keys in expected.items():
+        assert named(world, wanted) == keys, wanted
+    store(world, B, [7] * 12)
+    store(world, B, [7] * 12 + [8])  # takes the room of all others in DRAM
+    assert named(world, SessionFilter(tier=Tier.DRAM)) == [B]
+    assert OTHER_TENANT in named(world, SessionFilter(tier=Tier.SSD))
+
+
+def test_a_filter_is_narrowed_to_what_may_be_seen():
+    """Who may see some tenants sees them, or of these the one asked for, or nothing."""
+    mine = frozenset({"a", "b"})
+    assert EVERYTHING.within(mine).tenants == mine
+    assert SessionFilter(tenants=frozenset({"b"})).within(mine).tenants == {"b"}
+    assert SessionFilter(tenants=frozenset({"c"})).within(mine).tenants == frozenset()
+    assert EVERYTHING.within(None) is EVERYTHING
+
+
+def test_folded_tokens_are_counted():
+    """A session that lies on SSD only is as large and as long as before."""
+    world = new_world(num_slots=3)
+    store(world, A, ONES + TWOS + [3])
+    before = world.engine.session_info(A)
+    store(world, B, [7] * 12)
+    store(world, B, [7] * 12 + [8])
+    info = world.engine.session_info(A)
+    assert (info.dram_bytes, info.num_tokens, info.total_bytes) == (0, 9, before.total_bytes)
+    assert named(world, order=SessionOrder.TOKENS) == [B, A]
+    load(world, A, ONES + TWOS + [3])
+    assert world.engine.session_info(A).num_tokens == 9
+
+
+def test_layouts_are_merged():
+    """Sessions of all layouts come in one order; equal ones by their keys."""
+    shelf = Shelf()
+    found = shelf.list()
+    assert list(zip(found.layouts, found.keys, strict=True)) == [
+        ("aa", A),
+        ("bb", A),
+        ("bb", B),
+        ("aa", B),
+    ]
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_a_listing_that_is_gone_goes_on_where_it_was(is_reversed):
+    """Newer listings take its place, or another kvd does; its token still says how to go on."""
+    shelf = Shelf(ListingRequest(is_reversed=is_reversed))
+    whole = shelf.list()
+    listing_id = shelf.listings.open(whole)
+    token = parse_page_token(str(whole.token(listing_id, 2)), shelf.request.order_name)
+    assert shelf.listings.find(token, shelf.request) is whole
+    for _ in range(MAX_LISTINGS):
+        shelf.listings.open(shelf.list())
+    assert shelf.listings.find(token, shelf.request) is None
+    again = shelf.list(token.last)
+    assert (again.keys, again.layouts) == (whole.keys[2:], whole.layouts[2:])
+
+
+def test_a_token_serves_its_own_listing_only():
+    """With another filter, a listing is made anew: nobody sees the sessions of another's."""
+    shelf = Shelf()
+    listing_id = shelf.listings.open(shelf.list())
+    token = shelf.list().token(listing_id, 1)
+    other = ListingRequest(SessionFilter(tenants=frozenset({"b"})))
+    assert shelf.listings.find(token, shelf.request) is not None
+    assert shelf.listings.find(token, other) is None
+    shelf.listings.close(listing_id)
+    assert shelf.listings.find(token, shelf.request) is None
+
+
+@pytest.mark.parametrize(
+    "token",
+    ["x", "1/2/idle/x/ff/a/b/c", "1/1/idle/1/ff/a/b", "-1/1/idle/1/ff/a/b/c", "1/1/ttl/1/f/a/b/c"],
+)
+def test_a_foreign_page_token_is_refused(token):
+    """It is the caller's error, with a remedy; so is one of a listing in another order."""
+    with pytest.raises(InvalidRequestError, match="first page"):
+        parse_page_token(token, SessionOrder.IDLE.value)

@@ -1,0 +1,357 @@
+"""Eviction: who gives up which blocks, in which order, and what stays."""
+
+import pytest
+
+from kvd.core.engine import Limits
+from kvd.core.eviction.lru import LruPolicy
+from kvd.core.eviction.policy import PolicyContext
+from kvd.core.eviction.queue_window import QueueChange, QueueWindow, RunningJob
+from kvd.core.eviction.registry import POLICIES, make_policy
+from kvd.core.records.actions import WriteBlock
+from kvd.core.records.records import Admission, Pin, Tier
+from tests.kvd.core.turns import (
+    ONES,
+    OWNER,
+    THREES,
+    TWOS,
+    A,
+    B,
+    C,
+    counter,
+    load,
+    new_world,
+    prepare_load,
+    prepare_store,
+    queue_of,
+    store,
+    tiers_of,
+)
+from tests.property.cache_world import CacheWorld
+
+CONTEXT = PolicyContext(QueueWindow(lambda key: None), lambda: 0)
+
+
+def test_the_coldest_session_leaves_dram_tail_first():
+    """Clean blocks of the least recently used session go, its last block first."""
+    world = new_world(num_slots=4)
+    store(world, A, ONES + TWOS)
+    store(world, B, TWOS + THREES)
+    load(world, A, ONES + TWOS)
+    store(world, C, THREES)
+    assert tiers_of(world, A) == ["DS", "DS"]
+    assert tiers_of(world, B) == ["DS", "S"]
+    assert counter(world, "evictions_dram") == 1
+
+
+def test_a_shared_block_stays_with_the_warmer_session():
+    """Evicting the colder session skips what the warmer one uses."""
+    world = new_world(num_slots=3)
+    store(world, A, ONES + TWOS)
+    store(world, B, ONES + THREES)
+    store(world, C, THREES + TWOS)  # two slots: all of A's blocks are looked at, then B's last
+    assert tiers_of(world, A) == ["DS", "S"]
+    assert tiers_of(world, B) == ["DS", "S"]
+    assert tiers_of(world, C) == ["DS", "DS"]
+
+
+def test_a_shared_block_goes_when_all_its_sessions_are_passed():
+    """Nothing is kept for ever because it is shared."""
+    world = new_world(num_slots=2)
+    store(world, A, ONES)
+    store(world, B, ONES)
+    store(world, C, TWOS + THREES)
+    assert tiers_of(world, A) == tiers_of(world, B) == ["S"]
+
+
+def test_a_pinned_session_stays_in_dram():
+    """Pins protect from eviction; unpinning ends that."""
+    world = new_world(num_slots=2)
+    store(world, A, ONES)
+    world.engine.pin(A, Pin.HARD, world.now_ns)
+    store(world, B, TWOS)
+    store(world, C, THREES)
+    assert tiers_of(world, A) == ["DS"]
+    assert tiers_of(world, B) == ["S"]
+    world.engine.unpin(A, world.now_ns)
+    load(world, C, THREES)
+    store(world, B, TWOS + ONES)
+    assert tiers_of(world, A) == ["S"]
+
+
+def test_a_block_that_a_pinned_session_shares_stays():
+    """Whoever else uses it may be evicted; a hard-pinned session ranks nowhere, and covers it."""
+    world = new_world(num_slots=2)
+    store(world, A, ONES)
+    store(world, B, ONES + TWOS)
+    world.engine.pin(A, Pin.HARD, world.now_ns)
+    answer = store(world, C, THREES + ONES)
+    assert (answer.end_token, answer.more) == (4, True), "one slot of two could be had"
+    assert (tiers_of(world, A), tiers_of(world, B)) == (["DS"], ["DS", "S"])
+    world.engine.unpin(A, world.now_ns)
+    store(world, C, THREES + ONES)
+    assert (tiers_of(world, A), tiers_of(world, B)) == (["S"], ["S", "S"])
+
+
+def test_a_soft_pinned_session_goes_last():
+    """After all others, queued ones too; a new block without a better claim does without SSD."""
+    world = new_world(num_slots=2, num_extents=3, policy="lookahead_queue")
+    store(world, A, ONES)
+    world.engine.pin(A, Pin.SOFT, world.now_ns)
+    store(world, B, TWOS)
+    world.engine.replace_queue(OWNER, queue_of(B), world.now_ns)
+    store(world, C, THREES)
+    assert (tiers_of(world, A), tiers_of(world, B)) == (["DS"], ["S"])
+    world.engine.replace_queue(OWNER, queue_of(C, B), world.now_ns)
+    store(world, C, THREES + ONES)
+    assert world.engine.session_info(B) is None
+    assert (tiers_of(world, A), tiers_of(world, C)) == (["DS"], ["S", "DS"])
+    store(world, C, THREES + ONES + TWOS)
+    assert (tiers_of(world, A), tiers_of(world, C)) == (["DS"], ["S", "S", "D"])
+    assert counter(world, "ssd_refused")
+    store(world, C, THREES + ONES + TWOS + THREES)
+    assert tiers_of(world, A) == ["S"], "nothing else was left in DRAM"
+
+
+def test_a_hard_pin_that_becomes_a_soft_one_leaves_clean_blocks_to_be_had():
+    """The session ranked nowhere before; now it gives its blocks when there are no others."""
+    world = new_world(num_slots=1)
+    store(world, A, ONES)
+    world.engine.pin(A, Pin.HARD, world.now_ns)
+    assert store(world, B, TWOS).refused == "no_space"
+    world.engine.pin(A, Pin.SOFT, world.now_ns)
+    world.engine.check()  # somebody offers its clean block
+    store(world, B, TWOS)
+    assert (tiers_of(world, A), tiers_of(world, B)) == (["S"], ["DS"])
+
+
+def test_the_end_of_a_soft_pin_makes_a_session_a_victim_again():
+    """In its place as one used just now; a soft pin keeps the order it had."""
+    policy = LruPolicy(CONTEXT)
+    for key in (A, B, C):
+        policy.touched(key, 0)
+    policy.guarded(A, is_guarded=True)
+    policy.guarded(B, is_guarded=True)
+    assert list(policy.victims(Tier.DRAM, 0)) == [C, A, B]
+    policy.left(A, Tier.DRAM)
+    policy.guarded(A, is_guarded=False)
+    assert list(policy.victims(Tier.DRAM, 0)) == [C, B]
+    assert list(policy.victims(Tier.SSD, 0)) == [C, A, B]
+    policy.removed(B)
+    policy.touched(B, 0)
+    assert list(policy.victims(None, 0)) == [C, A, B]
+
+
+def test_a_leased_block_stays_in_dram():
+    """What an engine reads is not evicted under it."""
+    world = new_world(num_slots=2)
+    store(world, A, ONES)
+    lease = prepare_load(world, A, ONES)
+    store(world, B, TWOS)
+    store(world, C, THREES)
+    assert tiers_of(world, A) == ["DS"]
+    world.engine.complete_load(lease.lease_id, OWNER, world.now_ns)
+
+
+def test_an_ended_session_goes_first_until_it_is_used_again():
+    """EndSession is the strongest hint there is."""
+    world = new_world(num_slots=2)
+    store(world, A, ONES)
+    store(world, B, TWOS)
+    assert world.engine.end_session(B, world.now_ns)
+    store(world, C, THREES)
+    assert (tiers_of(world, A), tiers_of(world, B)) == (["DS"], ["S"])
+    load(world, B, TWOS)
+    assert not world.engine.session_info(B).ended
+
+
+def test_a_queued_session_goes_only_when_nothing_else_does():
+    """A session whose turn waits keeps its blocks as long as others have some."""
+    world = new_world(num_slots=2, policy="lookahead_queue")
+    store(world, A, ONES)
+    store(world, B, TWOS)
+    world.engine.replace_queue(OWNER, queue_of(A), world.now_ns)
+    assert world.engine.num_queued(OWNER) == 1
+    store(world, C, THREES)
+    assert (tiers_of(world, A), tiers_of(world, B)) == (["DS"], ["S"])
+    world.engine.replace_queue(OWNER, queue_of(A, C), world.now_ns)
+    store(world, B, TWOS + ONES)
+    assert (tiers_of(world, A), tiers_of(world, C)) == (["DS"], ["S"]), "the tail goes first"
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_what_a_running_turn_has_stored_may_leave_dram(is_running):
+    """Its engine has these rows; what was stored before the turn began it has yet to load."""
+    world = new_world(num_slots=2)
+    starts = QueueChange(running=[RunningJob(0, A)])
+    world.engine.replace_queue(OWNER, starts if is_running else QueueChange(), world.now_ns)
+    store(world, A, ONES)
+    world.engine.replace_queue(OWNER, starts, world.now_ns)
+    store(world, B, TWOS)
+    store(world, C, THREES)
+    assert (tiers_of(world, A) == ["S"]) == is_running
+    assert (tiers_of(world, B) == ["S"]) == (not is_running)
+
+
+def test_without_ssd_the_coldest_sessions_are_cut():
+    """Dirty blocks go tail first; a session that loses all is dropped, others keep a prefix."""
+    world = new_world(num_slots=4, num_extents=0)
+    store(world, A, ONES + TWOS)
+    store(world, B, TWOS + THREES)
+    store(world, C, THREES)
+    assert world.engine.session_info(A).num_tokens == 4
+    assert load(world, A, ONES + TWOS, from_token=4).miss_reason == "evicted"
+    store(world, C, THREES + ONES + TWOS + ONES)
+    assert world.engine.session_info(B) is None
+    assert counter(world, "sessions_dropped") == 2
+
+
+def test_a_small_ssd_keeps_the_warmest_sessions():
+    """Rows of the coldest session make room; what is then in no tier is cut."""
+    world = new_world(num_slots=2, num_extents=2)
+    store(world, A, ONES + TWOS)
+    store(world, B, THREES)
+    assert tiers_of(world, A) == ["S"] or tiers_of(world, A) == ["DS"]
+    assert tiers_of(world, B) == ["DS"]
+    assert counter(world, "evictions_ssd") == 1
+
+
+def test_a_block_evicted_from_ssd_but_in_dram_is_dirty_again():
+    """Leaving SSD loses nothing that DRAM still has; it is written again with its session."""
+    world = new_world(num_slots=4, num_extents=2)
+    store(world, A, ONES + TWOS)
+    store(world, B, THREES)
+    assert tiers_of(world, A) == ["DS", "D"]
+    assert world.engine.session_info(A).dirty_bytes == world.engine.layout.block_bytes
+    store(world, A, ONES + TWOS)
+    assert tiers_of(world, A) == ["DS", "DS"]
+    assert tiers_of(world, B) == ["D"]
+
+
+def test_a_session_larger_than_ssd_keeps_its_tail_in_dram_only():
+    """A session never evicts its own prefix for its tail; the rest is refused, and counted."""
+    world = new_world(num_slots=4, num_extents=1)
+    store(world, A, ONES + TWOS)
+    assert tiers_of(world, A) == ["DS", "D"]
+    assert counter(world, "ssd_refused") == 1
+
+
+def test_policies_are_made_by_name():
+    """The factory knows every configured name."""
+    assert {make_policy(name, CONTEXT).name for name in POLICIES} == set(POLICIES)
+    with pytest.raises(KeyError):
+        make_policy("no such policy", CONTEXT)
+
+
+def test_lru_ranks_by_last_use():
+    """Touching moves to the warm end, ending to the cold end, entering happens at the warm end."""
+    policy = LruPolicy(CONTEXT)
+    for key in (A, B, C):
+        policy.touched(key, 0)
+    policy.touched(A, 1)
+    policy.ended(C)
+    assert list(policy.victims(Tier.SSD, 0)) == list(policy.victims(None, 0)) == [C, B, A]
+    policy.left(B, Tier.SSD)
+    assert not policy.ranks(B, Tier.SSD)
+    policy.entered(B, Tier.SSD)
+    policy.removed(A)
+    policy.ended(A)
+    assert list(policy.victims(Tier.SSD, 0)) == [C, B]
+
+
+class CountingPolicy(LruPolicy):
+    """Counts the sessions that were looked at for room in DRAM."""
+
+    num_looked_at = 0
+
+    def victims(self, tier, now_ns, *, colder_than=None, clean=False):
+        for key in super().victims(tier, now_ns, colder_than=colder_than, clean=clean):
+            self.num_looked_at += tier is Tier.DRAM
+            yield key
+
+
+def test_an_arena_full_of_dirty_blocks_is_not_looked_through():
+    """A store that has to wait costs no look at every session, however often it asks."""
+    limits = Limits(num_slots=16, num_extents=64, admission=Admission.ON_EVICT)
+    world = CacheWorld(limits, CountingPolicy)
+    policy = world.engine._state.policy
+    for index in range(16):
+        store(world, A._replace(session_id=f"s{index}"), [index] * 4)
+    assert world.engine.stats().dirty_bytes == 16 * world.engine.layout.block_bytes
+    for _ in range(3):
+        answer = prepare_store(world, A, [99] * 4)
+        assert answer.refused == "wait"
+    assert policy.num_looked_at <= 1, "the coldest, which is written"
+
+
+def _full_of_dirty_blocks(num_sessions: int):
+    """A world whose DRAM is full: one clean block, of A, and dirty ones of as many sessions."""
+    limits = Limits(num_slots=num_sessions + 1, num_extents=64)
+    world = CacheWorld(limits, CountingPolicy)
+    store(world, A, ONES)
+    for index in range(num_sessions):
+        store(world, _key(index), [100 + index] * 4, settle=False)
+    return world, world.engine._state.policy
+
+
+def _key(index: int):
+    return A._replace(session_id=f"s{index}")
+
+
+@pytest.mark.parametrize("how", ["leased", "pinned"])
+def test_a_clean_block_that_cannot_go_is_looked_for_once(how):
+    """Stores that wait look at no session again before one of its blocks may go."""
+    world, policy = _full_of_dirty_blocks(16)
+    if how == "leased":
+        prepare_load(world, A, ONES)
+    else:
+        world.engine.pin(A, Pin.HARD, world.now_ns)
+    looks = []
+    for _ in range(4):
+        policy.num_looked_at = 0
+        assert prepare_store(world, B, [99] * 4).refused == "wait"
+        looks.append(policy.num_looked_at)
+    assert looks[0] <= 1
+    assert looks[1:] == [0, 0, 0]
+
+
+def test_what_becomes_clean_is_found_among_many():
+    """A store that was told to wait gets the block that was written, and asks nobody else."""
+    world, policy = _full_of_dirty_blocks(16)
+    prepare_load(world, A, ONES)
+    assert prepare_store(world, B, [99] * 4).refused == "wait"
+    written = max(world.io_of(WriteBlock))  # of the session that is warmest
+    world.finish_io(written)
+    policy.num_looked_at = 0
+    assert prepare_store(world, B, [99] * 4).lease_id
+    assert policy.num_looked_at == 1
+    assert tiers_of(world, _key(15)) == ["S"]
+
+
+def test_a_block_that_is_given_back_may_go_at_once():
+    """The end of its lease makes a session one that has something to give again."""
+    world, policy = _full_of_dirty_blocks(16)
+    held = prepare_load(world, A, ONES)
+    assert prepare_store(world, B, [99] * 4).refused == "wait"
+    world.engine.complete_load(held.lease_id, OWNER, world.now_ns)
+    world.pump()
+    policy.num_looked_at = 0
+    assert prepare_store(world, B, [99] * 4).lease_id
+    assert policy.num_looked_at == 1
+    assert tiers_of(world, A) == ["S"]
+
+
+def test_a_shared_block_that_was_in_use_is_kept_by_its_last_user():
+    """Its users were looked at in vain while it was leased; who used it last is warmest."""
+    world = new_world(num_slots=3)
+    store(world, A, ONES)
+    store(world, B, ONES)
+    held = prepare_load(world, A, ONES)
+    store(world, C, TWOS + THREES)
+    store(world, C._replace(session_id="d"), [9] * 8)
+    world.engine.complete_load(held.lease_id, OWNER, world.now_ns)
+    world.pump()
+    assert tiers_of(world, A) == ["DS"]
+    world.engine.end_session(A, world.now_ns)
+    load(world, B, ONES)
+    store(world, C._replace(session_id="e"), [7] * 4)
+    assert tiers_of(world, A) == tiers_of(world, B) == ["DS"]

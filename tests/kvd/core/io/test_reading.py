@@ -1,0 +1,28 @@
+"""How fast SSD is read, as far as it was seen."""
+
+from kvd.core.io.reading import MEASURED_BYTES, ReadRate
+
+
+def test_only_the_time_in_which_something_is_read_counts():
+    """Reads at the same time share it."""
+    rate = ReadRate()
+    assert rate.time_of(1000) == 0, "nothing is known"
+    rate.began(100)
+    rate.began(150)
+    rate.ended(1000, 200)
+    rate.ended(1000, 300)
+    assert rate.time_of(1000) == 100
+    rate.began(5000)
+    rate.ended(2000, 5200)
+    assert rate.time_of(1000) == 100
+
+
+def test_a_disk_that_becomes_slower_is_noticed():
+    """What was read last counts most."""
+    rate = ReadRate()
+    now_ns = 0
+    for pace in (1, 1, 1, 1, 1, 1, 10, 10, 10):  # nanoseconds for so many bytes
+        rate.began(now_ns)
+        now_ns += pace * 1000
+        rate.ended(MEASURED_BYTES // 2, now_ns)
+    assert 7000 < rate.time_of(MEASURED_BYTES // 2) < 10_000

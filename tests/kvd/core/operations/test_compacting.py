@@ -1,0 +1,319 @@
+"""Compaction: what discards have left is put together, and nothing else changes."""
+
+from kvd.core.records.actions import (
+    SESSION_COMPACTED,
+    CommitRows,
+    CompactRows,
+    Emit,
+    HashSlot,
+    IoOutcome,
+    WriteBlock,
+)
+from kvd.core.records.records import Admission, CommittedSlot, Lookup
+from shared.types.lineage import WHOLE
+from tests.kvd.core.turns import (
+    OWNER,
+    A,
+    B,
+    counter,
+    load,
+    new_world,
+    prepare_load,
+    queue_of,
+    store,
+)
+from tests.property.cache_world import BLOCK_TOKENS, CacheWorld, compute, to_bytes
+
+REST_NS = 100
+TOKENS = list(range(10, 34))  # six blocks
+EVEN = [(i, i + 1) for i in range(0, len(TOKENS), 2)]
+KEPT = TOKENS[1::2]  # three blocks
+
+
+def sparse_world(**limits) -> CacheWorld:
+    """A session that has lost every other token, so that a while later it is compacted."""
+    limits = {"num_slots": 16, "max_waste": 0.5, "compact_rest_ns": REST_NS} | limits
+    world = new_world(**limits)
+    store(world, A, TOKENS)
+    discard(world, A, TOKENS, EVEN)
+    return world
+
+
+def discard(world, key, tokens, ranges) -> int:
+    kept = world.engine.discard(key, to_bytes(tokens), ranges, world.now_ns)
+    world.pump()
+    world.quiesce()
+    return kept
+
+
+def rest(world, elapsed_ns=REST_NS) -> None:
+    """Let time pass; what is due is begun, and nothing ends."""
+    world.now_ns += elapsed_ns
+    world.engine.expire(world.now_ns)
+    world.pump()
+
+
+def rows_of(world, answer) -> list[int]:
+    return [row for s in answer.spans for row in world.slots[s.slot_id][s.start :][: s.num_tokens]]
+
+
+def num_blocks(world, key=A) -> int:
+    return world.engine.session_info(key).num_blocks
+
+
+def test_sparse_blocks_become_dense_ones():
+    """Half of the blocks, whole spans, the same rows; on SSD before the session says so."""
+    world = sparse_world()
+    rows = rows_of(world, load(world, A, KEPT))
+    rest(world)
+    world.finish_all(CompactRows)
+    assert num_blocks(world) == 6, "not before the new blocks are on SSD"
+    world.quiesce()
+    answer = load(world, A, KEPT)
+    assert [(s.start, s.num_tokens) for s in answer.spans] == [(0, BLOCK_TOKENS)] * 3
+    assert rows_of(world, answer) == rows == compute([], TOKENS)[1::2]
+    info = world.engine.session_info(A)
+    assert (info.num_blocks, info.num_spans, info.waste_bytes, info.dirty_bytes) == (3, 3, 0, 0)
+    assert len(world.index.blocks) == 3, "the old ones are gone from SSD, too"
+    assert counter(world, "compactions") == 1
+    assert counter(world, "compacted_tokens") == len(KEPT)
+    told = next(e for e in world.events if isinstance(e, Emit) and e.name == SESSION_COMPACTED)
+    assert (told.fields["num_blocks"], told.fields["num_blocks_before"]) == ("3", "6")
+
+
+def test_what_is_computed_after_a_compaction_goes_on_as_before_it():
+    """Blocks stored before and after the compaction have the same chain."""
+    world = sparse_world()
+    before = world.engine.describe(A).blocks[-1]
+    rest(world)
+    world.quiesce()
+    store(world, A, [*KEPT, 1, 2, 3, 4])
+    other = sparse_world(max_waste=1.0)
+    store(other, A, [*KEPT, 1, 2, 3, 4])
+    assert num_blocks(other) == 7, "this one is not compacted"
+    assert before.key != world.engine.describe(A).blocks[2].key
+    assert world.engine.describe(A).blocks[-1].key == other.engine.describe(A).blocks[-1].key
+
+
+def test_a_compacted_session_is_found_by_its_lineage():
+    """An engine that names the discards proves by it that a dense block is what it asks for."""
+    world = sparse_world()
+    rest(world)
+    world.quiesce()
+    lineage = WHOLE.after(to_bytes(TOKENS), EVEN)
+    for named, num_found in ((lineage, len(KEPT)), (lineage.after(to_bytes(KEPT), [(1, 2)]), 0)):
+        answer = world.engine.prepare_load(A, to_bytes(KEPT), 0, OWNER, world.now_ns, lineage=named)
+        assert answer.end_token == num_found
+        if answer.lookup is Lookup.HIT:
+            world.engine.complete_load(answer.lease_id, OWNER, world.now_ns)
+        world.pump()
+
+
+def test_shared_blocks_are_left_alone():
+    """Somebody else's blocks are not smaller for it."""
+    world = new_world(max_waste=0.5, compact_rest_ns=REST_NS)
+    store(world, A, TOKENS)
+    store(world, B, TOKENS)
+    discard(world, A, TOKENS, EVEN)
+    rest(world)
+    assert not world.io
+    world.engine.flush(B, False, world.now_ns)
+    world.quiesce()
+    load(world, A, KEPT)
+    rest(world)
+    world.quiesce()
+    assert num_blocks(world) == 3, "now they are its own"
+
+
+def test_little_waste_is_no_reason():
+    """Neither by share, nor by size."""
+    for limits in ({"max_waste": 0.51}, {"compact_min_bytes": 1 << 30}):
+        world = new_world(compact_rest_ns=REST_NS, **({"max_waste": 0.5} | limits))
+        store(world, A, TOKENS)
+        discard(world, A, TOKENS, [(1, 3), (5, 7), (9, 11)])
+        rest(world)
+        assert not world.io
+
+
+def test_a_lease_that_comes_meanwhile_wins():
+    """The session stays as it is while it is in use, and is compacted later."""
+    world = sparse_world()
+    rest(world)
+    answer = prepare_load(world, A, KEPT)
+    assert answer.lookup is Lookup.HIT, "copying keeps nobody waiting"
+    world.quiesce()
+    assert (num_blocks(world), counter(world, "compactions_given_up")) == (6, 1)
+    assert rows_of(world, answer) == compute([], TOKENS)[1::2]
+    world.engine.complete_load(answer.lease_id, OWNER, world.now_ns)
+    world.pump()
+    rest(world, 2_000_000_000)
+    world.quiesce()
+    assert num_blocks(world) == 3
+
+
+def test_a_second_discard_meanwhile_wins():
+    """What was copied is not what is left."""
+    world = sparse_world()
+    rest(world)
+    discard(world, A, KEPT, [(0, 6)])
+    assert load(world, A, KEPT[6:]).end_token == 6
+    assert counter(world, "compactions") == 0
+
+
+def test_a_source_that_is_not_what_was_stored_is_found():
+    """Wrong bytes never get new checksums; the copy on SSD takes their place."""
+    world = sparse_world()
+    block = world.engine.describe(A).blocks[0]
+    rest(world)
+    world.damage_slot(block.slot_id)
+    world.quiesce()
+    assert (counter(world, "compactions"), counter(world, "blocks_corrupt_dram")) == (0, 1)
+    assert rows_of(world, load(world, A, KEPT)) == compute([], TOKENS)[1::2]
+
+
+def test_a_new_kvd_finds_the_old_spans_or_the_new_ones():
+    """Whatever was committed when it was killed, be DRAM kept or not, all rows are there."""
+    for keep_dram in (True, False):
+        num_steps = 0
+        while True:
+            world = sparse_world()
+            rest(world)
+            if not _go_on(world, num_steps):
+                break
+            world.start(keep_dram=keep_dram)
+            answer = load(world, A, KEPT)
+            assert rows_of(world, answer) == compute([], TOKENS)[1::2]
+            world.quiesce()
+            used = world.engine.session_info(A).num_blocks
+            assert len(world.index.blocks) == used, "nothing else is left"
+            num_steps += 1
+        assert num_steps > 10, "each of them was tried"
+
+
+def _go_on(world, num_steps: int) -> bool:
+    """Do so many things in turn: end an operation, or commit a row; False if there are fewer."""
+    for _ in range(num_steps):
+        if world.io:
+            world.finish_io(min(world.io))
+        elif world.index.uncommitted:
+            world.commit(1)
+        else:
+            return False
+    return True
+
+
+def test_without_room_on_ssd_it_is_given_up():
+    """What is on SSD is not given up for what cannot be there."""
+    world = sparse_world(num_extents=6)
+    rest(world)
+    world.quiesce()
+    assert (num_blocks(world), counter(world, "compactions_given_up")) == (6, 1)
+    assert world.engine.session_info(A).ssd_bytes
+
+
+def test_without_ssd_dense_blocks_are_adopted():
+    """The journal has them once they are hashed, and the old ones until the row is committed."""
+    world = sparse_world(num_extents=0, admission=Admission.ON_EVICT)
+    rest(world)
+    world.finish_all(CompactRows)
+    held = sum(isinstance(record, CommittedSlot) for record in world.journal.values())
+    assert (num_blocks(world), held) == (3, 9)
+    assert any(isinstance(action, CommitRows) for action in world.index.uncommitted)
+    world.quiesce()
+    assert len(world.journal) == 3
+    world.start(keep_dram=True)
+    assert load(world, A, KEPT).end_token == len(KEPT)
+
+
+def test_a_session_larger_than_a_run_takes_several():
+    """Room in DRAM bounds a run; the next one goes on behind it."""
+    world = sparse_world(num_slots=8)
+    rest(world)
+    world.quiesce()
+    assert (num_blocks(world), counter(world, "compactions")) == (3, 2)
+    assert rows_of(world, load(world, A, KEPT)) == compute([], TOKENS)[1::2]
+
+
+def test_what_is_dense_already_stays_between_what_is_made_so():
+    """A whole block amid sparse ones is neither copied nor lost."""
+    evens = [(i, i + 1) for i in (0, 2, 4, 6, 12, 14, 16, 18)]
+    kept = [token for i, token in enumerate(TOKENS) if (i, i + 1) not in evens]
+    world = new_world(max_waste=0.3, compact_rest_ns=REST_NS)
+    store(world, A, TOKENS)
+    discard(world, A, TOKENS, evens)
+    rows = rows_of(world, load(world, A, kept))
+    rest(world)
+    world.quiesce()
+    assert (counter(world, "compactions"), num_blocks(world)) == (1, 4)
+    assert rows_of(world, load(world, A, kept)) == rows
+    assert world.engine.session_info(A).num_tokens == len(kept)
+
+
+def test_who_comes_into_use_while_it_waits_is_looked_at_later():
+    """Its turn may leave the queue without having touched it."""
+    world = sparse_world()
+    store(world, B, TOKENS[::-1])
+    discard(world, B, TOKENS[::-1], EVEN)
+    world.now_ns += REST_NS
+    world.engine.expire(world.now_ns)
+    world.pump()
+    world.engine.replace_queue(OWNER, queue_of(A, B), world.now_ns)
+    world.quiesce()
+    assert counter(world, "compactions") < 2
+    world.engine.replace_queue(OWNER, queue_of(), world.now_ns)
+    rest(world, 2_000_000_000)
+    world.quiesce()
+    assert (num_blocks(world, A), num_blocks(world, B)) == (3, 3)
+
+
+def test_room_is_taken_from_colder_sessions():
+    """A full arena is the usual case."""
+    world = new_world(num_slots=8, max_waste=0.5, compact_rest_ns=REST_NS)
+    store(world, B, [7] * 8)
+    store(world, A, TOKENS)
+    discard(world, A, TOKENS, EVEN)
+    rest(world)
+    world.quiesce()
+    assert num_blocks(world) == 3
+    assert load(world, B, [7] * 8).end_token == 8
+
+
+def test_nothing_is_begun_once_the_end_is_near():
+    """What is dirty goes first."""
+    world = sparse_world(admission=Admission.ON_EVICT)
+    world.engine.write_dirty(world.now_ns)
+    world.pump()
+    rest(world)
+    assert not world.io_of(CompactRows)
+    assert world.io_of(WriteBlock)
+
+
+def test_a_failed_copy_leaves_all_as_it_was():
+    """An operation that could not be made says nothing of the bytes."""
+    world = sparse_world()
+    rest(world)
+    world.finish_all(CompactRows, IoOutcome.TRANSIENT)
+    assert not world.io_of(HashSlot)
+    assert load(world, A, KEPT).end_token == len(KEPT)
+    assert num_blocks(world) == 6
+
+
+def test_an_arena_that_is_given_up_is_not_compacted():
+    """A copy that is under way then is not made use of, and its slots come free."""
+    world = sparse_world()
+    rest(world)
+    assert not world.engine.release_dram(world.now_ns)
+    world.pump()
+    world.quiesce()
+    assert (counter(world, "compactions"), counter(world, "compactions_given_up")) == (0, 1)
+    assert world.engine.release_dram(world.now_ns)
+
+
+def test_a_session_that_goes_does_not_wait_any_more():
+    """However long nothing can be compacted, only sessions that are stored wait."""
+    world = sparse_world()
+    world.engine.release_dram(world.now_ns)
+    rest(world)
+    assert list(world.engine._state.wasteful) == [A]
+    world.engine.flush(A, False, world.now_ns)
+    assert not world.engine._state.wasteful

@@ -1,0 +1,187 @@
+"""Erasing a tenant: it is shut out, nothing of it is left or comes back, and others go on."""
+
+import pytest
+
+from kvd.core.operations.erasing import LOOKED_AT
+from kvd.core.records.actions import IoOutcome, ReadBlock, WipeSlots, WriteBlock
+from kvd.core.records.errors import ErasingError, LeaseLostError
+from kvd.core.records.records import Lookup, Pin
+from tests.kvd.core.turns import (
+    ONES,
+    OTHER_TENANT,
+    OWNER,
+    TWOS,
+    A,
+    B,
+    complete_store,
+    load,
+    new_world,
+    prepare_load,
+    prepare_store,
+    store,
+)
+from tests.property.cache_world import to_bytes
+
+
+def is_a(tenant: str) -> bool:
+    return tenant == A.tenant
+
+
+def begin(world):
+    world.engine.erasing.begin(is_a, world.now_ns)
+    world.pump()
+
+
+def drop(world, max_sessions=10):
+    answer = world.engine.erasing.step(max_sessions, world.now_ns)
+    world.pump()
+    return answer
+
+
+def test_a_tenant_is_gone_from_every_tier():
+    """Pinned sessions go, too, and their rows; the other tenant's sessions stay where they are."""
+    world = new_world()
+    for key in (A, B, OTHER_TENANT):
+        store(world, key, [*ONES, len(key.session_id)])
+    world.engine.pin(B, Pin.HARD, world.now_ns)
+    begin(world)
+    assert drop(world, max_sessions=1).num_sessions == 1
+    assert not world.engine.erasing.is_gone()
+    assert drop(world).num_sessions == 1
+    world.quiesce()
+    assert world.engine.erasing.is_gone()
+    assert list(world.index.sessions) == [OTHER_TENANT]
+    assert [usage.tenant for usage in world.engine.tenants()] == [OTHER_TENANT.tenant]
+    assert load(world, OTHER_TENANT, ONES).end_token == 4
+
+
+def test_others_are_passed_over_in_bounded_steps():
+    """A call looks at so many sessions, however few are the tenant's; all are dropped in time."""
+    world = new_world(num_slots=4, num_extents=256)
+    for number in range(2 * LOOKED_AT):
+        store(world, OTHER_TENANT._replace(session_id=str(number)), [number, *ONES[1:]])
+    store(world, A, ONES)
+    begin(world)
+    dropped = []
+    while world.engine.erasing.is_looking:
+        dropped.append(drop(world, max_sessions=1).num_sessions)
+    assert sum(dropped) == 1
+    assert dropped[:2] == [0, 0]
+    assert world.engine.erasing.is_gone()
+
+
+def test_a_tenant_is_shut_out_meanwhile():
+    """Loads, stores and discards are refused, to be tried again; others' are not. Then all are."""
+    world = new_world()
+    store(world, A, ONES)
+    begin(world)
+    for call in (
+        lambda: prepare_load(world, A, ONES),
+        lambda: prepare_store(world, A, ONES),
+        lambda: world.engine.discard(A, to_bytes(ONES), [(0, 1)], world.now_ns),
+    ):
+        with pytest.raises(ErasingError) as refused:
+            call()
+        assert refused.value.retryable
+    store(world, OTHER_TENANT, ONES)
+    drop(world)
+    world.engine.erasing.end()
+    store(world, A, TWOS)
+    assert load(world, A, TWOS).end_token == 4
+
+
+def test_a_load_that_is_under_way_is_lost():
+    """Its completion fails, so that what was copied is not trusted, whether it waited or not."""
+    world = new_world(num_slots=2)
+    store(world, A, ONES + TWOS)
+    store(world, OTHER_TENANT, ONES + TWOS)
+    waits = prepare_load(world, A, ONES + TWOS)
+    assert waits.lookup is Lookup.PENDING
+    begin(world)
+    with pytest.raises(LeaseLostError):
+        world.engine.settle_load(waits.lease_id)
+    with pytest.raises(LeaseLostError):
+        world.engine.complete_load(waits.lease_id, OWNER, world.now_ns)
+    drop(world)
+    assert not world.engine.erasing.is_gone()
+    world.finish_all(ReadBlock)
+    world.quiesce()
+    assert world.engine.erasing.is_gone()
+
+
+def test_a_store_that_is_under_way_publishes_nothing():
+    """Its slots stay its engine's until it completes; the session is not stored by it."""
+    world = new_world()
+    store(world, A, ONES)
+    answer = prepare_store(world, A, ONES + TWOS, from_token=4)
+    begin(world)
+    drop(world)
+    world.quiesce()
+    assert world.engine.erasing.is_gone()
+    world.engine.erasing.wipe(world.now_ns)
+    world.pump()
+    world.quiesce()
+    assert world.slots[answer.blocks[0].slot_id]
+    world.engine.erasing.end()
+    assert complete_store(world, answer) == 0
+    world.quiesce()
+    assert load(world, A, ONES + TWOS).miss_reason == "unknown_session"
+    assert world.engine.stats().tiers[0].used_bytes == 0
+
+
+def test_a_write_that_is_under_way_is_waited_for():
+    """Until it ends the tenant is not erased: its key may be in use."""
+    world = new_world()
+    store(world, A, ONES, settle=False)
+    assert world.io_of(WriteBlock)
+    begin(world)
+    drop(world)
+    assert not world.engine.erasing.is_gone()
+    world.finish_all(WriteBlock)
+    world.quiesce()
+    assert world.engine.erasing.is_gone()
+    assert not world.index.blocks
+
+
+def test_rows_may_be_on_their_way():
+    """What was dropped just before is erased at once: what goes behind its rows comes after it."""
+    world = new_world(default_ttl_ns=10)
+    store(world, A, ONES)
+    world.now_ns += 20
+    world.engine.expire(world.now_ns)
+    begin(world)
+    assert world.engine.erasing.is_gone()
+    assert list(world.index.sessions) == [A]
+    world.commit(len(world.index.uncommitted))  # as before the keys are dropped
+    assert not world.index.sessions
+    assert not world.index.blocks
+
+
+def test_free_memory_is_zeroed():
+    """Also what others have left; used slots stay, and what is wiped is nobody's meanwhile."""
+    world = new_world(num_slots=4)
+    for key in (A, OTHER_TENANT):
+        store(world, key, ONES)
+    begin(world)
+    drop(world)
+    world.engine.erasing.wipe(world.now_ns)
+    world.pump()
+    assert world.engine.erasing.is_wiping()
+    prepare_load(world, OTHER_TENANT, ONES)  # its slot is not to be had
+    assert prepare_store(world, OTHER_TENANT, ONES + TWOS, from_token=4).refused == "wait"
+    world.finish_all(WipeSlots)
+    assert not world.engine.erasing.is_wiping()
+    assert sorted(map(len, world.slots)) == [0, 0, 0, 4]
+    store(world, OTHER_TENANT, ONES + TWOS)
+    assert load(world, OTHER_TENANT, ONES + TWOS).end_token == 8
+
+
+def test_what_cannot_be_zeroed_is_told():
+    """The slots come back; that they are not clean is known."""
+    world = new_world()
+    begin(world)
+    world.engine.erasing.wipe(world.now_ns)
+    world.pump()
+    world.finish_all(WipeSlots, IoOutcome.TRANSIENT)
+    assert not world.engine.erasing.is_wiping()
+    assert not world.engine.erasing.is_wiped()

@@ -1,0 +1,298 @@
+"""Scrubs: what they find, what they mend, and that they hold nothing up."""
+
+import pytest
+
+from kvd.core.records.actions import Emit, HashSlot, IoOutcome, ReadBlock, VerifyExtent, VerifySlot
+from kvd.core.records.errors import LeaseLostError, ScrubError
+from kvd.core.records.records import Lookup, ScrubReport
+from tests.kvd.core.turns import (
+    ONES,
+    OWNER,
+    THREES,
+    TWOS,
+    A,
+    B,
+    complete_store,
+    counter,
+    load,
+    new_world,
+    prepare_load,
+    prepare_store,
+    store,
+    tiers_of,
+)
+from tests.property.cache_world import LAYOUT, SHAPE, CacheWorld
+
+ALL = 1 << 40
+
+
+def scrub(world: CacheWorld, *, repair: bool = False, max_bytes: int = ALL) -> ScrubReport:
+    """Scrub everything, with all that follows from it."""
+    scrub_id = world.engine.scrubs.begin(repair=repair)
+    while True:
+        step = world.engine.scrubs.step(scrub_id, max_bytes, world.now_ns)
+        world.pump()
+        if step.done:
+            return step.report
+        for kind in (VerifySlot, VerifyExtent):
+            world.finish_all(kind)
+
+
+def world_with_one_block(**limits) -> CacheWorld:
+    world = new_world(**limits)
+    store(world, A, ONES)
+    return world
+
+
+def slot_of(world: CacheWorld) -> int:
+    return world.engine.describe(A).blocks[0].slot_id
+
+
+def extent_of(world: CacheWorld) -> int:
+    return world.engine.describe(A).blocks[0].extent
+
+
+def test_a_good_cache_is_checked_in_both_tiers():
+    """Each copy once, whole blocks in DRAM, what they occupy on SSD."""
+    world = new_world()
+    store(world, A, [*ONES, 2])
+    store(world, B, THREES, settle=False)
+    report = scrub(world)
+    assert (report.dram_blocks, report.dram_bytes) == (3, 3 * LAYOUT.block_bytes)
+    assert (report.ssd_blocks, report.ssd_bytes) == (2, 4096 * (5 + SHAPE.num_sectors(1)))
+    assert (report.dram_corrupt, report.ssd_corrupt, report.lost, report.errors) == (0, 0, 0, 0)
+
+
+def test_folded_sessions_are_checked_too():
+    """Blocks that are only packed bytes have an extent all the same; a corrupt one is found."""
+    world = new_world(num_slots=2)
+    store(world, A, ONES + TWOS)
+    store(world, B, THREES * 2)
+    assert tiers_of(world, A) == ["S", "S"]
+    world.damage_extent(world.engine.describe(A).blocks[1].extent)
+    report = scrub(world, repair=True)
+    assert (report.ssd_blocks, report.ssd_corrupt, report.lost) == (4, 1, 1)
+    assert tiers_of(world, A) == ["S"]
+
+
+def test_the_caller_sets_the_pace():
+    """No more is under way than asked for; an operation at least, so that it comes to an end."""
+    world = new_world()
+    store(world, A, ONES + TWOS)
+    scrub_id = world.engine.scrubs.begin(repair=False)
+    step = world.engine.scrubs.step(scrub_id, 1, world.now_ns)
+    world.pump()
+    assert (step.done, step.issued_bytes, len(world.io)) == (False, LAYOUT.block_bytes, 1)
+    again = world.engine.scrubs.step(scrub_id, 1, world.now_ns)
+    assert (again.issued_bytes, again.report.dram_blocks) == (0, 0)
+    world.engine.scrubs.end(scrub_id)
+    world.quiesce()
+
+
+def test_one_scrub_at_a_time():
+    """A second one is refused; one that is over cannot be gone on with; it says what it found."""
+    world = world_with_one_block()
+    scrub_id = world.engine.scrubs.begin(repair=False)
+    with pytest.raises(ScrubError, match="under way"):
+        world.engine.scrubs.begin(repair=False)
+    world.engine.scrubs.end(scrub_id + 1)
+    world.engine.scrubs.end(scrub_id)
+    with pytest.raises(ScrubError, match="over"):
+        world.engine.scrubs.step(scrub_id, ALL, world.now_ns)
+    scrub(world)
+    events = [e for e in world.events if isinstance(e, Emit) and e.name == "scrubbed"]
+    assert [event.fields["dram_blocks"] for event in events] == ["0", "1"]
+
+
+def test_a_corrupt_copy_in_dram_is_read_again():
+    """The block stays on SSD, and the next load reads it."""
+    world = world_with_one_block()
+    world.damage_slot(slot_of(world))
+    report = scrub(world)
+    assert (report.dram_corrupt, report.lost) == (1, 0)
+    assert tiers_of(world, A) == ["S"]
+    assert load(world, A, ONES).end_token == 4
+    assert counter(world, "blocks_corrupt_dram") == counter(world, "blocks_corrupt") == 1
+
+
+def test_a_corrupt_block_in_dram_only_is_lost():
+    """Its session is cut there, and the miss says why."""
+    world = new_world(num_extents=0)
+    store(world, A, ONES + TWOS)
+    world.damage_slot(world.engine.describe(A).blocks[1].slot_id)
+    report = scrub(world)
+    assert (report.dram_corrupt, report.lost) == (1, 1)
+    assert load(world, A, ONES + TWOS, from_token=4).miss_reason == "corrupt"
+
+
+def test_a_reader_of_a_corrupt_copy_may_not_complete():
+    """What it copied must not be trusted."""
+    world = world_with_one_block()
+    answer = prepare_load(world, A, ONES)
+    world.damage_slot(slot_of(world))
+    scrub(world)
+    with pytest.raises(LeaseLostError):
+        world.engine.complete_load(answer.lease_id, OWNER, world.now_ns)
+
+
+def test_a_block_that_only_its_reader_wants_goes_with_it():
+    """Its session has gone on without it; the reader is all it had."""
+    world = world_with_one_block(num_extents=0)
+    answer = prepare_load(world, A, ONES)
+    store(world, A, TWOS)
+    world.damage_slot(answer.spans[0].slot_id)
+    report = scrub(world)
+    assert (report.dram_blocks, report.dram_corrupt, report.lost) == (2, 1, 0)
+    assert world.engine.stats().tiers[0].num_blocks == 1
+
+
+def test_a_corrupt_copy_that_is_being_written_is_lost_at_once():
+    """The write finds nobody; its extent is free again."""
+    world = new_world()
+    store(world, A, ONES, settle=False)
+    world.damage_slot(slot_of(world))
+    assert scrub(world).lost == 1
+    world.quiesce()
+    assert [tier.used_bytes for tier in world.engine.stats().tiers] == [0, 0]
+
+
+def test_without_repair_a_corrupt_extent_is_counted_only():
+    """The next read of it will say so to its session."""
+    world = world_with_one_block()
+    world.damage_extent(extent_of(world))
+    report = scrub(world)
+    assert (report.ssd_corrupt, report.repaired, report.lost) == (1, 0, 0)
+    assert tiers_of(world, A) == ["DS"]
+
+
+def test_repair_writes_a_good_copy_again():
+    """The copy in DRAM is verified first, then takes the place of the bad one."""
+    world = world_with_one_block()
+    world.damage_extent(extent_of(world))
+    report = scrub(world, repair=True)
+    assert (report.ssd_corrupt, report.repaired, report.lost) == (1, 1, 0)
+    world.quiesce()
+    assert tiers_of(world, A) == ["DS"]
+    assert scrub(world).ssd_corrupt == 0
+    assert counter(world, "blocks_corrupt_ssd") == 1
+
+
+def test_repair_cuts_what_has_no_good_copy():
+    """Both copies are bad, or the only one is."""
+    world = world_with_one_block()
+    slot_id = slot_of(world)
+    world.damage_extent(extent_of(world))
+    scrub_id = world.engine.scrubs.begin(repair=True)
+    world.engine.scrubs.step(scrub_id, ALL, world.now_ns)
+    world.pump()
+    world.finish_all(VerifySlot)
+    world.damage_slot(slot_id)
+    world.finish_all(VerifyExtent)
+    world.finish_all(VerifySlot)
+    step = world.engine.scrubs.step(scrub_id, ALL, world.now_ns)
+    assert (step.report.dram_corrupt, step.report.ssd_corrupt, step.report.lost) == (1, 1, 1)
+    assert world.engine.session_info(A) is None
+
+
+def test_what_moved_meanwhile_says_nothing():
+    """A slot or extent given to another block is not that block's corruption."""
+    world = new_world(num_slots=1, num_extents=1)
+    store(world, A, ONES)
+    scrub_id = world.engine.scrubs.begin(repair=True)
+    world.engine.scrubs.step(scrub_id, ALL, world.now_ns)
+    world.pump()
+    checks = {**world.io}
+    world.io = {}
+    store(world, B, TWOS)
+    world.io.update(checks)
+    world.quiesce()
+    step = world.engine.scrubs.step(scrub_id, ALL, world.now_ns)
+    assert step.done
+    assert step.report == ScrubReport()
+    assert load(world, B, TWOS).lookup is Lookup.HIT
+
+
+def test_an_io_error_is_not_corruption():
+    """It is counted as an error, and nothing is dropped."""
+    world = world_with_one_block()
+    scrub_id = world.engine.scrubs.begin(repair=True)
+    world.engine.scrubs.step(scrub_id, ALL, world.now_ns)
+    world.pump()
+    for kind in (VerifySlot, VerifyExtent):
+        world.finish_all(kind, IoOutcome.TRANSIENT)
+    step = world.engine.scrubs.step(scrub_id, ALL, world.now_ns)
+    assert (step.done, step.report) == (True, ScrubReport(errors=2))
+    assert tiers_of(world, A) == ["DS"]
+
+
+def test_a_block_under_verification_for_a_load_is_left_to_it():
+    """The load takes the consequences, once."""
+    world = world_with_one_block(verify_on_load=True)
+    scrub_id = world.engine.scrubs.begin(repair=True)
+    world.engine.scrubs.step(scrub_id, ALL, world.now_ns)
+    world.pump()
+    answer = prepare_load(world, A, ONES)
+    world.damage_slot(slot_of(world))
+    world.damage_extent(extent_of(world))
+    first, second = world.io_of(VerifySlot)
+    world.finish_io(first)
+    world.finish_all(VerifyExtent)
+    assert counter(world, "blocks_corrupt_dram") == 0
+    world.finish_io(second)
+    world.finish_all(ReadBlock)
+    assert world.engine.settle_load(answer.lease_id).miss_reason == "corrupt"
+    assert counter(world, "blocks_corrupt_dram") == 1
+
+
+def test_blocks_that_come_and_go_during_a_scrub():
+    """The walk goes on over whatever there is when it comes to it."""
+    world = new_world(num_slots=4)
+    store(world, A, ONES + TWOS)
+    store(world, B, THREES)
+    scrub_id = world.engine.scrubs.begin(repair=False)
+    world.engine.scrubs.step(scrub_id, 1, world.now_ns)
+    world.pump()
+    world.engine.flush(A, False, world.now_ns)
+    world.pump()
+    store(world, B, THREES + ONES)
+    unhashed = prepare_store(world, A, TWOS)
+    complete_store(world, unhashed)
+    world.finish_all(VerifySlot)
+    while not (step := world.engine.scrubs.step(scrub_id, ALL, world.now_ns)).done:
+        world.pump()
+        world.finish_all(VerifySlot)
+        world.finish_all(VerifyExtent)
+    assert step.report.errors == step.report.dram_corrupt == step.report.ssd_corrupt == 0
+    assert world.io_of(HashSlot)
+
+
+def test_a_session_unfolded_during_its_scrub_is_checked_whole():
+    """What was packed bytes a moment ago are blocks now; none is left out."""
+    world = new_world(num_slots=2)
+    store(world, A, ONES + TWOS)
+    store(world, B, THREES * 2)
+    first, second = (block.extent for block in world.engine.describe(A).blocks)
+    world.damage_extent(second)
+    scrub_id = world.engine.scrubs.begin(repair=False)
+    while not (step := world.engine.scrubs.step(scrub_id, 1, world.now_ns)).done:
+        world.pump()
+        checks = [world.io[op_id] for op_id in world.io_of(VerifyExtent)]
+        if [check.extent for check in checks] == [first]:
+            prepare_load(world, A, ONES)
+        world.quiesce()
+    assert step.report.ssd_corrupt == 1
+
+
+def test_a_session_that_is_unfolded_meanwhile_is_checked():
+    """Its blocks were not known when the walk began, and are folded no more when it gets there."""
+    world = new_world(num_slots=2)
+    store(world, A, ONES + TWOS)
+    store(world, B, THREES * 2)
+    scrub_id = world.engine.scrubs.begin(repair=False)
+    world.engine.scrubs.step(scrub_id, 1, world.now_ns)
+    world.pump()
+    assert load(world, A, ONES + TWOS).end_token == 8
+    while not (step := world.engine.scrubs.step(scrub_id, ALL, world.now_ns)).done:
+        world.pump()
+        world.quiesce()
+    assert step.report.ssd_blocks == 4

@@ -1,0 +1,263 @@
+"""Stores: what is asked for, what becomes visible, what is shared, what is refused."""
+
+import pytest
+
+from kvd.core.records.actions import IoOutcome, SpaceFreed
+from kvd.core.records.errors import InvalidRequestError, LeaseLostError, TooManyLeasesError
+from kvd.core.records.records import Lookup, Pin
+from shared.types.lineage import WHOLE
+from tests.kvd.core.turns import (
+    ONES,
+    OWNER,
+    THREES,
+    TWOS,
+    A,
+    B,
+    C,
+    complete_store,
+    counter,
+    load,
+    new_world,
+    prepare_store,
+    store,
+)
+from tests.property.cache_world import to_bytes
+
+
+def test_blocks_become_visible_at_completion():
+    """Before complete_store nobody finds the blocks; after it they are a hit."""
+    world = new_world()
+    answer = prepare_store(world, A, ONES + TWOS)
+    assert [(b.token_offset, b.num_tokens) for b in answer.blocks] == [(0, 4), (4, 4)]
+    assert load(world, A, ONES + TWOS).miss_reason == "unknown_session"
+    assert complete_store(world, answer) == 8
+    assert load(world, A, ONES + TWOS).end_token == 8
+
+
+def test_a_failed_store_leaves_nothing():
+    """complete_store(success=False) frees the slots and stores nothing."""
+    world = new_world()
+    assert complete_store(world, prepare_store(world, A, ONES), success=False) == 0
+    assert world.engine.session_info(A) is None
+    assert world.engine.stats().tiers[0].used_bytes == 0
+
+
+def test_a_partial_tail_is_replaced_by_a_block_that_contains_it():
+    """Growing a partial block asks for its tokens again and drops the old block."""
+    world = new_world()
+    store(world, A, [*ONES, 2])
+    answer = prepare_store(world, A, ONES + TWOS, from_token=4)
+    assert [(b.token_offset, b.num_tokens) for b in answer.blocks] == [(4, 4)]
+    complete_store(world, answer)
+    assert world.engine.session_info(A).num_blocks == 2
+    assert load(world, A, ONES + TWOS).end_token == 8
+
+
+def test_a_partial_tail_the_engine_cannot_write_again_stays():
+    """When the engine holds KV only from behind the partial block, new blocks start there."""
+    world = new_world()
+    store(world, A, [*ONES, 2])
+    answer = prepare_store(world, A, ONES + TWOS, from_token=5)
+    assert [(b.token_offset, b.num_tokens) for b in answer.blocks] == [(5, 3)]
+    complete_store(world, answer)
+    assert world.engine.session_info(A).num_blocks == 3
+    assert load(world, A, ONES + TWOS, from_token=5).end_token == 8
+
+
+def test_an_equal_prefix_is_shared_and_not_written_again():
+    """A second session with the same first blocks is asked only for what differs."""
+    world = new_world()
+    store(world, A, ONES + TWOS)
+    answer = store(world, B, ONES + THREES)
+    assert [b.token_offset for b in answer.blocks] == [4]
+    assert world.engine.session_info(B).shared_blocks == 1
+
+
+def test_a_session_adopts_what_is_stored_already():
+    """When everything is stored there is no lease, and the session has it at once."""
+    world = new_world()
+    store(world, A, ONES)
+    answer = store(world, B, ONES)
+    assert (answer.lease_id, answer.end_token, answer.refused) == (0, 4, "")
+    assert world.engine.session_info(B).num_tokens == 4
+
+
+def test_tenants_share_nothing():
+    """Equal tokens of another tenant are stored again, under other keys."""
+    world = new_world()
+    store(world, A, ONES)
+    assert len(store(world, A._replace(tenant="other"), ONES).blocks) == 1
+
+
+def test_two_sessions_commit_the_same_block():
+    """Whoever completes second drops its own slot and uses the first one's block."""
+    world = new_world()
+    first, second = prepare_store(world, A, ONES), prepare_store(world, B, ONES)
+    assert len(first.blocks) == len(second.blocks) == 1
+    complete_store(world, first)
+    complete_store(world, second)
+    assert world.engine.stats().tiers[0].num_blocks == 1
+    assert world.engine.session_info(B).num_tokens == 4
+
+
+def test_other_tokens_truncate_the_session():
+    """A regenerated turn replaces what followed the common prefix."""
+    world = new_world()
+    store(world, A, ONES + TWOS)
+    store(world, A, ONES + THREES + ONES)
+    assert load(world, A, ONES + TWOS).end_token == 4
+    assert world.engine.session_info(A).num_tokens == 12
+
+
+def test_a_shorter_store_keeps_what_is_longer():
+    """Storing a prefix of what is stored changes nothing."""
+    world = new_world()
+    store(world, A, ONES + TWOS)
+    store(world, A, ONES)
+    assert world.engine.session_info(A).num_tokens == 8
+
+
+def test_a_session_has_the_lineage_of_the_store_that_it_ends_with():
+    """A store of a prefix, or one that names none, says nothing of the tokens behind."""
+    world = new_world()
+    after = WHOLE.after(to_bytes(ONES + TWOS), [(4, 6)])
+    kept = [*ONES, 2, 2]
+    for tokens, named in ((kept, after), (ONES, WHOLE), (kept, None)):
+        answer = world.engine.prepare_store(
+            A, to_bytes(tokens), 0, OWNER, world.now_ns, lineage=named
+        )
+        if answer.lease_id:
+            complete_store(world, answer)
+        world.pump()
+        export = world.engine.session_files.begin_export(A)
+        assert export.lineage == after
+
+
+def test_an_empty_store_creates_no_session():
+    """No tokens, no session."""
+    world = new_world()
+    assert store(world, A, []).end_token == 0
+    assert world.engine.session_info(A) is None
+
+
+def test_a_gap_is_refused_with_what_is_stored():
+    """from_token beyond the stored prefix cannot be stored; the answer says how much is."""
+    world = new_world()
+    store(world, A, ONES)
+    answer = prepare_store(world, A, ONES + TWOS + THREES, from_token=8)
+    assert (answer.refused, answer.end_token) == ("gap", 4)
+
+
+@pytest.mark.parametrize("num_stored", [4, 6], ids=["whole block", "partial block"])
+def test_a_gap_of_one_token_is_one(num_stored):
+    """KV of the token between is nowhere: what follows it must not be taken for what is stored."""
+    world = new_world()
+    tokens = [*ONES, *TWOS, *THREES]
+    store(world, A, tokens[:num_stored])
+    answer = prepare_store(world, A, tokens, from_token=num_stored + 1)
+    assert (answer.refused, answer.end_token, answer.blocks) == ("gap", num_stored, ())
+    answer = prepare_store(world, A, tokens, from_token=num_stored)
+    assert (answer.refused, answer.end_token) == ("", 12)
+
+
+def test_a_store_larger_than_the_arena_goes_in_parts():
+    """What slots can be had for is granted; `more` asks to come back."""
+    world = new_world(num_slots=2)
+    answer = store(world, A, ONES + TWOS + THREES)
+    assert (answer.end_token, answer.more) == (8, True)
+    answer = prepare_store(world, A, ONES + TWOS + THREES, from_token=8)
+    assert (answer.end_token, answer.more) == (12, False)
+
+
+def test_a_full_arena_makes_stores_wait_for_writes():
+    """While writes make blocks clean the answer is "wait"; SpaceFreed says when to ask again."""
+    world = new_world(num_slots=1)
+    store(world, A, ONES, settle=False)
+    assert prepare_store(world, B, TWOS).refused == "wait"
+    world.events.clear()
+    world.finish_io(next(iter(world.io)), IoOutcome.OK)
+    assert [type(event).__name__ for event in world.events] == ["SpaceFreed"]
+    assert prepare_store(world, B, TWOS).refused == ""
+
+
+def test_stores_that_wait_do_not_wake_each_other():
+    """A store that is told to wait frees nothing: it wakes nobody, although it holds its base."""
+    world = new_world(num_slots=1)
+    store(world, B, ONES)
+    store(world, A, THREES, settle=False)
+    world.events.clear()
+    for key, tokens in ((B, ONES + TWOS), (C, TWOS)) * 2:
+        assert prepare_store(world, key, tokens).refused == "wait"
+    assert not [event for event in world.events if isinstance(event, SpaceFreed)]
+
+
+def test_no_space_when_waiting_cannot_help():
+    """With everything pinned and no SSD there is nothing to wait for."""
+    world = new_world(num_slots=1, num_extents=0)
+    store(world, A, ONES)
+    world.engine.pin(A, Pin.HARD, world.now_ns)
+    assert prepare_store(world, B, TWOS).refused == "no_space"
+    assert counter(world, "stores_refused") == 1
+
+
+def test_existing_blocks_beyond_the_slots_are_let_go():
+    """A planned chunk that exists already is held only as far as slots reach before it."""
+    world = new_world(num_slots=3, num_extents=0)
+    store(world, A, ONES + TWOS)
+    answer = prepare_store(world, A, ONES + TWOS + THREES + ONES)
+    assert (len(answer.blocks), answer.more) == (1, True)
+    complete_store(world, answer)
+
+
+def test_a_base_found_corrupt_loses_what_was_built_on_it():
+    """If a block the lease builds on turns out corrupt, the new blocks are not published."""
+    world = new_world(num_slots=3)
+    store(world, A, ONES)
+    store(world, B, TWOS + THREES + TWOS)  # pushes A's block to SSD
+    answer = prepare_store(world, A, ONES + TWOS)
+    world.engine.prepare_load(A, to_bytes(ONES), 0, OWNER, world.now_ns)
+    world.pump()
+    world.finish_io(next(iter(world.io)), IoOutcome.CORRUPT)
+    assert complete_store(world, answer) == 0
+    assert load(world, A, ONES + TWOS).lookup is Lookup.MISS
+
+
+def test_the_bound_on_sessions_drops_the_coldest():
+    """A new session beyond max_sessions takes the place of the least recently used one."""
+    world = new_world(max_sessions=2)
+    for key, tokens in ((A, ONES), (B, TWOS), (C, THREES)):
+        store(world, key, tokens)
+    assert world.engine.session_info(A) is None
+    assert world.engine.session_info(C).num_tokens == 4
+
+
+def test_no_session_beyond_the_bound_when_none_can_go():
+    """If every session is pinned or queued, a new one is not stored."""
+    world = new_world(max_sessions=1)
+    store(world, A, ONES)
+    world.engine.pin(A, Pin.HARD, world.now_ns)
+    assert complete_store(world, prepare_store(world, B, TWOS)) == 0
+    assert world.engine.stats().num_sessions == 1
+
+
+def test_bad_requests_are_refused():
+    """Half a token and positions outside the tokens are the caller's error."""
+    world = new_world()
+    with pytest.raises(InvalidRequestError, match="4 bytes a token"):
+        world.engine.prepare_store(A, b"\0" * 5, 0, OWNER, 0)
+    with pytest.raises(InvalidRequestError, match="from_token 9"):
+        world.engine.prepare_store(A, to_bytes(ONES), 9, OWNER, 0)
+
+
+def test_leases_are_bounded_and_belong_to_their_owner():
+    """The bound raises; another owner's completion is a lost lease, counted."""
+    world = new_world(max_leases=1)
+    answer = prepare_store(world, A, ONES)
+    with pytest.raises(TooManyLeasesError):
+        prepare_store(world, B, ONES)
+    with pytest.raises(LeaseLostError):
+        world.engine.complete_store(answer.lease_id, OWNER + 1, True, 0)
+    with pytest.raises(LeaseLostError):
+        world.engine.complete_load(answer.lease_id, OWNER, 0)
+    assert counter(world, "leases_lost") == 1
+    assert world.engine.confirm_leases(OWNER, [answer.lease_id, 99]) == ((answer.lease_id,), (99,))

@@ -1,0 +1,275 @@
+"""DRAM that survived a restart: verified before its first use, written if it was dirty."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvd.core.io.verifying import MAX_BACKGROUND, RETRY_NS
+from kvd.core.records.actions import (
+    HashSlot,
+    IoOutcome,
+    ReadBlock,
+    TrackLoad,
+    VerifySlot,
+    WriteBlock,
+)
+from kvd.core.records.errors import LeaseLostError
+from kvd.core.records.records import (
+    AdoptedSlot,
+    CommittedSlot,
+    Lookup,
+    OrphanSlot,
+    Tier,
+    WritingSlot,
+)
+from tests.kvd.core.turns import (
+    ONES,
+    OWNER,
+    THREES,
+    TWOS,
+    A,
+    B,
+    complete_store,
+    counter,
+    load,
+    new_world,
+    prepare_load,
+    prepare_store,
+    store,
+    tiers_of,
+)
+from tests.property.cache_world import CacheWorld
+
+
+def restarted(num_blocks: int = 1, *, on_ssd: bool = True, **limits) -> CacheWorld:
+    """A new kvd on the arena of an earlier one, which held one session."""
+    world = new_world(**limits)
+    store(world, A, (ONES + TWOS + THREES * 6)[: 4 * num_blocks], settle=on_ssd)
+    world.commit(len(world.index.uncommitted))
+    world.start(keep_dram=True)
+    return world
+
+
+def test_adopted_blocks_are_a_hit_once_verified():
+    """What was in DRAM before a kill is in DRAM after it."""
+    world = restarted(num_blocks=2)
+    assert tiers_of(world, A) == ["DS", "DS"]
+    assert world.engine.stats().num_unverified == 2
+    world.quiesce()
+    assert world.engine.stats().num_unverified == 0
+    assert load(world, A, ONES + TWOS).spans[0].tier is Tier.DRAM
+    assert (counter(world, "adopted_blocks"), counter(world, "verified_blocks")) == (2, 2)
+
+
+def test_a_load_does_not_wait_for_the_background():
+    """A block nobody has verified yet is verified for the load, urgently."""
+    world = restarted(num_blocks=MAX_BACKGROUND + 2)
+    tokens = ONES + TWOS + THREES * MAX_BACKGROUND
+    assert len(world.io_of(VerifySlot)) == MAX_BACKGROUND
+    answer = prepare_load(world, A, tokens)
+    assert answer.lookup is Lookup.PENDING
+    checks = [world.io[op_id] for op_id in world.io_of(VerifySlot)]
+    assert [check.urgent for check in checks] == [False] * MAX_BACKGROUND + [True] * 2
+    assert set(world.tracked[answer.lease_id]) == set(world.io)
+    world.quiesce()
+    assert world.engine.settle_load(answer.lease_id).end_token == len(tokens)
+
+
+def test_dirty_adopted_blocks_are_written_after_their_verification():
+    """What the killed kvd had not written yet survives, in DRAM, and is written now."""
+    world = restarted(on_ssd=False)
+    assert tiers_of(world, A) == ["D"]
+    assert not world.io_of(WriteBlock)
+    world.finish_all(VerifySlot)
+    assert len(world.io_of(WriteBlock)) == 1
+    world.quiesce()
+    assert tiers_of(world, A) == ["DS"]
+
+
+def test_an_adopted_block_with_wrong_bytes_is_read_from_ssd():
+    """The load stays pending, on the same slot, and is answered with the right bytes."""
+    world = restarted()
+    answer = prepare_load(world, A, ONES)
+    world.damage_slot(answer.spans[0].slot_id)
+    world.finish_all(VerifySlot)
+    (read,) = world.io_of(ReadBlock)
+    assert world.tracked[answer.lease_id] == (read,)
+    assert world.io[read].slot_id == answer.spans[0].slot_id
+    world.quiesce()
+    assert world.engine.settle_load(answer.lease_id).spans == answer.spans
+    assert counter(world, "blocks_corrupt_dram") == 1
+
+
+def test_wrong_bytes_that_nobody_waits_for_are_dropped():
+    """The copy on SSD remains; the next load reads it."""
+    world = restarted()
+    world.damage_slot(world.engine.describe(A).blocks[0].slot_id)
+    world.finish_all(VerifySlot)
+    assert tiers_of(world, A) == ["S"]
+    assert load(world, A, ONES).end_token == 4
+
+
+def test_wrong_bytes_without_another_copy_are_a_miss():
+    """The session is cut at the block, and the load that waits for it too."""
+    world = restarted(num_blocks=2, on_ssd=False)
+    answer = prepare_load(world, A, ONES + TWOS)
+    world.damage_slot(answer.spans[1].slot_id)
+    world.finish_all(VerifySlot)
+    assert world.engine.settle_load(answer.lease_id).end_token == 4
+    assert load(world, A, ONES + TWOS, from_token=4).miss_reason == "corrupt"
+
+
+def test_a_verification_that_cannot_be_made_says_nothing():
+    """The load is cut, the block stays unverified, and it is tried again a little later."""
+    world = restarted()
+    answer = prepare_load(world, A, ONES)
+    world.finish_all(VerifySlot, IoOutcome.TRANSIENT)
+    assert world.engine.settle_load(answer.lease_id).miss_reason == "read_error"
+    assert world.engine.stats().num_unverified == 1
+    assert world.engine.next_deadline_ns() == world.now_ns + RETRY_NS
+    world.now_ns += RETRY_NS
+    world.engine.expire(world.now_ns)
+    world.pump()
+    world.finish_all(VerifySlot)
+    assert world.engine.stats().num_unverified == 0
+    assert world.engine.next_deadline_ns() is None
+
+
+def test_what_was_not_hashed_is_not_adopted():
+    """Nobody could tell whether its bytes are right."""
+    world = new_world()
+    complete_store(world, prepare_store(world, A, ONES))
+    assert world.io_of(HashSlot)
+    assert world.engine.stats().num_unhashed == 1
+    assert not world.journal
+    world.commit(len(world.index.uncommitted))
+    world.start(keep_dram=True)
+    assert world.engine.session_info(A) is None
+    assert world.engine.stats().tiers[0].used_bytes == 0
+
+
+def test_adopted_blocks_of_no_session_are_forgotten():
+    """The index knows nothing of the session yet: its slots are free, in the journal too."""
+    world = new_world()
+    store(world, A, ONES, settle=False)
+    assert world.journal
+    world.start(keep_dram=True)
+    assert world.engine.stats().tiers[0].used_bytes == 0
+    assert not world.journal
+
+
+def test_unverified_blocks_are_evicted_as_others_are():
+    """A clean one is no reason to wait: its copy on SSD is as good."""
+    world = restarted(num_blocks=MAX_BACKGROUND + 1, num_slots=MAX_BACKGROUND + 1)
+    assert len(prepare_store(world, B, [7] * 4).blocks) == 1
+    world.quiesce()
+
+
+GOOD = CommittedSlot(3, b"k" * 16, 4, bytes(16), bytes(8))
+
+
+@pytest.mark.parametrize(
+    ("slot_id", "record"),
+    [
+        (9, GOOD),
+        (-1, GOOD),
+        (0, replace(GOOD, num_tokens=5, token_ids=bytes(20))),
+        (0, replace(GOOD, num_tokens=0, token_ids=b"")),
+        (0, replace(GOOD, token_ids=bytes(12))),
+        (0, replace(GOOD, checksums=bytes(16))),
+        (0, replace(GOOD, key=b"k")),
+    ],
+)
+def test_a_slot_whose_record_cannot_be_is_free(slot_id, record):
+    """Out of the arena, or of sizes that no block here has."""
+    world = new_world(num_slots=2)
+    world.journal = {slot_id: record}
+    world.start(keep_dram=True)
+    assert world.engine.stats().tiers[0].used_bytes == 0
+
+
+def test_two_records_of_one_slot_or_block_count_once():
+    """The first one does."""
+    world = new_world(num_slots=4)
+    writing = WritingSlot(1, 5, 1)
+    adopted = [AdoptedSlot(0, GOOD), AdoptedSlot(1, GOOD), AdoptedSlot(2, GOOD)]
+    orphans = [OrphanSlot(2, writing), OrphanSlot(2, writing), OrphanSlot(3, writing)]
+    world.journal = {0: GOOD, 1: GOOD, 2: writing, 3: writing}
+    world.engine = type(world.engine)(world.engine.layout, world.limits, lambda _: bytes(32))
+    world.engine.restore(world.index.rows(), adopted, orphans, 1, world.now_ns)
+    world.pump()
+    assert [lease.num_slots for lease in world.engine.leases()] == [2]
+    assert set(world.journal) == {2, 3}
+    assert prepare_store(world, A, ONES).lease_id == 6
+
+
+def test_verify_on_load_verifies_live_hits():
+    """Each load of a block at rest is pending on a verification."""
+    world = new_world(verify_on_load=True)
+    store(world, A, ONES)
+    first = prepare_load(world, A, ONES)
+    assert first.lookup is Lookup.PENDING
+    assert [event for event in world.events if isinstance(event, TrackLoad)] == []
+    world.finish_all(VerifySlot)
+    assert world.engine.settle_load(first.lease_id).lookup is Lookup.HIT
+
+
+def test_readers_of_what_a_later_load_finds_corrupt_lose_their_lease():
+    """The later load gets the right bytes from SSD; what the earlier one copied must not count."""
+    world = new_world(verify_on_load=True)
+    store(world, A, ONES)
+    first = prepare_load(world, A, ONES)
+    world.finish_all(VerifySlot)
+    world.engine.settle_load(first.lease_id)
+    world.damage_slot(first.spans[0].slot_id)
+    assert load(world, A, ONES).end_token == 4
+    with pytest.raises(LeaseLostError):
+        world.engine.complete_load(first.lease_id, OWNER, world.now_ns)
+    assert counter(world, "blocks_corrupt_dram") == 1
+
+
+def test_verify_on_load_finds_wrong_bytes():
+    """The right ones are read from SSD; a failed verification changes nothing."""
+    world = new_world(verify_on_load=True)
+    store(world, A, ONES)
+    answer = prepare_load(world, A, ONES)
+    world.finish_all(VerifySlot, IoOutcome.TRANSIENT)
+    assert world.engine.settle_load(answer.lease_id).miss_reason == "read_error"
+    world.damage_slot(answer.spans[0].slot_id)
+    assert load(world, A, ONES).end_token == 4
+    assert counter(world, "blocks_corrupt_dram") == 1
+
+
+def test_a_block_that_waits_to_be_written_is_verified_first():
+    """It is not written while it is verified, and is queued again afterwards."""
+    world = new_world(verify_on_load=True, max_write_bytes=1)
+    store(world, A, ONES + TWOS, settle=False)
+    assert len(world.io_of(WriteBlock)) == 1
+    answer = prepare_load(world, A, ONES + TWOS)
+    world.finish_all(WriteBlock)
+    assert not world.io_of(WriteBlock)
+    world.quiesce()
+    assert world.engine.settle_load(answer.lease_id).end_token == 8
+    assert tiers_of(world, A) == ["DS", "DS"]
+
+
+def test_all_that_was_adopted_is_verified_in_the_background():
+    """One after the other: the next begins when one is done, whether or not it is loaded."""
+    world = restarted(num_blocks=MAX_BACKGROUND + 2)
+    assert len(world.io_of(VerifySlot)) == MAX_BACKGROUND
+    world.finish_io(min(world.io))
+    assert len(world.io_of(VerifySlot)) == MAX_BACKGROUND
+    world.quiesce()
+    assert world.engine.stats().num_unverified == 0
+
+
+def test_what_is_warm_is_verified_first():
+    """Its turn is the likelier to come soon."""
+    world = new_world(num_slots=2 * MAX_BACKGROUND)
+    for key, token in ((A, 1), (B, 2)):
+        world.now_ns += 1
+        store(world, key, [token] * 4 * MAX_BACKGROUND)
+    world.commit(len(world.index.uncommitted))
+    world.start(keep_dram=True)
+    verified = {action.slot_id for action in world.io.values()}
+    assert verified == {block.slot_id for block in world.engine.describe(B).blocks}

@@ -1,0 +1,322 @@
+"""Recovery from the index, whatever it says."""
+
+import dataclasses
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from kvd.core.engine import CacheEngine, Limits
+from kvd.core.records.actions import ClearSlot, DropBlock, DropSession, IoOutcome, PutSession
+from kvd.core.records.records import AdoptedSlot, CommittedSlot, IndexRows, Pin, SessionRecord, Span
+from kvd.core.recovery import restoring, row_join
+from kvd.core.recovery.session_rows import columns_of
+from kvd.core.state.packing import PLAIN_SPAN_BYTES, pack_full, pack_spans, plain_span
+from kvd.core.state.tenants import TenantLimits
+from tests.kvd.core.turns import (
+    ONES,
+    OTHER_TENANT,
+    THREES,
+    TWOS,
+    A,
+    B,
+    C,
+    infos,
+    load,
+    new_world,
+    store,
+    tiers_of,
+)
+from tests.property.cache_world import LAYOUT, salt_of, to_bytes
+
+
+def test_every_stored_session_survives_a_restart():
+    """Spans, TTL, pin, end and last access come back; loads read from SSD."""
+    world = new_world(default_ttl_ns=10**12)
+    store(world, A, [*ONES, 2])
+    store(world, B, TWOS)
+    store(world, C, THREES)
+    world.engine.pin(A, Pin.HARD, world.now_ns)
+    world.engine.set_ttl(A, 10**13, world.now_ns)
+    world.engine.end_session(B, world.now_ns)
+    world.pump()
+    world.commit(len(world.index.uncommitted))
+    before = [world.engine.session_info(key) for key in (A, B, C)]
+    world.start()
+    after = [world.engine.session_info(key) for key in (A, B, C)]
+    assert after == [dataclasses.replace(info, dram_bytes=0) for info in before]
+    assert load(world, A, [*ONES, 2, 9]).end_token == 5
+
+
+def test_unwritten_blocks_cut_their_session():
+    """A session is restored up to the first block that is not on SSD; the rest is unlisted."""
+    world = new_world()
+    store(world, A, ONES + TWOS + THREES, settle=False)
+    first, second, third = sorted(world.io)
+    world.finish_io(first, IoOutcome.OK)
+    world.finish_io(third, IoOutcome.OK)
+    world.commit(len(world.index.uncommitted))
+    world.start()
+    assert world.engine.session_info(A).num_tokens == 4
+    assert len(world.engine.describe(A).blocks) == 1
+    world.commit(len(world.index.uncommitted))
+    assert len(world.index.blocks) == 1, "the orphan's row is removed"
+    assert second
+
+
+def test_a_session_without_any_block_is_removed():
+    """Its row goes with the next commit."""
+    world = new_world()
+    store(world, A, ONES, settle=False)
+    world.commit(len(world.index.uncommitted))
+    assert A in world.index.sessions
+    world.start()
+    world.commit(len(world.index.uncommitted))
+    assert A not in world.index.sessions
+
+
+def test_rows_that_cannot_be_are_removed():
+    """Extents outside the tier or named twice, blocks of no size, spans outside their block."""
+    world = new_world()
+    for key, tokens in ((A, ONES), (B, TWOS), (C, THREES)):
+        store(world, key, tokens)
+    first, second, third = world.index.blocks.values()
+    record = world.index.sessions[A]
+    longer = plain_span(first.key, 5)
+    sessions = [
+        record,
+        dataclasses.replace(record, key=B, spans=pack_spans([longer])),
+        dataclasses.replace(record, key=C, spans=pack_spans([plain_span(first.key, 4), longer])),
+        dataclasses.replace(record, key=OTHER_TENANT, spans=pack_spans([plain_span(b"?" * 16, 0)])),
+    ]
+    rows = IndexRows(
+        [columns_of(sessions)],
+        first.key + second.key + third.key + b"?" * 16,
+        [first.extent, first.extent, 10**6, third.extent],
+        [4, 4, 4, 0],
+    )
+    engine = CacheEngine(LAYOUT, Limits(4, 8), salt_of)
+    engine.restore(rows, (), (), 1, world.now_ns)
+    engine.check()
+    assert engine.session_info(B) is None
+    assert engine.session_info(C).num_tokens == 4
+    assert engine.stats().tiers[1].num_blocks == 1
+    actions = engine.drain()
+    dropped = {action.key for action in actions if isinstance(action, DropBlock)}
+    assert dropped == {second.key, third.key, b"?" * 16}
+    gone = {action.key for action in actions if isinstance(action, DropSession)}
+    assert gone == {B, OTHER_TENANT}
+
+
+@pytest.mark.parametrize("folds_sessions", [True, False])
+def test_blocks_that_sessions_share_are_in_memory_once(folds_sessions):
+    """What is private is folded behind it; either way the session says the same of itself."""
+    world = new_world(folds_sessions=folds_sessions)
+    store(world, A, ONES + TWOS + THREES)
+    store(world, B, ONES + THREES)
+    before = world.engine.describe(A)
+    world.start()
+    after = world.engine.describe(A)
+    places = [(block.key, block.extent, block.num_sessions) for block in after.blocks]
+    assert places == [(block.key, block.extent, block.num_sessions) for block in before.blocks]
+    assert len(world.engine._state.blocks) == (1 if folds_sessions else 4)
+    assert load(world, A, ONES + TWOS + THREES).end_token == 12
+    assert load(world, B, ONES + THREES).end_token == 8
+
+
+def test_a_session_with_a_discard_is_folded_too():
+    """It is found by its own spans and, where its blocks are still plain, along the chain."""
+    world = new_world()
+    store(world, A, ONES + TWOS + THREES)
+    tokens = ONES + TWOS[:2] + THREES
+    assert world.engine.discard(A, to_bytes(ONES + TWOS + THREES), [(4, 6)], world.now_ns) == 10
+    world.pump()
+    world.commit(len(world.index.uncommitted))
+    world.start()
+    assert not len(world.engine._state.blocks)
+    assert world.engine.session_info(A).num_tokens == 10
+    assert load(world, B, ONES + TWOS + THREES).end_token == 12, "its blocks are what they were"
+    assert load(world, A, tokens).end_token == 10
+
+
+def test_rows_are_damaged_in_any_way():
+    """Cut or changed bytes of a row cost spans, never the start; what is left is put again."""
+    world = new_world()
+    store(world, A, ONES + TWOS)
+    record = world.index.sessions[A]
+    for spans, num_tokens in [
+        (b"", 0),
+        (b"\x07" + record.spans[1:], 0),
+        (record.spans[:-1], 4),
+        (record.spans + b"\0", 8),
+        (b"\0", 0),
+        (record.spans[:21] + bytes(20), 4),
+        (b"\x01" + pack_full([plain_span(record.spans[1:17], 4)]) + b"\x09", 4),
+        (b"\x01" + pack_full([Span(record.spans[1:17], 1, 9, b"d" * 16, b"c" * 16)]), 0),
+    ]:
+        world.index.sessions[A] = dataclasses.replace(record, spans=spans)
+        engine = CacheEngine(LAYOUT, world.limits, salt_of)
+        engine.restore(world.index.rows(), (), (), 1, world.now_ns)
+        engine.check()
+        info = engine.session_info(A)
+        assert (info.num_tokens if info else 0) == num_tokens
+        puts = [a for a in engine.drain() if isinstance(a, PutSession | DropSession)]
+        assert len(puts) == 1, "the row is written anew"
+
+
+def test_two_blocks_of_one_key_or_half_a_key():
+    """A row that another one repeats is ignored; of two keys with equal halves one is dropped."""
+    keys = [b"a" * 16, b"a" * 16, b"a" * 8 + b"b" * 8]
+    spans = pack_spans([plain_span(keys[0], 4), plain_span(keys[2], 4)])
+    rows = IndexRows(
+        [columns_of([SessionRecord(A, spans, 1)])], b"".join(keys), [0, 5, 10], [4, 4, 4]
+    )
+    engine = CacheEngine(LAYOUT, Limits(4, 8), salt_of)
+    engine.restore(rows, (), (), 1, 10)
+    engine.check()
+    assert engine.session_info(A).num_tokens == 4
+    dropped = [action.key for action in engine.drain() if isinstance(action, DropBlock)]
+    assert dropped == [keys[2]]
+
+
+def test_a_block_in_dram_is_believed_only_if_its_row_agrees():
+    """If they name different sizes the row counts, because its extent says what it holds."""
+    world = new_world()
+    store(world, A, ONES)
+    (record,) = world.journal.values()
+    shorter = dataclasses.replace(record, num_tokens=2, token_ids=record.token_ids[:8])
+    engine = CacheEngine(LAYOUT, world.limits, salt_of)
+    engine.restore(world.index.rows(), [AdoptedSlot(0, shorter)], (), 1, world.now_ns)
+    engine.check()
+    assert engine.stats().tiers[0].num_blocks == 0
+    assert engine.session_info(A).ssd_bytes == LAYOUT.block_bytes
+    assert ClearSlot(0) in engine.drain()
+
+
+def test_of_half_equal_keys_the_one_on_ssd_is_found():
+    """The block in DRAM is given up."""
+    checksums = bytes(8 * len(LAYOUT.layers))
+    adopted = AdoptedSlot(1, CommittedSlot(1, b"a" * 8 + b"b" * 8, 1, bytes(4), checksums))
+    spans = pack_spans([plain_span(b"a" * 16, 4)])
+    rows = IndexRows([columns_of([SessionRecord(A, spans, 1)])], b"a" * 16, [0], [4])
+    engine = CacheEngine(LAYOUT, Limits(4, 8), salt_of)
+    engine.restore(rows, [adopted], (), 1, 10)
+    engine.check()
+    assert engine.stats().tiers[0].num_blocks == 0
+    assert engine.session_info(A).num_tokens == 4
+
+
+def test_pins_and_quotas_survive():
+    """Kind of pin, order of ended sessions, what a tenant is charged for."""
+    limits = TenantLimits(quota_bytes=4 * LAYOUT.block_bytes)
+    world = new_world(tenant_limits=lambda _: limits)
+    store(world, A, ONES)
+    store(world, B, TWOS)
+    store(world, C, THREES)
+    world.engine.pin(A, Pin.SOFT, world.now_ns)
+    world.engine.end_session(C, world.now_ns)
+    world.pump()
+    world.commit(len(world.index.uncommitted))
+    before = world.engine.tenants()
+    world.start()
+    assert world.engine.tenants() == before
+    assert world.engine.stats().num_soft_pins == 1
+    fourth = A._replace(session_id="d")
+    store(world, fourth, [7] * 8)
+    assert world.engine.session_info(C) is None, "the ended session goes first"
+    store(world, fourth, [7] * 12)
+    assert world.engine.session_info(B) is None, "then the other one that is not pinned"
+    assert world.engine.session_info(A) is not None
+
+
+def test_thousands_of_sessions_are_restored():
+    """Private, shared, cut and discarded ones: each is what a start without folding makes of it."""
+    random = Random(7)  # noqa: S311
+    keys: list[bytes] = []
+    sessions = []
+    for number in range(2_000):
+        own = [random.randbytes(16) for _ in range(random.randrange(9))]
+        shared = keys[: random.randrange(4)] if random.random() < 0.2 else []
+        spans = [plain_span(key, 4) for key in (*shared, *own)]
+        if spans and random.random() < 0.1:
+            spans[-1] = Span(spans[-1].block_key, 1, 2, b"d" * 16, b"c" * 16)
+        pin = random.choice([Pin.NONE] * 8 + [Pin.SOFT, Pin.HARD])
+        key = A._replace(session_id=str(number))
+        sessions.append(SessionRecord(key, pack_spans(spans), random.randrange(50), pin=pin))
+        keys += own
+    kept = [key for key in keys if random.random() < 0.99]
+    random.shuffle(kept)
+    rows = IndexRows(
+        [columns_of(sessions)], b"".join(kept), [5 * i for i in range(len(kept))], [4] * len(kept)
+    )
+    engines = []
+    for folds_sessions in (True, False):
+        limits = Limits(4, len(kept), max_sessions=1_900, folds_sessions=folds_sessions)
+        engine = CacheEngine(LAYOUT, limits, salt_of)
+        engine.restore(replace(rows), (), (), 1, 100)
+        engine.check()
+        engines.append(engine)
+    folded, plain = engines
+    listed = [infos(engine) for engine in engines]
+    assert listed[0] == listed[1]
+    for info in listed[0]:
+        assert folded.describe(info.key) == plain.describe(info.key)
+    assert folded.drain() == plain.drain()
+    assert len(folded._state.blocks) < len(plain._state.blocks) / 20
+
+
+def test_a_start_lets_the_columns_go_and_joins_spans_a_part_at_a_time(monkeypatch):
+    """Whatever the parts: sessions are the same, coldest first, and rank no session by itself."""
+    monkeypatch.setattr(restoring, "MADE_AT_ONCE", 3)
+    monkeypatch.setattr(row_join, "JOINED_BYTES", 5 * PLAIN_SPAN_BYTES)
+    keys = [bytes([number]) * 16 for number in range(1, 31)]
+    sessions = []
+    for number in range(10):
+        spans = pack_spans([plain_span(key, 4) for key in keys[3 * number : 3 * number + 3]])
+        key = A._replace(session_id=str(number))
+        sessions.append(SessionRecord(key, spans, last_access_ns=50 - number))
+    missing = 3 * 4 + 1  # a block in the middle of session 4
+    kept = [key for index, key in enumerate(keys) if index != missing]
+    rows = IndexRows([columns_of(sessions)], b"".join(kept), [5 * i for i in range(29)], [4] * 29)
+    engine = CacheEngine(LAYOUT, Limits(4, 40), salt_of)
+    engine.restore(rows, (), (), 1, 100)
+    assert (rows.block_keys, rows.extents, rows.block_tokens) == (b"", (), ())
+    assert not engine._state.policy._facts
+    victims = engine._state.placement.victims(None, 100)
+    assert [key.session_id for key in victims] == list("9876543210")
+    num_blocks = {info.key.session_id: info.num_blocks for info in infos(engine)}
+    assert num_blocks == {str(number): 1 if number == 4 else 3 for number in range(10)}
+    places = [
+        block.extent
+        for key in "03"
+        for block in engine._state.sessions[A._replace(session_id=key)].tail_blocks()
+    ]
+    assert places == [0, 5, 10, 45, 50, 55]
+    engine.check()
+
+
+def test_the_oldest_sessions_beyond_the_bound_are_not_restored():
+    """max_sessions holds after a restart with a smaller bound, too."""
+    world = new_world()
+    for key, tokens in ((A, ONES), (B, TWOS)):
+        world.now_ns += 1
+        store(world, key, tokens)
+    world.limits = Limits(4, 64, max_sessions=1)
+    world.start()
+    assert world.engine.session_info(A) is None
+    assert tiers_of(world, B) == ["S"]
+
+
+def test_order_of_last_access_survives():
+    """After a restart the coldest session is still the first victim on SSD."""
+    world = new_world(num_slots=4, num_extents=2)
+    for key, tokens in ((A, ONES), (B, TWOS)):
+        world.now_ns += 1
+        store(world, key, tokens)
+    world.now_ns += 1
+    load(world, A, ONES)
+    world.commit(len(world.index.uncommitted))
+    world.start()
+    store(world, C, THREES)
+    assert world.engine.session_info(B) is None
+    assert tiers_of(world, A) == ["S"]

@@ -1,0 +1,224 @@
+"""What the index is told, and in which order, while it takes little or nothing."""
+
+import pytest
+
+from kvd.core.io import writing
+from kvd.core.records.actions import (
+    CommitRows,
+    DropBlock,
+    DropSession,
+    HashSlot,
+    PutBlock,
+    PutUse,
+)
+from kvd.core.records.records import BlockRecord, Pin
+from kvd.core.state.index_line import ROW_BYTES, IndexLine
+from kvd.core.state.session import Session
+from tests.kvd.core.turns import (
+    ONES,
+    THREES,
+    TWOS,
+    A,
+    B,
+    C,
+    load,
+    new_world,
+    store,
+    tiers_of,
+)
+from tests.property.cache_world import to_bytes
+
+KEYS = (A, B, C)
+
+
+def _block(number: int) -> PutBlock:
+    return PutBlock(BlockRecord(bytes([number]) * 16, number, 4))
+
+
+def _kinds(actions) -> list[str]:
+    return [type(action).__name__ for action in actions]
+
+
+# --------------------------------------------------------------------------------------- the line
+
+
+def test_a_session_keeps_its_place_however_often_it_changes():
+    """Its row is handed out once, as it is then, where its first change was."""
+    line, session = IndexLine(), Session(A, 7)
+    line.session_changed(A)
+    line.add(_block(1))
+    session.pin = Pin.HARD
+    line.session_changed(A)
+    taken = line.take({A: session})
+    assert _kinds(taken) == ["PutSession", "PutBlock"]
+    assert taken[0].session.pin is Pin.HARD
+    assert line.take({A: session}) == []
+
+
+def test_a_session_may_ask_for_a_place_behind_blocks():
+    """What names new blocks in place of old ones comes after their rows, and before what waits."""
+    line = IndexLine()
+    line.session_changed(A)
+    line.add(_block(1))
+    line.session_changed(A, behind_blocks=True)
+    line.add(CommitRows(9))
+    assert _kinds(line.take({A: Session(A, 7)})) == ["PutBlock", "PutSession", "CommitRows"]
+
+
+def test_a_use_is_told_behind_everything_else_and_by_its_time_alone():
+    """Unless the session's row is written anyhow, which has the time, too."""
+    line, sessions = IndexLine(), {key: Session(key, 7) for key in KEYS}
+    for key in (A, A, B):
+        line.session_used(key)
+    line.session_changed(B)
+    line.add(DropBlock(1, b"k" * 16))
+    assert (len(line), line.num_uses) == (2, 2)
+    taken = line.take(sessions)
+    assert _kinds(taken) == ["PutSession", "DropBlock", "PutUse"]
+    assert taken[-1] == PutUse(A, 7)
+
+
+@pytest.mark.parametrize("is_indexed", [True, False])
+def test_a_session_that_is_gone_is_removed_if_the_index_may_have_it(is_indexed):
+    """One that came and went while the index took nothing leaves nothing behind."""
+    line = IndexLine()
+    line.session_changed(A)
+    line.session_used(A)
+    line.session_gone(A, is_indexed=is_indexed)
+    assert line.take({}) == ([DropSession(A)] if is_indexed else [])
+
+
+def test_a_session_that_comes_back_is_still_removed_when_it_goes_again():
+    """The index has the row of the first one, whatever became of the second."""
+    line = IndexLine()
+    line.session_gone(A, is_indexed=True)
+    line.session_changed(A)
+    line.session_gone(A, is_indexed=False)
+    assert line.take({}) == [DropSession(A)]
+    line.session_changed(A)
+    line.session_gone(A, is_indexed=False)
+    assert line.take({}) == []
+
+
+def test_what_is_handed_out_is_bounded_into_bytes():
+    """The last row may go beyond; what does not fit waits for the next time, in order."""
+    line = IndexLine()
+    for number in range(5):
+        line.add(_block(number))
+    assert line.take({}, 0) == []
+    assert line.take({}, 2 * ROW_BYTES) == [_block(0), _block(1)]
+    assert line.num_blocks == 3
+    assert line.take({}, 2 * ROW_BYTES + 1) == [_block(2), _block(3), _block(4)]
+    assert (len(line), line.num_blocks) == (0, 0)
+
+    for key in KEYS:
+        line.session_used(key)
+    sessions = {key: Session(key, 7) for key in KEYS}
+    assert line.take(sessions, 2 * ROW_BYTES) == [PutUse(A, 7), PutUse(B, 7)]
+    assert line.num_uses == 1
+
+
+# -------------------------------------------------------------------------------------- the engine
+
+
+def test_a_mere_load_writes_no_spans():
+    """Only when the session was last used; a store that finds everything stored does the same."""
+    world = new_world()
+    store(world, A, ONES + TWOS)
+    world.now_ns += 5
+    load(world, A, ONES + TWOS)
+    assert world.index.uncommitted == [PutUse(A, world.now_ns)]
+    world.quiesce()
+    world.now_ns += 5
+    store(world, A, ONES + TWOS, settle=False)
+    assert world.index.uncommitted == [PutUse(A, world.now_ns)]
+    world.quiesce()
+    assert world.index.sessions[A].last_access_ns == world.now_ns
+
+
+def test_the_last_use_is_found_by_the_next_kvd():
+    """A session that was only loaded since is the warmer one after a restart."""
+    world = new_world(num_slots=4, num_extents=4)
+    for key, tokens in ((A, ONES), (B, TWOS)):
+        world.now_ns += 5
+        store(world, key, tokens)
+    world.now_ns += 5
+    load(world, A, ONES)
+    world.quiesce()
+    world.start()
+    assert list(world.engine._state.policy.victims(None, world.now_ns)) == [B, A]
+
+
+def test_what_waits_does_not_grow_with_changes():
+    """An index that takes nothing is told of each session once, and as it is when it does."""
+    world = new_world(num_slots=64)
+    store(world, A, ONES)
+    world.row_bytes = 0
+    waiting = set()
+    for number in range(20):
+        load(world, A, ONES)
+        world.engine.set_ttl(A, 1 + number, world.now_ns)
+        world.pump()
+        waiting.add(world.engine.num_rows_waiting)
+    assert waiting == {(1, 1)}
+    world.quiesce()
+    assert world.index.sessions[A].ttl_ns == 20
+
+
+def test_sessions_that_come_and_go_meanwhile_leave_nothing():
+    """However many: only what the index knows of is remembered."""
+    world = new_world(num_extents=0)
+    store(world, A, ONES)
+    world.row_bytes = 0
+    for number in range(20):
+        store(world, B._replace(session_id=f"b{number}"), TWOS, settle=False)
+        world.engine.flush(B._replace(session_id=f"b{number}"), False, world.now_ns)
+        world.pump()
+    assert world.engine.num_rows_waiting == (0, 0)
+    world.engine.flush(A, False, world.now_ns)
+    assert world.engine.num_rows_waiting == (1, 0)
+
+
+def test_nothing_is_written_while_the_index_is_far_behind(monkeypatch):
+    """Blocks stay in DRAM; once the index has taken its rows they are written, by themselves."""
+    monkeypatch.setattr(writing, "MOST_ROWS_WAITING", 2)
+    world = new_world()
+    world.row_bytes = 0
+    store(world, A, ONES + TWOS + THREES, settle=False)
+    for op_id in list(world.io):
+        world.finish_io(op_id)
+    assert tiers_of(world, A) == ["DS"] * 3
+    store(world, B, [7] * 8, settle=False)
+    world.finish_all(HashSlot)
+    assert not world.io
+    assert tiers_of(world, B) == ["D", "D"]
+    world.quiesce()
+    assert tiers_of(world, B) == ["DS", "DS"]
+
+
+def test_uncommitted_blocks_are_known():
+    """A block whose row waits is one that the next kvd would not find."""
+    world = new_world()
+    world.row_bytes = 0
+    store(world, A, ONES + TWOS, settle=False)
+    for op_id in list(world.io):
+        world.finish_io(op_id)
+    assert world.engine.num_blocks_waiting == 2
+    world.quiesce()
+    assert world.engine.num_blocks_waiting == 0
+
+
+def test_a_truncated_session_survives_an_index_that_is_behind():
+    """Its new row comes before the removal of what it lost, wherever kvd is killed in between."""
+    for num_rows in range(8):
+        world = new_world()
+        store(world, A, ONES + TWOS + THREES)
+        world.row_bytes = 0
+        world.engine.discard(A, to_bytes(ONES + TWOS + THREES), [(0, 4)], world.now_ns)
+        for _ in range(num_rows):
+            world.row_bytes = 1
+            world.pump()
+            world.commit(1)
+        world.row_bytes = 0
+        world.start()
+        assert world.engine.session_info(A).num_tokens in (8, 12), num_rows

@@ -1,0 +1,154 @@
+"""Who holds what: connections that end, engines that come back, slots that stay quarantined."""
+
+import pytest
+
+from kvd.core.records.actions import Emit
+from kvd.core.records.errors import LeaseLostError
+from kvd.core.records.records import LeaseState
+from tests.kvd.core.turns import (
+    ONES,
+    OWNER,
+    THREES,
+    TWOS,
+    A,
+    B,
+    complete_store,
+    counter,
+    load,
+    new_world,
+    prepare_load,
+    prepare_store,
+    store,
+)
+from tests.property.cache_world import ADOPTED_OWNERS, to_bytes
+
+BACK = 7  # the owner's id after it came back
+
+
+def test_leases_are_listed():
+    """Kind, owner, session, slots and age of each."""
+    world = new_world(num_slots=3)
+    store(world, A, ONES)
+    world.now_ns += 5
+    loading, storing = prepare_load(world, A, ONES), prepare_store(world, B, TWOS + THREES)
+    infos = world.engine.leases()
+    assert [(i.lease_id, i.kind, i.owner, i.key, i.num_slots) for i in infos] == [
+        (loading.lease_id, "load", OWNER, A, 1),
+        (storing.lease_id, "store", OWNER, B, 2),
+    ]
+    assert {info.since_ns for info in infos} == {world.now_ns}
+    assert not any(info.is_pending or info.is_orphan for info in infos)
+
+
+def test_a_detached_engine_keeps_the_slots_it_may_be_writing():
+    """Its loads end, its stores become orphans; nobody else gets their slots."""
+    world = new_world(num_slots=2, num_extents=0)
+    store(world, A, ONES)
+    loading, storing = prepare_load(world, A, ONES), prepare_store(world, B, TWOS)
+    world.engine.detach(OWNER, world.now_ns)
+    world.pump()
+    assert world.engine.lease_state(loading.lease_id) is LeaseState.LOST
+    assert [(i.lease_id, i.is_orphan) for i in world.engine.leases()] == [(storing.lease_id, True)]
+    stats = world.engine.stats()
+    assert (stats.num_orphan_leases, stats.num_quarantined_slots) == (1, 1)
+    slot_ids = {block.slot_id for block in prepare_store(world, A, THREES).blocks}
+    assert slot_ids.isdisjoint(block.slot_id for block in storing.blocks)
+
+
+def test_an_engine_that_comes_back_completes_its_store():
+    """The lease passes to its new id; what it does not name is released."""
+    world = new_world()
+    kept, dropped = prepare_store(world, A, ONES), prepare_store(world, B, TWOS)
+    world.engine.detach(OWNER, world.now_ns)
+    held = [kept.lease_id, 99]
+    assert world.engine.reattach(OWNER, BACK, held, world.now_ns) == ((kept.lease_id,), (99,))
+    world.pump()
+    assert world.engine.stats().num_orphan_leases == 0
+    assert {record.owner for record in world.journal.values()} == {BACK}
+    with pytest.raises(LeaseLostError):
+        world.engine.complete_store(dropped.lease_id, BACK, True, world.now_ns)
+    assert world.engine.complete_store(kept.lease_id, BACK, True, world.now_ns) == 4
+    world.pump()
+    world.quiesce()
+    assert load(world, A, ONES).end_token == 4
+
+
+def test_a_dead_orphan_is_released():
+    """When the process is gone, its slots are free."""
+    world = new_world()
+    prepare_store(world, A, ONES)
+    world.engine.detach(OWNER, world.now_ns)
+    world.engine.owner_gone(OWNER, world.now_ns)
+    world.pump()
+    stats = world.engine.stats()
+    assert (stats.num_leases, stats.num_quarantined_slots) == (0, 0)
+    assert stats.tiers[0].used_bytes == 0
+    assert not world.journal
+    names = [event.name for event in world.events if isinstance(event, Emit)]
+    assert names[-2:] == ["owner_detached", "owner_gone"]
+
+
+def test_an_engine_may_come_back_before_its_old_connection_is_missed():
+    """Without a detach in between, its loads end as well."""
+    world = new_world()
+    store(world, A, ONES)
+    loading = prepare_load(world, A, ONES)
+    assert world.engine.reattach(OWNER, BACK, [loading.lease_id], world.now_ns) == (
+        (),
+        (loading.lease_id,),
+    )
+    assert world.engine.stats().num_leases == 0
+
+
+def test_slots_that_an_earlier_kvd_granted_stay_their_writers():
+    """The engine lives: its slots are nobody else's until it completes, which fails."""
+    world = new_world(num_slots=3, num_extents=0)
+    answer = prepare_store(world, A, ONES + TWOS)
+    world.start(keep_dram=True, alive={OWNER})
+    stats = world.engine.stats()
+    assert (stats.num_orphan_leases, stats.num_quarantined_slots) == (1, 2)
+    info = world.engine.leases()[0]
+    assert (info.lease_id, info.key, info.is_orphan) == (answer.lease_id, None, True)
+    assert world.engine.prepare_store(B, to_bytes(THREES * 2), 0, 5, 0).end_token == 4
+    held = [answer.lease_id]
+    confirmed, lost = world.engine.reattach(OWNER + ADOPTED_OWNERS, OWNER, held, world.now_ns)
+    assert (confirmed, lost) == ((answer.lease_id,), ())
+    with pytest.raises(LeaseLostError):
+        complete_store(world, answer)
+    world.pump()
+    assert world.engine.stats().num_leases == 1
+    assert counter(world, "leases_lost") == 1
+    assert world.engine.session_info(A) is None
+
+
+def test_lease_ids_are_never_used_twice():
+    """A new kvd numbers leases above those an earlier one may have granted."""
+    world = new_world()
+    before = prepare_store(world, A, ONES)
+    world.start(keep_dram=True, alive={OWNER})
+    assert prepare_store(world, A, ONES).lease_id > before.lease_id
+
+
+def test_a_dead_writer_is_not_restored():
+    """Whoever is gone writes nothing: its slots are free at once."""
+    world = new_world(num_slots=1)
+    prepare_store(world, A, ONES)
+    world.start(keep_dram=True)
+    assert world.engine.stats().num_leases == 0
+    assert len(prepare_store(world, A, ONES).blocks) == 1
+
+
+def test_a_load_is_its_owners_to_end():
+    """Another engine that names its lease ends nothing: the slots stay its owner's."""
+    world = new_world(num_slots=1)
+    store(world, A, ONES)
+    answer = prepare_load(world, A, ONES)
+    with pytest.raises(LeaseLostError):
+        world.engine.complete_load(answer.lease_id, OWNER + 1, world.now_ns)
+    world.pump()
+    assert [lease.lease_id for lease in world.engine.leases()] == [answer.lease_id]
+    assert prepare_store(world, B, TWOS).lease_id == 0, "the slot is being read"
+    world.engine.complete_load(answer.lease_id, OWNER, world.now_ns)
+    world.pump()
+    assert not world.engine.leases()
+    assert store(world, B, TWOS).end_token == 4

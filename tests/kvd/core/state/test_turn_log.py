@@ -1,0 +1,236 @@
+"""TurnLog: which calls make a turn, and what is remembered of it."""
+
+from itertools import product
+
+from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
+from kvd.core.records.records import Tier
+from kvd.core.state.turn_log import RecordedTurn, TurnLog
+from shared.types.session_key import SessionKey
+from tests.kvd.core.turns import ONES, OWNER, THREES, TWOS, load, new_world, store
+from tests.property.cache_world import to_bytes
+
+ENGINE = 7
+A, B = (SessionKey("default", "ab" * 16, name) for name in "ab")
+
+
+def _waiting(key: SessionKey, number: int, history_tokens: int = 0) -> QueueChange:
+    return QueueChange(waiting=[QueuedJob((0, 0.0, number), key, history_tokens)])
+
+
+def _turn(log: TurnLog, key: SessionKey, prompt: int, size: int, now_ns: int) -> None:
+    """A turn of an engine that tells no queue."""
+    log.asked(key, prompt, now_ns, is_running=False)
+    log.stored(key, size, now_ns + 5)
+
+
+def test_turns_of_an_engine_without_a_queue() -> None:
+    """A load after the stores of a turn begins the next; its history is what was stored."""
+    log = TurnLog(10)
+    _turn(log, A, 20, 50, 100)
+    log.asked(A, 70, 200, is_running=False)
+    log.loaded(A, Tier.DRAM, 30)
+    log.loaded(A, Tier.SSD, 16)
+    log.stored(A, 80, 210)
+    log.stored(A, 90, 220)
+    first, second = log
+    assert first == RecordedTurn(1, 1, 100, 100, 105, 0, 0, 0, 50, is_asked=True)
+    assert second == RecordedTurn(1, 2, 200, 200, 220, 50, 30, 16, 90, is_asked=True)
+    log.check()
+
+
+def test_a_turn_begins_when_its_job_runs() -> None:
+    """It arrived when its job came to wait, and the queue knows how long the history is."""
+    log = TurnLog(10)
+    log.queue_changed(ENGINE, _waiting(A, 1, 33), 100)
+    log.queue_changed(ENGINE, QueueChange(running=[RunningJob(1, A)]), 150)
+    log.asked(A, 40, 160, is_running=True)
+    log.stored(A, 60, 170)
+    assert list(log) == [RecordedTurn(1, 1, 100, 150, 170, 33, 0, 0, 60, is_asked=True)]
+
+
+def test_a_load_before_its_job_is_told_to_run() -> None:
+    """The job takes over the turn that the load has begun, whatever the order of the two."""
+    log = TurnLog(10)
+    _turn(log, A, 20, 50, 10)
+    log.queue_changed(ENGINE, _waiting(A, 1, 50), 100)
+    log.asked(A, 60, 140, is_running=False)
+    log.queue_changed(ENGINE, QueueChange(running=[RunningJob(1, A)]), 150)
+    log.stored(A, 80, 170)
+    _, turn = log
+    assert (turn.turn, turn.arrived_ns, turn.wanted_tokens) == (2, 100, 50)
+
+
+def test_a_preempted_turn_is_one_turn() -> None:
+    """It waits, runs and loads again under the same number."""
+    log = TurnLog(10)
+    running = QueueChange(running=[RunningJob(1, A)])
+    log.queue_changed(ENGINE, running, 10)
+    log.asked(A, 20, 10, is_running=True)
+    log.stored(A, 30, 20)
+    log.queue_changed(ENGINE, _waiting(A, 1), 30)
+    log.queue_changed(ENGINE, running, 40)
+    log.asked(A, 30, 40, is_running=True)
+    log.stored(A, 50, 60)
+    (turn,) = log
+    assert (turn.started_ns, turn.ended_ns, turn.stored_tokens) == (10, 60, 50)
+
+
+def test_a_turn_that_the_queue_is_late_to_tell() -> None:
+    """It wants more than the turn before has computed, which the queue says still runs."""
+    log = TurnLog(10)
+    log.queue_changed(ENGINE, QueueChange(running=[RunningJob(1, A)]), 10)
+    log.asked(A, 20, 10, is_running=True)
+    log.stored(A, 30, 20)
+    log.asked(A, 36, 40, is_running=True)
+    log.stored(A, 45, 50)
+    log.queue_changed(ENGINE, QueueChange(running=[RunningJob(2, A)], left=[1]), 55)
+    log.stored(A, 50, 60)
+    assert [(turn.started_ns, turn.ended_ns, turn.stored_tokens) for turn in log] == [
+        (10, 20, 30),
+        (40, 60, 50),
+    ]
+
+
+def test_a_full_queue_keeps_known_arrivals() -> None:
+    """A snapshot that repeats a job does not make it arrive anew; one that it omits is gone."""
+    log = TurnLog(10)
+    for number, now_ns in ((1, 10), (2, 11)):
+        log.queue_changed(ENGINE, _waiting((A, B)[number - 1], number), now_ns)
+    log.queue_replaced(ENGINE, _waiting(A, 1), 50)
+    for key, number in ((A, 1), (B, 2)):
+        log.queue_changed(ENGINE, QueueChange(running=[RunningJob(number, key)]), 60)
+        log.asked(key, 5, 60, is_running=True)
+    assert [turn.arrived_ns for turn in log] == [10, 60]
+
+
+def test_a_queue_is_forgotten_with_its_engine() -> None:
+    """Another engine's job of the same number is another job."""
+    log = TurnLog(10)
+    log.queue_changed(ENGINE, _waiting(A, 1), 10)
+    log.engine_gone(ENGINE)
+    log.queue_changed(ENGINE, QueueChange(running=[RunningJob(1, A)]), 60)
+    log.asked(A, 5, 60, is_running=True)
+    log.queue_changed(ENGINE + 1, QueueChange(running=[RunningJob(1, A)]), 70)
+    log.stored(A, 9, 80)
+    assert [(turn.arrived_ns, turn.started_ns) for turn in log] == [(60, 60), (70, 70)]
+
+
+def test_a_session_in_the_engines_memory_asks_for_nothing() -> None:
+    """Its turn is known by its job and its stores."""
+    log = TurnLog(10)
+    log.queue_changed(ENGINE, QueueChange(running=[RunningJob(0, A)]), 10)
+    _turn(log, A, 20, 50, 10)
+    log.queue_changed(ENGINE, QueueChange(running=[RunningJob(1, A)], left=[0]), 60)
+    log.stored(A, 80, 90)
+    _, turn = log
+    assert turn == RecordedTurn(1, 2, 60, 60, 90, 50, 0, 0, 80, is_asked=False)
+
+
+def test_a_discard_shortens_the_history() -> None:
+    """What a session has left is what its next turn wants, and never more than it asks for."""
+    log = TurnLog(10)
+    _turn(log, A, 20, 50, 10)
+    log.discarded(A, 25)
+    _turn(log, A, 40, 60, 20)
+    _turn(log, A, 45, 80, 30)
+    assert [turn.wanted_tokens for turn in log] == [0, 25, 45]
+
+
+def test_an_end_is_remembered() -> None:
+    """With the session's newest turn."""
+    log = TurnLog(10)
+    _turn(log, A, 20, 50, 10)
+    _turn(log, A, 60, 70, 20)
+    log.ended(A)
+    log.ended(B)
+    assert [turn.is_ended for turn in log] == [False, True]
+
+
+def test_what_waits_only_is_not_told() -> None:
+    """A job that is withdrawn, or runs without asking or storing, leaves no turn behind."""
+    log = TurnLog(10)
+    log.queue_changed(ENGINE, _waiting(A, 1), 10)
+    log.queue_changed(ENGINE, QueueChange(left=[1]), 20)
+    log.queue_changed(ENGINE, QueueChange(running=[RunningJob(2, B)]), 20)
+    assert not list(log)
+
+
+def test_old_turns_go() -> None:
+    """The log is bounded; who returns after all its turns are gone is somebody new."""
+    log = TurnLog(3)
+    for index, key in enumerate((A, B, B, B, A)):
+        _turn(log, key, 10, 20, 100 * index)
+        log.check()
+    assert [(turn.session, turn.turn) for turn in log] == [(2, 2), (2, 3), (3, 1)]
+    assert [turn.wanted_tokens for turn in log] == [10, 10, 0]
+
+
+def test_a_log_of_one_turn() -> None:
+    """The smallest log keeps the newest turn, whoever's it is."""
+    log = TurnLog(1)
+    for index, key in enumerate((A, A, B)):
+        _turn(log, key, 10, 20, 100 * index)
+        log.check()
+        assert len(list(log)) == 1
+
+
+def test_every_order_of_two_sessions_keeps_the_bounds() -> None:
+    """Whatever calls come in whatever order, the invariants hold and no turn counts for another."""
+    for calls in product("asQqg", repeat=5):
+        log = TurnLog(2)
+        for now_ns, (call, key) in enumerate(zip(calls, (A, B, A, A, B), strict=True)):
+            number = now_ns // 2
+            match call:
+                case "a":
+                    log.asked(key, 10, now_ns, is_running=False)
+                case "s":
+                    log.stored(key, 12, now_ns)
+                case "Q":
+                    log.queue_replaced(ENGINE, _waiting(key, number, 5), now_ns)
+                case "q":
+                    change = QueueChange(running=[RunningJob(number, key)], left=[number + 1])
+                    log.queue_changed(ENGINE, change, now_ns)
+                case _:
+                    log.engine_gone(ENGINE)
+            log.check()
+        for turn in log:
+            assert turn.arrived_ns <= turn.started_ns <= turn.ended_ns
+            assert turn.wanted_tokens <= turn.stored_tokens
+
+
+def test_what_the_engine_notes_of_a_turn() -> None:
+    """Loads by tier, stores and discards reach the log through the calls of an engine."""
+    world = new_world(num_slots=2)
+    store(world, A, ONES + TWOS)
+    store(world, B, THREES * 2)  # A is on SSD only
+    load(world, A, [*ONES, *TWOS, 9])
+    store(world, A, [*ONES, *TWOS, 9, 9])
+    world.engine.discard(A, to_bytes([*ONES, *TWOS, 9, 9]), [(8, 10)], world.now_ns)
+    load(world, A, [*ONES, *TWOS, 7])
+    world.engine.end_session(A, world.now_ns)
+    turns = [turn for turn in world.engine.recent_turns() if turn.session == 1]
+    assert [turn.is_ended for turn in turns] == [False, False, True]
+    assert [(t.turn, t.wanted_tokens, t.dram_tokens, t.ssd_tokens) for t in turns] == [
+        (1, 0, 0, 0),
+        (2, 8, 0, 8),
+        (3, 8, 4, 4),  # two slots cannot hold three blocks
+    ]
+    assert [t.stored_tokens for t in turns] == [8, 9, 9]
+    world.engine.check()
+
+
+def test_a_job_reaches_the_log_through_the_engine() -> None:
+    """A full queue and its changes; the engine's end ends what was known of it."""
+    world = new_world()
+    key_job = QueueChange([QueuedJob((0, 0.0, 5), A, 3)])
+    world.engine.replace_queue(OWNER, key_job, now_ns=1000)
+    change = QueueChange(running=[RunningJob(5, A)])
+    world.engine.change_queue(OWNER, change, now_ns=2000)
+    world.engine.prepare_load(A, to_bytes(ONES), 0, OWNER, 3000)
+    (turn,) = world.engine.recent_turns()
+    assert (turn.arrived_ns, turn.started_ns, turn.wanted_tokens) == (1000, 2000, 3)
+    world.engine.replace_queue(OWNER, QueueChange([QueuedJob((0, 0.0, 6), B, 3)]), now_ns=4000)
+    world.engine.owner_gone(OWNER, now_ns=5000)
+    world.engine.change_queue(OWNER, QueueChange(running=[RunningJob(6, B)]), now_ns=6000)
+    world.engine.prepare_load(B, to_bytes(ONES), 0, OWNER, 6000)
+    assert [turn.arrived_ns for turn in world.engine.recent_turns()] == [1000, 6000]
