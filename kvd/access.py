@@ -6,7 +6,7 @@ One object that a reload tells of new settings; every guard that it has made goe
 from collections.abc import Mapping
 
 from kvd.config import Settings, check_access
-from kvd.engine_users import EngineUsers
+from kvd.host.engine_users import EngineUsers
 from kvd.scoping import narrow
 from shared.access.clients import ClientBook, Clients
 from shared.access.identity import ANY, Identity, socket_identity

@@ -13,14 +13,14 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from kvd.clock import Clock
 from kvd.core.engine import CacheEngine
 from kvd.core.records.actions import Emit, LeaseReady, SpaceFreed
 from kvd.core.records.records import AdoptedSlot, EngineStats, IndexRows, OrphanSlot
-from kvd.io_measures import IoMeasures
+from kvd.host.clock import Clock
 from kvd.performer import Completion, Performer
-from kvd.tier_facts import ArenaFacts, VolumeFacts
 from kvd.tiers.arena import Arena
+from kvd.tiers.io_measures import IoMeasures
+from kvd.tiers.tier_facts import ArenaFacts, VolumeFacts
 from kvd.tiers.volume import SegmentVolume
 from shared.process.log import get_logger
 from shared.types.errors import ReportedError

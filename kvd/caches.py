@@ -11,9 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from kvd import memory
 from kvd.cache import Cache
-from kvd.clock import Clock
 from kvd.config import Settings
 from kvd.core.engine import CacheEngine, Limits
 from kvd.core.eviction.registry import POLICIES
@@ -24,6 +22,8 @@ from kvd.core.state.tenants import TenantLimits
 from kvd.dram_room import DramRoom
 from kvd.engines import Engines
 from kvd.errors import AmbiguousSessionError, LimitReachedError, NotDurableError
+from kvd.host import memory
+from kvd.host.clock import Clock
 from kvd.layout_opening import LayoutOpener
 from kvd.performer import Owners, Performer
 from kvd.tenant_secrets import TenantSecrets

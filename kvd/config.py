@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, 
 
 from kvd.core.eviction.registry import POLICIES
 from kvd.core.records.records import TTL_NEVER_NS, Admission
-from kvd.engine_users import uid_of
+from kvd.host.engine_users import uid_of
 from shared.access.addresses import check_guarded, is_tcp
 from shared.access.settings import ClientName, ClientSettings, Tenants, TlsSettings, distinct
 from shared.config import reload

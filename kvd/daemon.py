@@ -17,18 +17,17 @@ from contextlib import (
     nullcontext,
 )
 
-from kvd import memory
 from kvd.access import Access
 from kvd.caches import Caches
-from kvd.clock import META_NAME, SAVE_EVERY_S, Clock, read_boot_id, resume_clock
 from kvd.config import Settings
 from kvd.data_socket import DataSocket
-from kvd.directories import check_socket_paths, claim_directory, let_others_enter
 from kvd.engines import Engines
 from kvd.erasing import TenantEraser
 from kvd.errors import BrokenError
-from kvd.events import EventHub
 from kvd.grpc_servers import GrpcServer, make_servers
+from kvd.host import memory
+from kvd.host.clock import META_NAME, SAVE_EVERY_S, Clock, read_boot_id, resume_clock
+from kvd.host.directories import check_socket_paths, claim_directory, let_others_enter
 from kvd.layout_opening import VOLUMES
 from kvd.operator_service import OperatorService
 from kvd.reader_service import ReaderService
@@ -38,6 +37,7 @@ from kvd.service import Draining, EngineService
 from kvd.session_files.transfers import Transfers
 from kvd.tiers.faults import Faults, NoFaults
 from kvd.tiers.manifest import Manifest
+from kvd.wire.events import EventHub
 from shared.config.reload import LiveSettings
 from shared.process import systemd
 from shared.process.log import get_logger

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvd.engine_users import EngineUsers
 from kvd.errors import AttachDeniedError, UnusableSocketError
-from kvd.process_identity import ProcessWatch, watch_peer
+from kvd.host.engine_users import EngineUsers
+from kvd.host.process_identity import ProcessWatch, watch_peer
 from kvd.tiers.progress import Wakeup
 from shared.access.refusals import RefusalLog
 from shared.access.sockets import SocketGroupError, open_to_group

@@ -22,7 +22,7 @@ from kvd.core.engine import CacheEngine
 from kvd.core.records.records import OrphanSlot, WritingSlot
 from kvd.data_socket import Peer
 from kvd.errors import LimitReachedError, NotAttachedError
-from kvd.process_identity import (
+from kvd.host.process_identity import (
     INSTANCE_BYTES,
     NOBODY,
     ProcessIdentity,

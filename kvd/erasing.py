@@ -22,8 +22,8 @@ from kvd.core.engine import CacheEngine
 from kvd.core.records.records import FlushAnswer
 from kvd.encryption.errors import NotErasableError
 from kvd.errors import NotDurableError
-from kvd.events import EventHub
 from kvd.tenant_secrets import has_segments
+from kvd.wire.events import EventHub
 from shared.process.log import get_logger
 
 STEP_SESSIONS = 200  # dropped in one go: some milliseconds

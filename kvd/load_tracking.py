@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from opentelemetry.trace import Span
 
-from kvd.io_measures import IoMeasures
+from kvd.tiers.io_measures import IoMeasures
 from kvd.tiers.progress import Progress
 from shared.serving.tracing import open_span
 

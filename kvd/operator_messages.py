@@ -13,9 +13,9 @@ from kvd.core.records.records import (
     TierStats,
 )
 from kvd.engines import OwnerFacts
-from kvd.messages import TIERS, key_message
-from kvd.tier_facts import ArenaFacts, EncryptionFacts, VolumeFacts
+from kvd.tiers.tier_facts import ArenaFacts, EncryptionFacts, VolumeFacts
 from kvd.unavailable import UnavailableLayout
+from kvd.wire.messages import TIERS, key_message
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.engine_id import shown_id
 from shared.types.kv_layout import KVLayout

@@ -16,13 +16,13 @@ from kvd.core.records.records import FlushAnswer, LeaseInfo, Pin
 from kvd.engines import Engines
 from kvd.erasing import TenantEraser
 from kvd.errors import NoHolderError, NotOursToKillError, UnknownModelError
-from kvd.messages import key_message, key_of, session_message, ttl_ns_of
 from kvd.operator_messages import verify_message
 from kvd.reloading import Reloader
 from kvd.scrubber import Scrubber
-from kvd.selection import allowed_tenants, check_allowed, filter_of, is_of_one, tenant_to_erase
 from kvd.session_files.transfers import Transfers
 from kvd.session_listing import look_through
+from kvd.wire.messages import key_message, key_of, session_message, ttl_ns_of
+from kvd.wire.selection import allowed_tenants, check_allowed, filter_of, is_of_one, tenant_to_erase
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
 from shared.types.session_key import SessionKey
 

@@ -23,7 +23,6 @@ import numpy as np
 
 from kvd.block_reading import BlockReading
 from kvd.block_writing import BlockWriter
-from kvd.checksums import BlockHasher
 from kvd.completions import Completions
 from kvd.core.engine import CacheEngine
 from kvd.core.records.actions import (
@@ -48,11 +47,12 @@ from kvd.core.records.actions import (
 )
 from kvd.core.records.records import SlotRecord, StoredBlock, WritingSlot
 from kvd.hash_queue import HashQueue
-from kvd.io_measures import AHEAD, LOAD, IoMeasures
+from kvd.host.process_identity import ProcessIdentity
 from kvd.load_tracking import LoadTracker
-from kvd.process_identity import ProcessIdentity
 from kvd.row_copying import RowCopier
 from kvd.tiers.arena import Arena
+from kvd.tiers.checksums import BlockHasher
+from kvd.tiers.io_measures import AHEAD, LOAD, IoMeasures
 from kvd.tiers.io_pool import IoPool, Priority
 from kvd.tiers.manifest import Manifest
 from kvd.tiers.staging import Staging

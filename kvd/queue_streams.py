@@ -11,11 +11,11 @@ from functools import partial
 from kvd.core.engine import CacheEngine
 from kvd.core.eviction.queue_window import QueueChange
 from kvd.core.records.errors import InvalidRequestError
-from kvd.engine_users import EngineUsers
 from kvd.engines import AttachedEngine, Engines
 from kvd.errors import NotAttachedError, StreamReplacedError
-from kvd.queue_messages import check_num_jobs, queue_update
+from kvd.host.engine_users import EngineUsers
 from kvd.told_queue import ToldQueue
+from kvd.wire.queue_messages import check_num_jobs, queue_update
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.queue_change import QueueUpdate
 from shared.types.session_key import DEFAULT_TENANT

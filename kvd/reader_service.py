@@ -13,8 +13,6 @@ from kvd.core.records.errors import UnknownSessionError
 from kvd.core.records.records import LeaseInfo, TenantUsage
 from kvd.core.state.turn_log import RecordedTurn
 from kvd.engines import Engines
-from kvd.events import EventHub
-from kvd.messages import block_message, key_of, session_message
 from kvd.operator_messages import (
     encryption_message,
     layout_stats_message,
@@ -24,10 +22,12 @@ from kvd.operator_messages import (
 from kvd.process_stats import engine_message, process_message
 from kvd.reloading import settings_message
 from kvd.scrubber import Scrubber
-from kvd.selection import allowed_tenants, check_allowed, event_filter_of, listing_of
 from kvd.session_listing import SessionLister
 from kvd.session_moves import gone_error, history_messages
-from kvd.turn_messages import recent_turns_messages
+from kvd.wire.events import EventHub
+from kvd.wire.messages import block_message, key_of, session_message
+from kvd.wire.selection import allowed_tenants, check_allowed, event_filter_of, listing_of
+from kvd.wire.turn_messages import recent_turns_messages
 from shared.config.reload import LiveSettings
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
 from shared.version import __version__

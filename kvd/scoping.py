@@ -20,7 +20,7 @@ _OF_A_SESSION = frozenset(
         f"{_OPERATOR}SetTtl",
     }
 )
-# These keep to kvd/selection.py: allowed_tenants().
+# These keep to kvd/wire/selection.py: allowed_tenants().
 _NARROWED = frozenset(
     {f"{_READER}ListSessions", f"{_READER}WatchEvents", f"{_OPERATOR}ImportSession"}
 )

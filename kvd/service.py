@@ -16,11 +16,11 @@ from kvd.core.engine import CacheEngine
 from kvd.core.records.errors import InvalidRequestError, UnknownSessionError
 from kvd.core.records.records import LeaseState, LoadAnswer, Lookup, StoreAnswer
 from kvd.data_socket import DataSocket
-from kvd.engine_users import EngineUsers
 from kvd.engines import AttachedEngine, Engines
 from kvd.errors import AttachDeniedError, StoppingError
-from kvd.messages import key_of, lineage_of, load_response, session_message, store_response
+from kvd.host.engine_users import EngineUsers
 from kvd.queue_streams import QueueStreams
+from kvd.wire.messages import key_of, lineage_of, load_response, session_message, store_response
 from shared.config.reload import LiveSettings
 from shared.kvd_client.layout_message import layout_of
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc

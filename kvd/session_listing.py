@@ -21,7 +21,7 @@ from kvd.core.inspection.listing import (
 )
 from kvd.core.inspection.session_filter import SessionFilter, SessionOrder
 from kvd.core.records.records import SessionInfo
-from kvd.messages import session_message
+from kvd.wire.messages import session_message
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.session_key import SessionKey
 

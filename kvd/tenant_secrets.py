@@ -21,8 +21,8 @@ from kvd.encryption.errors import KeyNeededError, WrongKeyError
 from kvd.encryption.key_file import read_master_key
 from kvd.encryption.keyring import Keyring
 from kvd.errors import LimitReachedError
-from kvd.tier_facts import EncryptionFacts
 from kvd.tiers.manifest import Manifest
+from kvd.tiers.tier_facts import EncryptionFacts
 from shared.process.log import get_logger
 from shared.types.block_key import SALT_BYTES
 

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from kvd import config
 from kvd.caches import Caches
-from kvd.clock import Clock
 from kvd.daemon import Daemon
+from kvd.host.clock import Clock
 from kvd.tiers.faults import NoFaults, WritePoint
 from kvd.tiers.manifest import Manifest
 from shared.children.child_process import wait_serving

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from kvd.cli.operator_client import connect
+from kvd.client.operator_client import connect
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.process.log import configure_logging
 from shared.types.errors import ReportedError

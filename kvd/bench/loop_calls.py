@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from kvd import memory
 from kvd.bench.figures import LoopCalls
 from kvd.bench.filled_index import MANIFEST_NAME, FilledIndexes
 from kvd.bench.memory_performer import MemoryPerformer
@@ -21,6 +20,7 @@ from kvd.bench.sessions import bench_key, token_ids_of
 from kvd.core.engine import CacheEngine, Limits
 from kvd.core.eviction.registry import POLICIES
 from kvd.core.state.tenants import TenantLimits
+from kvd.host import memory
 from kvd.tiers.faults import NoFaults
 from kvd.tiers.manifest import Manifest
 from shared.types.units import NS_PER_S

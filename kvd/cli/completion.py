@@ -10,8 +10,8 @@ import typer
 
 from kvd.cli.candidates import candidates
 from kvd.cli.completion_scripts import COMPLETIONS
-from kvd.cli.connection import open_client
-from kvd.cli.operator_client import OperatorClient
+from kvd.client.connection import open_client
+from kvd.client.operator_client import OperatorClient
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.errors import ReportedError
 

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from kvd import config
-from kvd.cli.connection import open_client
 from kvd.cli.options import AsJson, Config, RuntimeDir, print_json
+from kvd.client.connection import open_client
 from shared.config.group_help import WholeHelp
 from shared.config.settings import InvalidSettingsError
 from shared.terminal import printing

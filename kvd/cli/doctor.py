@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from kvd.cli.connection import open_client
 from kvd.cli.options import AsJson, Config, RuntimeDir, print_json
+from kvd.client.connection import open_client
 from kvd.doctor.finding import Finding, Level, worst
 from kvd.doctor.machine import Machine, limits_of_this_process, may_read
 from shared.terminal import printing

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from kvd.cli.connection import open_client
 from kvd.cli.naming import name_of
 from kvd.cli.options import AsJson, RuntimeDir, print_json, print_json_line
+from kvd.client.connection import open_client
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.terminal.printing import PIPE_WIDTH, console, hanging, plain
 

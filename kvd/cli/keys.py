@@ -72,7 +72,7 @@ def key_rotate(
 @contextmanager
 def _stopped(state_dir: Path) -> Iterator[None]:
     """Hold a state directory; raises RunningError while a kvd does."""
-    from kvd.directories import claim_directory
+    from kvd.host.directories import claim_directory
 
     lock_fd = claim_directory(state_dir, "state", "--state-dir")
     try:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvd.cli.commands import COMMANDS
-from kvd.cli.connection import MOVABLE, connection_options
 from kvd.cli.examples import add_examples
 from kvd.cli.exit_codes import exit_codes_help
 from kvd.cli.options import Config, RuntimeDir
+from kvd.client.connection import MOVABLE, connection_options
 from kvd.errors import BrokenError
 from shared.config.command_line import arranged
 from shared.config.lazy_commands import lazy_group

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvd.cli.operator_client import OperatorClient
 from kvd.cli.options import key_of
+from kvd.client.operator_client import OperatorClient
 from kvd.errors import AmbiguousSessionError
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.errors import NotFoundError, StateError

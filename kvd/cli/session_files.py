@@ -8,10 +8,10 @@ from typing import Annotated, BinaryIO
 
 import typer
 
-from kvd.cli.connection import open_client
 from kvd.cli.naming import Named, name_of
-from kvd.cli.operator_client import OperatorClient
 from kvd.cli.options import AsJson, Model, RuntimeDir, SessionId, Tenant, print_json
+from kvd.client.connection import open_client
+from kvd.client.operator_client import OperatorClient
 from kvd.errors import UnusableFileError
 from kvd.session_files.file_format import FileReader, SessionFileError
 from shared.pb.kvd.v1 import kvd_pb2

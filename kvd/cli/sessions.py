@@ -5,8 +5,6 @@ from typing import Annotated
 
 import typer
 
-from kvd.cli import views
-from kvd.cli.connection import open_client
 from kvd.cli.filters import (
     ORDERS,
     Ended,
@@ -21,7 +19,6 @@ from kvd.cli.filters import (
     filter_of,
 )
 from kvd.cli.naming import DEFAULT_TENANT, Named, name_of
-from kvd.cli.operator_client import OperatorClient
 from kvd.cli.options import (
     AsJson,
     Model,
@@ -36,7 +33,10 @@ from kvd.cli.options import (
     require_terminal,
     warn_of_unavailable,
 )
+from kvd.client.connection import open_client
+from kvd.client.operator_client import OperatorClient
 from kvd.errors import InUseError, UnclearSelectionError
+from kvd.views import views
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.terminal import printing
 from shared.types.units import format_bytes, parse_duration_s
@@ -93,7 +93,7 @@ def show(
     if as_json:
         print_json(printing.plain(found))
         return
-    from kvd.cli import session_views
+    from kvd.views import session_views
 
     console = printing.console()
     for table in session_views.session_tables(found, console.width):

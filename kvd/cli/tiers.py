@@ -8,10 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import RenderableType
 
-from kvd.cli import stats_views, views
-from kvd.cli.connection import open_client
 from kvd.cli.filters import Interval, interval_s
-from kvd.cli.operator_client import OperatorClient
 from kvd.cli.options import (
     AsJson,
     OfModel,
@@ -22,7 +19,10 @@ from kvd.cli.options import (
     print_json_line,
 )
 from kvd.cli.watching import look_again, show_in_place
+from kvd.client.connection import open_client
+from kvd.client.operator_client import OperatorClient
 from kvd.errors import CorruptionFoundError, UnclearSelectionError, UnverifiedError
+from kvd.views import stats_views, views
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.terminal import printing
 

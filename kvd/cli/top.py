@@ -4,7 +4,6 @@ import sys
 import time
 from typing import Any
 
-from kvd.cli.connection import open_client
 from kvd.cli.filters import (
     ORDERS,
     Ended,
@@ -20,12 +19,13 @@ from kvd.cli.filters import (
     filter_of,
     interval_s,
 )
-from kvd.cli.operator_client import OperatorClient
 from kvd.cli.options import AsJson, OfModel, RuntimeDir, print_json
-from kvd.cli.rates import Rates
+from kvd.client.connection import open_client
+from kvd.client.operator_client import OperatorClient
 from kvd.errors import NoTerminalError
 from kvd.top.loop import MOST_SESSIONS, Top
 from kvd.top.screen import Screen, starts_reversed
+from kvd.views.rates import Rates
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.terminal import printing
 

@@ -24,8 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from kvd.core.eviction.lru import LruPolicy
 from kvd.core.eviction.queue_window import QueueChange
 from kvd.core.eviction.registry import PolicyMaker
-from kvd.core.inspection import descriptions
-from kvd.core.inspection import session_filter
+from kvd.core.inspection import descriptions, session_filter
 from kvd.core.inspection.session_filter import SessionFilter, SessionOrder
 from kvd.core.io.hashing import Hasher
 from kvd.core.io.placement import Placement

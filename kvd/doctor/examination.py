@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvd import config
-from kvd.cli.connection import open_client
+from kvd.client.connection import open_client
 from kvd.config import Settings
 from kvd.doctor.finding import Finding, ok, problem, warning
 from kvd.doctor.guards import check_certificates, check_encryption

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvd.slot_rows import SlotRows
+from kvd.tiers.slot_rows import SlotRows
 from shared.types.kv_layout import KVLayout
 
 

@@ -6,11 +6,11 @@ from contextlib import aclosing, contextmanager
 from kvd.caches import Caches
 from kvd.core.records.errors import InvalidRequestError
 from kvd.errors import LimitReachedError
-from kvd.messages import key_message, key_of
-from kvd.selection import check_allowed
 from kvd.session_files.exporter import Exporter
 from kvd.session_files.importer import Importer, Target, read_file
 from kvd.session_files.timely import timely
+from kvd.wire.messages import key_message, key_of
+from kvd.wire.selection import check_allowed
 from shared.pb.kvd.v1 import kvd_pb2
 
 MOST_TRANSFERS = 4  # at once: each holds some tens of megabytes

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from kvd import systemd
+from kvd.host import systemd
 from kvd.tiers import arena_file
 from kvd.tiers.faults import Faults, WritePoint
 from kvd.tiers.journal import UnfitArenaError

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvd.clock import read_boot_id
 from kvd.core.records.records import AdoptedSlot
+from kvd.host.clock import read_boot_id
 from kvd.tiers import arena_file, page_advice
 from kvd.tiers.arena import Arena
 from kvd.tiers.arena_file import SlotsFile

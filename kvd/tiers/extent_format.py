@@ -7,12 +7,12 @@ less time than its layout takes to walk.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvd.checksums import BlockHasher
 from kvd.core.records.extent_shape import ExtentShape
 from kvd.core.records.records import StoredBlock
-from kvd.slot_rows import SlotRows
+from kvd.tiers.checksums import BlockHasher
 from kvd.tiers.extent_header import HeaderFormat
 from kvd.tiers.layer_groups import layer_groups
+from kvd.tiers.slot_rows import SlotRows
 from shared.types.kv_layout import KVLayout
 from shared.types.units import SECTOR_BYTES, align_up
 

@@ -8,7 +8,7 @@
     48  num_tokens, uint32
     52  number of layers, uint32
     56  zero, 8 bytes
-    64  checksums, uint64 per layer: see kvd/checksums.py
+    64  checksums, uint64 per layer: see kvd/tiers/checksums.py
      …  token ids, uint32 per token
      …  zeros to the next sector
 
@@ -17,9 +17,9 @@ Little-endian. Pure.
 
 import struct
 
-from kvd.checksums import CHECKSUM_BYTES, checksum
 from kvd.core.records.extent_shape import HEADER_FIXED_BYTES, ExtentShape
 from kvd.core.records.records import StoredBlock
+from kvd.tiers.checksums import CHECKSUM_BYTES, checksum
 from shared.types.block_key import KEY_BYTES, TOKEN_BYTES
 
 MAGIC = b"KVDX"

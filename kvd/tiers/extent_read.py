@@ -10,8 +10,8 @@ through the staging buffer, whatever it is.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from kvd.checksums import checksum, checksum_at
 from kvd.core.records.actions import IoOutcome
+from kvd.tiers.checksums import checksum, checksum_at
 from kvd.tiers.extent_format import ExtentFormat, GroupPlan
 from kvd.tiers.sealed_extents import SPARE_BYTES, OpenedExtent, SealedFormat, is_sealed
 from kvd.tiers.staging import Staging

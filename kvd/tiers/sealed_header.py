@@ -6,7 +6,7 @@
     16  id of the tenant's key, 16 bytes
     32  salt of this extent, 32 bytes: see kvd/encryption/sealing.py
     64  part 0, sealed: tag of each layer slice, 16 bytes each
-                        checksums, uint64 per layer: see kvd/checksums.py
+                        checksums, uint64 per layer: see kvd/tiers/checksums.py
                         token ids, uint32 per token
      …  tag of part 0, 16 bytes
      …  zeros to the end of the header
@@ -18,11 +18,11 @@ in it: the index says which block lies here, and no other one opens. Layer slice
 import struct
 from typing import NamedTuple
 
-from kvd.checksums import CHECKSUM_BYTES
 from kvd.core.records.extent_shape import HEADER_FIXED_BYTES, ExtentShape
 from kvd.core.records.records import StoredBlock
 from kvd.encryption.keyring import Keyring
 from kvd.encryption.sealing import KEY_ID_BYTES, SALT_BYTES, TAG_BYTES, Seal, key_id, new_salt
+from kvd.tiers.checksums import CHECKSUM_BYTES
 from shared.types.block_key import TOKEN_BYTES
 
 SEALED_MAGIC = b"KVDS"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from kvd.cli.operator_client import OperatorClient
+from kvd.client.operator_client import OperatorClient
 from kvd.top.screen import Act, Command, Name, Screen, name_of, pressed
 from kvd.top.trends import MOST_LOOKS, points
 from kvd.top.views import Seen, top_view

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from kvd.cli.rates import Rates
+from kvd.views.rates import Rates
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.terminal.printing import sparkline
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from kvd.cli.rates import Rates
-from kvd.cli.session_views import history_table
-from kvd.cli.stats_views import percent, process_line
-from kvd.cli.views import SESSION_COLUMNS, expiry, session_row, state
 from kvd.top import screen as screens
 from kvd.top.screen import Screen, index_of, name_of, starts_reversed
 from kvd.top.trends import Points, trend_line
+from kvd.views.rates import Rates
+from kvd.views.session_views import history_table
+from kvd.views.stats_views import percent, process_line
+from kvd.views.views import SESSION_COLUMNS, expiry, session_row, state
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.terminal.printing import counted, plain
 from shared.terminal.tables import fitted

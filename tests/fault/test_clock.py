@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.clock import META_NAME
+from kvd.host.clock import META_NAME
 from tests.fault.ledger import Ledger, everything_verifies, nothing_leaks
 from tests.faulty_kvd import FaultyKvd
 from tests.kvd_polling import all_clean, reader_stats

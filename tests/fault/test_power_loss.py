@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvd.caches import Caches
-from kvd.clock import resume_clock
 from kvd.config import DramSettings, Settings, SsdSettings
 from kvd.core.engine import CacheEngine
 from kvd.core.records.extent_shape import ExtentShape
 from kvd.core.records.records import LeaseState
 from kvd.daemon import MANIFEST_NAME
 from kvd.engines import Engines
+from kvd.host.clock import resume_clock
 from kvd.layout_opening import VOLUMES
 from kvd.scrubber import Scrubber
 from kvd.tiers.faults import NoFaults, WritePoint

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvd.cli.operator_client import connect
+from kvd.client.operator_client import connect
 from shared.types.errors import InvalidInputError
 from tests.kvd_polling import eventually, reader_stats
 from tests.processes import KvdProcess, run_cli, running_kvd

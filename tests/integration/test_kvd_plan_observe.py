@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvd.cli.operator_client import connect
+from kvd.client.operator_client import connect
 from tests.kvd_polling import eventually, reader_stats
 from tests.processes import KvdProcess, run_cli, running_kvd
 from tests.synthetic_engine import SyntheticEngine, attached_engine, key_of

@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 
 from kvd.caches import Caches
-from kvd.clock import resume_clock
 from kvd.config import DramSettings, LimitSettings, Settings, SsdSettings
 from kvd.engines import Engines
 from kvd.errors import LimitReachedError
+from kvd.host.clock import resume_clock
 from kvd.layout_opening import VOLUMES
 from kvd.tiers.arena import ArenaTooSmallError
 from kvd.tiers.faults import NoFaults

@@ -6,9 +6,10 @@ from datetime import datetime
 import pytest
 from rich.console import Console
 
-from kvd.cli import events, session_views, stats_views, tiers, views
-from kvd.cli.rates import Rates
+from kvd.cli import events, tiers
 from kvd.errors import CorruptionFoundError, UnverifiedError
+from kvd.views import session_views, stats_views, views
+from kvd.views.rates import Rates
 from shared.pb.kvd.v1 import kvd_pb2
 
 

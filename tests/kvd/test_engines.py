@@ -15,7 +15,7 @@ from kvd.core.engine import CacheEngine, Limits
 from kvd.data_socket import Peer
 from kvd.engines import Engines
 from kvd.errors import LimitReachedError, NotAttachedError
-from kvd.process_identity import ProcessIdentity, start_ticks_of, watch_identity, watch_peer
+from kvd.host.process_identity import ProcessIdentity, start_ticks_of, watch_identity, watch_peer
 from kvd.tiers.journal import JournaledWrite
 from shared.types.errors import InvalidInputError
 from tests.kvd.core.turns import A, B

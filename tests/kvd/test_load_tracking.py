@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvd.io_measures import IoMeasures
 from kvd.load_tracking import LoadTracker
+from kvd.tiers.io_measures import IoMeasures
 from kvd.tiers.progress import Progress
 from shared.kvd_client.progress_words import FAILED_BIT, LAYERS_MASK, ProgressWords
 

@@ -14,7 +14,7 @@ from kvd.core.records.records import (
 )
 from kvd.engines import OwnerFacts
 from kvd.operator_messages import layout_stats_message, lease_message, verify_message
-from kvd.tier_facts import ArenaFacts, VolumeFacts
+from kvd.tiers.tier_facts import ArenaFacts, VolumeFacts
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.units import NS_PER_S
 from tests.synthetic_engine import key_of, small_layout

@@ -10,7 +10,6 @@ import threading
 
 import pytest
 
-from kvd.checksums import BlockHasher
 from kvd.core.records.actions import (
     ClearSlot,
     DropBlock,
@@ -35,9 +34,10 @@ from kvd.core.records.records import (
     StoredBlock,
     WritingSlot,
 )
+from kvd.host.process_identity import ProcessIdentity
 from kvd.performer import MAX_ROW_BYTES, Owners, Performer, _Ended
-from kvd.process_identity import ProcessIdentity
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore
+from kvd.tiers.checksums import BlockHasher
 from kvd.tiers.faults import NoFaults
 from kvd.tiers.io_pool import IoPool, Priority
 from kvd.tiers.manifest import MAX_QUEUED_BYTES, LayoutRow, Manifest

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from kvd.checksums import BlockHasher
 from kvd.core.records.actions import CompactRows, DenseBlock, RowRun, SourceSlot
 from kvd.row_copying import RowCopier
+from kvd.tiers.checksums import BlockHasher
 from shared.types.kv_layout import Component, KVLayout, Layer
 
 BLOCK_TOKENS = 16

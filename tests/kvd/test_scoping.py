@@ -5,10 +5,10 @@ import os
 import pytest
 
 from kvd.core.records.errors import InvalidRequestError
-from kvd.engine_users import EngineUsers, uid_of
 from kvd.errors import AttachDeniedError
+from kvd.host.engine_users import EngineUsers, uid_of
 from kvd.scoping import narrow
-from kvd.selection import is_of_one
+from kvd.wire.selection import is_of_one
 from shared.access.identity import Identity, TenantDeniedError
 from shared.pb.kvd.v1 import kvd_pb2
 

@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvd.checksums import BlockHasher
 from kvd.core.records.records import StoredBlock
+from kvd.tiers.checksums import BlockHasher
 from kvd.tiers.extent_format import ToWrite
 from kvd.tiers.faults import NoFaults
 from kvd.tiers.space_budget import SpaceBudget

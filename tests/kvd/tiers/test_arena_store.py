@@ -13,7 +13,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvd.core.records.records import CommittedSlot, WritingSlot
-from kvd.process_identity import ProcessIdentity
+from kvd.host.process_identity import ProcessIdentity
 from kvd.tiers.arena_file import SEALS
 from kvd.tiers.arena_places import FdStore
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore, KeptArena

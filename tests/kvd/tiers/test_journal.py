@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd.core.records.records import CommittedSlot, WritingSlot
-from kvd.process_identity import ProcessIdentity
+from kvd.host.process_identity import ProcessIdentity
 from kvd.tiers.faults import NoFaults, WritePoint
 from kvd.tiers.journal import (
     HEADER_BYTES,

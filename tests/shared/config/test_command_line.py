@@ -4,9 +4,9 @@ import pytest
 
 from inference_svc import cli as inference_cli
 from inference_svc.cli_connection import MOVABLE as INFERENCE_MOVABLE
-from kvd.cli.connection import MOVABLE
 from kvd.cli.main import main as kvd
 from kvd.cli.main import root_command
+from kvd.client.connection import MOVABLE
 from shared.config.command_line import arranged
 from shared.version import __version__
 

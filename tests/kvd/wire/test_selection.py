@@ -5,7 +5,7 @@ import pytest
 from kvd.core.inspection.session_filter import SessionFilter, SessionOrder
 from kvd.core.records.errors import InvalidRequestError, UnknownSessionError
 from kvd.core.records.records import Tier
-from kvd.selection import check_allowed, event_filter_of, filter_of, is_of_one, listing_of
+from kvd.wire.selection import check_allowed, event_filter_of, filter_of, is_of_one, listing_of
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.session_key import SessionKey
 

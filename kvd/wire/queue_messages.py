@@ -10,7 +10,7 @@ from operator import neg
 from typing import TypeVar
 
 from kvd.core.records.errors import InvalidRequestError
-from kvd.messages import ns_of
+from kvd.wire.messages import ns_of
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.queue_change import QueueChange, QueuedJob, QueueUpdate, RunningJob
 from shared.types.session_key import SessionKey, session_keys

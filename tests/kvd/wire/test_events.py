@@ -4,7 +4,7 @@ import pytest
 
 from kvd.core.records.actions import Emit
 from kvd.errors import LimitReachedError
-from kvd.events import (
+from kvd.wire.events import (
     EVENTS_LOST,
     EVERY_EVENT,
     MAX_RECENT,

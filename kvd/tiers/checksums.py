@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import xxhash
 
-from kvd.slot_rows import SlotRows
+from kvd.tiers.slot_rows import SlotRows
 from shared.types.kv_layout import KVLayout
 
 CHECKSUM_BYTES = 8  # per layer

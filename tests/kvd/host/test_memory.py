@@ -5,7 +5,7 @@ from math import inf
 
 import pytest
 
-from kvd import memory
+from kvd.host import memory
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
-from kvd.cli.views import expiry, leases_table, state
+from kvd.views.views import expiry, leases_table, state
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.terminal.printing import counted, plain
 from shared.terminal.tables import Column, fitted

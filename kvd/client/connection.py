@@ -22,7 +22,7 @@ from shared.version import __version__
 
 # Imported where they are used: --help and version do without gRPC.
 if TYPE_CHECKING:
-    from kvd.cli.operator_client import OperatorClient
+    from kvd.client.operator_client import OperatorClient
     from shared.access.channels import ClientCredentials
 
 # May stand before or after the command's name: who types a command twice changes its end.
@@ -94,7 +94,7 @@ def open_client(runtime_dir: Path | None) -> Iterator["OperatorClient"]:
     Raises:
         SocketDeniedError: this user may open none of its sockets.
     """
-    from kvd.cli.operator_client import connect_to
+    from kvd.client.operator_client import connect_to
 
     given = _CONNECTION.get(Connection())
     address = given.address or f"unix:{_nearest_socket(runtime_dir)}"

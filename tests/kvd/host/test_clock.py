@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd.clock import read_boot_id, resume_clock
+from kvd.host.clock import read_boot_id, resume_clock
 
 S = 1_000_000_000
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from kvd.directories import check_socket_paths, claim_directory
 from kvd.errors import RunningError, UnusableDirectoryError
+from kvd.host.directories import check_socket_paths, claim_directory
 
 
 def test_a_claimed_directory_is_private_and_locked(tmp_path):

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kvd import systemd
+from kvd.host import systemd
 
 
 @pytest.fixture

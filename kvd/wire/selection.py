@@ -8,8 +8,8 @@ from kvd.core.inspection.listing import ListingRequest
 from kvd.core.inspection.session_filter import EVERYTHING, SessionFilter, SessionOrder
 from kvd.core.records.errors import InvalidRequestError, UnknownSessionError
 from kvd.core.records.records import Tier
-from kvd.events import EventFilter
-from kvd.messages import ns_of
+from kvd.wire.events import EventFilter
+from kvd.wire.messages import ns_of
 from shared.access.current import current_identity
 from shared.access.identity import TenantDeniedError
 from shared.pb.kvd.v1 import kvd_pb2

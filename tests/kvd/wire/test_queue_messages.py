@@ -5,7 +5,7 @@ import math
 import pytest
 
 from kvd.core.records.errors import InvalidRequestError
-from kvd.queue_messages import queue_update
+from kvd.wire.queue_messages import queue_update
 from shared.kvd_client.queue_message import snapshot_message
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.errors import InvalidInputError

@@ -1,0 +1,1 @@
+"""An operator's side of kvd: where it listens, and calling it."""

@@ -1,0 +1,1 @@
+"""What the daemon asks of its host: clock, directories, users, memory, systemd."""
