@@ -17,23 +17,23 @@ from contextlib import (
     nullcontext,
 )
 
-from kvd.access import Access
-from kvd.caches import Caches
+from kvd.caches.caches import Caches
+from kvd.caches.erasing import TenantEraser
+from kvd.caches.layout_opening import VOLUMES
+from kvd.caches.scrubber import Scrubber
 from kvd.config import Settings
-from kvd.data_socket import DataSocket
-from kvd.engines import Engines
-from kvd.erasing import TenantEraser
+from kvd.engines.attached import Engines
+from kvd.engines.data_socket import DataSocket
 from kvd.errors import BrokenError
-from kvd.grpc_servers import GrpcServer, make_servers
 from kvd.host import memory
 from kvd.host.clock import META_NAME, SAVE_EVERY_S, Clock, read_boot_id, resume_clock
 from kvd.host.directories import check_socket_paths, claim_directory, let_others_enter
-from kvd.layout_opening import VOLUMES
-from kvd.operator_service import OperatorService
-from kvd.reader_service import ReaderService
-from kvd.reloading import Reloader
-from kvd.scrubber import Scrubber
-from kvd.service import Draining, EngineService
+from kvd.rpc.access import Access
+from kvd.rpc.grpc_servers import GrpcServer, make_servers
+from kvd.rpc.operator_service import OperatorService
+from kvd.rpc.reader_service import ReaderService
+from kvd.rpc.reloading import Reloader
+from kvd.rpc.service import Draining, EngineService
 from kvd.session_files.transfers import Transfers
 from kvd.tiers.faults import Faults, NoFaults
 from kvd.tiers.manifest import Manifest
@@ -172,7 +172,7 @@ class Daemon:
         if not settings.metrics.listen:
             return nullcontext()
         # A second of imports, only where they are needed.
-        from kvd.metric_values import Sources, make_exporter
+        from kvd.metrics.values import Sources, make_exporter
         from shared.serving.http_connections import ConnectionMetrics
         from shared.serving.operations_http import Operations, serving_operations
 

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 from kvd import config
-from kvd.caches import Caches
+from kvd.caches.caches import Caches
 from kvd.daemon import Daemon
 from kvd.host.clock import Clock
 from kvd.tiers.faults import NoFaults, WritePoint

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import grpc
 
-from kvd.data_socket import DataSocket, Peer
+from kvd.engines.data_socket import DataSocket, Peer
 from kvd.host.engine_users import EngineUsers
 from kvd.tiers.arena import Arena
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore

@@ -48,10 +48,10 @@ def key_rotate(
     as_json: AsJson = False,
 ) -> None:
     """Wrap every tenant's key by a new master key, while kvd is stopped; no block is written."""
+    from kvd.caches.key_rotation import rotate
+    from kvd.caches.layout_opening import VOLUMES
     from kvd.daemon import MANIFEST_NAME
     from kvd.encryption.key_file import read_master_key
-    from kvd.key_rotation import rotate
-    from kvd.layout_opening import VOLUMES
     from kvd.tiers.faults import NoFaults
 
     settings = config.load(config_file, {"state_dir": state_dir}).settings

@@ -5,13 +5,13 @@ import pwd
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kvd.budgets import ssd_bytes
+from kvd.caches.budgets import ssd_bytes
+from kvd.caches.layout_opening import VOLUMES
 from kvd.config import Settings
 from kvd.doctor.finding import Finding, ok, problem, warning
 from kvd.doctor.machine import Machine, ProcessLimits, is_directory, may_write
 from kvd.doctor.memory import MEMORY_FILE_SYSTEMS, file_system_of
 from kvd.host.directories import check_socket_paths
-from kvd.layout_opening import VOLUMES
 from kvd.tiers.direct_io import probe_direct
 from shared.types.errors import ReportedError
 from shared.types.units import ceil_div, format_bytes

@@ -11,13 +11,13 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from kvd.cache import Cache
-from kvd.caches import Caches
+from kvd.caches.caches import Caches
 from kvd.core.engine import CacheEngine
 from kvd.core.operations.exporting import Export
 from kvd.core.records.errors import LeaseLostError, UnknownLineageError
 from kvd.core.records.records import ExportedRows, LeaseState, LoadAnswer, Lookup
 from kvd.errors import BusyTransferError
+from kvd.runtime.cache import Cache
 from kvd.session_files.file_format import FileHeader, end_bytes, frame_bytes, header_bytes
 from kvd.session_files.slot_runs import SlotRuns
 from kvd.session_files.threads import finished_in_thread

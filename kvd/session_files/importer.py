@@ -11,8 +11,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
 
-from kvd.cache import Cache
-from kvd.caches import Caches
+from kvd.caches.caches import Caches
 from kvd.core.engine import CacheEngine
 from kvd.core.records.errors import UnknownSessionError
 from kvd.core.records.records import StoreAnswer
@@ -23,6 +22,7 @@ from kvd.errors import (
     SessionExistsError,
     UnknownLayoutError,
 )
+from kvd.runtime.cache import Cache
 from kvd.session_files.file_format import (
     FileHeader,
     FileReader,

@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 
-from kvd.caches import Caches
+from kvd.caches.caches import Caches
 from kvd.core.records.errors import InvalidRequestError
 from kvd.errors import LimitReachedError
 from kvd.session_files.exporter import Exporter

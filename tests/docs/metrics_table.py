@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from inference_svc.metrics import METRICS as INFERENCE
-from kvd.metrics import METRICS as KVD
+from kvd.metrics.table import METRICS as KVD
 from shared.serving.metric_table import Metric, MetricTable
 from shared.serving.process_metrics import PROCESS_METRICS
 

@@ -11,7 +11,7 @@ from inference_svc.config import InferenceSettings, load_inference_settings
 from inference_svc.metrics import METRICS as INFERENCE_METRICS
 from kvd import config
 from kvd.cli.main import app as kvd_app
-from kvd.metrics import METRICS as KVD_METRICS
+from kvd.metrics.table import METRICS as KVD_METRICS
 
 REPOSITORY = Path(__file__).parents[2]
 TEXT = (REPOSITORY / "docs" / "operations.md").read_text()

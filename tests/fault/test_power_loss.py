@@ -16,16 +16,16 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from kvd.caches import Caches
+from kvd.caches.caches import Caches
+from kvd.caches.layout_opening import VOLUMES
+from kvd.caches.scrubber import Scrubber
 from kvd.config import DramSettings, Settings, SsdSettings
 from kvd.core.engine import CacheEngine
 from kvd.core.records.extent_shape import ExtentShape
 from kvd.core.records.records import LeaseState
 from kvd.daemon import MANIFEST_NAME
-from kvd.engines import Engines
+from kvd.engines.attached import Engines
 from kvd.host.clock import resume_clock
-from kvd.layout_opening import VOLUMES
-from kvd.scrubber import Scrubber
 from kvd.tiers.faults import NoFaults, WritePoint
 from kvd.tiers.manifest import Manifest
 from kvd.tiers.volume_identity import ID_NAME

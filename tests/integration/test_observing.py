@@ -21,7 +21,7 @@ from inference_svc.client import turn_request
 from inference_svc.core.counters import COUNTERS
 from inference_svc.metrics import METRICS as INFERENCE
 from kvd.core.state.outbox import COUNTERS as KVD_COUNTERS
-from kvd.metrics import METRICS as KVD
+from kvd.metrics.table import METRICS as KVD
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.pb.inference.v1 import inference_pb2_grpc
 from shared.types.errors import ReportedError

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from inference_svc.metrics import METRICS as INFERENCE
-from kvd.metrics import METRICS as KVD
+from kvd.metrics.table import METRICS as KVD
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "monitoring"

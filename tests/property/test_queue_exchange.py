@@ -12,7 +12,7 @@ from random import Random
 import pytest
 
 from kvd.core.eviction.queue_window import QueueWindow
-from kvd.told_queue import ToldQueue
+from kvd.rpc.told_queue import ToldQueue
 from kvd.wire.queue_messages import queue_update
 from shared.kvd_client.queue_message import snapshot_message
 from shared.pb.kvd.v1 import kvd_pb2

@@ -7,7 +7,7 @@ Their loads end there, and must not be trusted; what they are storing publishes 
 drops sessions, some at a time; blocks that are being moved go when that ends. Then `wipe` has every
 free slot zeroed, whoever had it: also what was evicted long ago is gone. Slots that engines are
 filling just then are left alone, because they are written to. Keys are the business of
-kvd/erasing.py, which calls this.
+kvd/caches/erasing.py, which calls this.
 
 Pure. Invariants: 1. a tenant is erased only if it has no sessions, no blocks and no write under
 way; 2. a slot that is being wiped is nobody's: not free, in no block, lease or journal record.

@@ -1,0 +1,1 @@
+"""All layouts and their caches: opened, bounded, scrubbed, erased; keys of tenants."""

@@ -1,0 +1,130 @@
+"""Scrubs the caches for `kvd verify`: one run at a time, at a bounded rate (D11).
+
+The core says what to check next and collects what comes of it; the clock is here. A run belongs to
+its caller: when nobody asks for its next progress any more, it ends.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, fields
+from functools import partial
+
+from kvd.core.engine import CacheEngine
+from kvd.core.records.records import ScrubReport, ScrubStep
+from kvd.errors import VerifyRunningError
+from kvd.runtime.cache import Cache
+
+REPORT_S = 1.0  # between two reports of progress
+STEP_S = 0.1  # a step asks for what the rate allows in this time
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubProgress:
+    """How far a run is.
+
+    Attributes:
+        layout: fingerprint of the one being scrubbed; "" at the end.
+        num_copies: in all tiers and layouts, as counted at the beginning.
+    """
+
+    done: bool
+    layout: str
+    num_copies: int
+    report: ScrubReport
+
+
+class Scrubber:
+    """See the module docstring.
+
+    Args:
+        rate: bytes a second.
+    """
+
+    def __init__(self, rate: int) -> None:
+        self._rate = rate
+        self._is_running = False
+
+    def set_rate(self, rate: int) -> None:
+        """Go at another rate, from the next layout on."""
+        self._rate = rate
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a run is under way."""
+        return self._is_running
+
+    async def run(
+        self, caches: Sequence[Cache], *, repair: bool
+    ) -> AsyncGenerator[ScrubProgress, None]:
+        """Scrub cache after cache; yields about once a second, and at the end with `done`.
+
+        Raises:
+            VerifyRunningError: another run is under way.
+        """
+        if self._is_running:
+            raise VerifyRunningError("a verification is under way", "wait for its end")
+        self._is_running = True
+        try:
+            num_copies = sum(tier.num_blocks for c in caches for tier in c.stats().tiers)
+            total = ScrubReport()
+            for cache in caches:
+                layout, before = cache.layout.fingerprint, total
+                async with aclosing(self._scrub(cache, repair=repair)) as reports:
+                    async for report in reports:
+                        total = _sum(before, report)
+                        yield ScrubProgress(False, layout, num_copies, total)
+            yield ScrubProgress(True, "", num_copies, total)
+        finally:
+            self._is_running = False
+
+    async def _scrub(self, cache: Cache, *, repair: bool) -> AsyncGenerator[ScrubReport, None]:
+        """Scrub one cache; yields about once a second, and at the end."""
+        loop = asyncio.get_running_loop()
+        pace = Pace(self._rate)
+        scrub_id = cache.act(lambda core, _: core.scrubs.begin(repair=repair))
+        next_step = partial(_step, scrub_id, max(1, int(self._rate * STEP_S)))
+        resume_at = report_at = loop.time()
+        try:
+            while True:
+                now_s = loop.time()
+                if now_s >= resume_at:
+                    step = cache.act(next_step)
+                    resume_at = pace.resume_at(step.issued_bytes, now_s)
+                if step.done or now_s >= report_at:
+                    yield step.report
+                    report_at = now_s + REPORT_S
+                if step.done:
+                    return
+                if step.issued_bytes:
+                    await asyncio.sleep(max(0.0, min(resume_at - loop.time(), REPORT_S)))
+                else:  # what is under way has to come back first
+                    await cache.changed(STEP_S)
+        finally:
+            cache.act(lambda core, _: core.scrubs.end(scrub_id))
+
+
+class Pace:
+    """Spreads work over time. Pure; what was not used is not made up for.
+
+    Args:
+        rate: bytes a second.
+    """
+
+    def __init__(self, rate: int) -> None:
+        self._rate = rate
+        self._resume_at = 0.0
+
+    def resume_at(self, num_bytes: int, now_s: float) -> float:
+        """When to go on after `num_bytes` were asked for, now."""
+        self._resume_at = max(self._resume_at, now_s) + num_bytes / self._rate
+        return self._resume_at
+
+
+def _sum(left: ScrubReport, right: ScrubReport) -> ScrubReport:
+    names = [field.name for field in fields(ScrubReport)]
+    return ScrubReport(*(getattr(left, name) + getattr(right, name) for name in names))
+
+
+def _step(scrub_id: int, max_bytes: int, core: CacheEngine, now_ns: int) -> ScrubStep:
+    return core.scrubs.step(scrub_id, max_bytes, now_ns)

@@ -1,0 +1,116 @@
+"""Sessions of all layouts, looked through a bounded bit at a time: engines go on meanwhile.
+
+A listing of very many sessions looks at each of them once. Between two bits the loop serves others,
+so it is of no single moment: a session that comes while it is made may be missing.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from functools import partial
+
+from kvd.caches.caches import Caches
+from kvd.core.engine import CacheEngine
+from kvd.core.inspection.listing import (
+    Listing,
+    ListingBuilder,
+    ListingRequest,
+    Listings,
+    PageToken,
+    parse_page_token,
+)
+from kvd.core.inspection.session_filter import SessionFilter, SessionOrder
+from kvd.core.records.records import SessionInfo
+from kvd.runtime.cache import Cache
+from kvd.wire.messages import session_message
+from shared.pb.kvd.v1 import kvd_pb2
+from shared.types.session_key import SessionKey
+
+BIT_SESSIONS = 1_000  # looked at in one go: some milliseconds
+
+
+async def look_through(
+    caches: Iterable[Cache], wanted: SessionFilter, order: SessionOrder = SessionOrder.IDLE
+) -> AsyncIterator[tuple[Cache, list[tuple[int, SessionKey]]]]:
+    """Yield the sessions that are meant, with their ranks, cache by cache and bit by bit."""
+    for cache in caches:
+        keys = cache.act(lambda core, _: core.session_keys())
+        for start in range(0, len(keys), BIT_SESSIONS):
+            bit = keys[start : start + BIT_SESSIONS]
+            yield cache, cache.act(partial(_ranked, bit, wanted, order))
+            await asyncio.sleep(0)
+
+
+class SessionLister:
+    """Serves pages of listings."""
+
+    def __init__(self, caches: Caches) -> None:
+        self._caches = caches
+        self._listings = Listings()
+
+    async def page(
+        self, request: ListingRequest, page_token: str, limit: int
+    ) -> kvd_pb2.ListSessionsResponse:
+        """Serve the page behind a token ("": the first).
+
+        A session that is used between two pages keeps its place, unless the filter is not for it
+        any more.
+
+        Raises:
+            InvalidRequestError: it is no token of this listing's.
+        """
+        token = parse_page_token(page_token, request.order_name) if page_token else None
+        listing = self._listings.find(token, request) if token else None
+        if token is None or listing is None:
+            listing = await self._list(request, token)
+            listing_id, position = self._listings.open(listing), 0
+        else:
+            listing_id, position = token.listing_id, token.position
+        response = kvd_pb2.ListSessionsResponse(total=len(listing))
+        while position < len(listing) and len(response.sessions) < limit:
+            end = min(len(listing), position + limit - len(response.sessions))
+            response.sessions.extend(self._messages(listing, position, end))
+            position = end
+        if position == len(listing):
+            self._listings.close(listing_id)
+        else:
+            response.next_page_token = str(listing.token(listing_id, position))
+        return response
+
+    async def _list(self, request: ListingRequest, token: PageToken | None) -> Listing:
+        builder = ListingBuilder(request, token.last if token else None)
+        caches = self._caches.of_model(request.model)
+        async for cache, ranked in look_through(caches, request.wanted, request.order):
+            builder.add(cache.layout.fingerprint, ranked)
+        return await asyncio.to_thread(builder.finish)  # a second, of very many equal ones
+
+    def _messages(self, listing: Listing, start: int, end: int) -> list[kvd_pb2.SessionInfo]:
+        """Those of a part of the listing that are still there and meant, in its order."""
+        keys_of: dict[str, list[SessionKey]] = {}
+        places = list(zip(listing.layouts[start:end], listing.keys[start:end], strict=True))
+        for layout, key in places:
+            keys_of.setdefault(layout, []).append(key)
+        messages: dict[tuple[str, SessionKey], kvd_pb2.SessionInfo] = {}
+        for cache in self._caches:
+            layout = cache.layout.fingerprint
+            infos, now_ns = cache.act(
+                partial(_infos, keys_of.get(layout, []), listing.request.wanted)
+            )
+            for info in infos:
+                messages[layout, info.key] = session_message(info, cache.layout, now_ns)
+        return [messages[place] for place in places if place in messages]
+
+
+def _ranked(
+    keys: list[SessionKey],
+    wanted: SessionFilter,
+    order: SessionOrder,
+    core: CacheEngine,
+    now_ns: int,
+) -> list[tuple[int, SessionKey]]:
+    return core.ranked(keys, wanted, order, now_ns)
+
+
+def _infos(
+    keys: list[SessionKey], wanted: SessionFilter, core: CacheEngine, now_ns: int
+) -> tuple[list[SessionInfo], int]:
+    return core.session_infos(keys, wanted, now_ns), now_ns

@@ -1,0 +1,1 @@
+"""Attached engines: data socket, holders of slots, their processes."""

@@ -1,0 +1,263 @@
+"""The data socket: who may attach, who is alive, and the arena's descriptor (D2, D10, D16).
+
+Each connection is one attachment of one engine process. With the process dead, or after it said
+that it leaves, nobody writes into its slots any more. A connection that merely ends, or a broken
+gRPC stream, proves nothing: while the process lives it may still be copying
+(kvd/engines/attached.py).
+"""
+
+import asyncio
+import secrets
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvd.errors import AttachDeniedError, UnusableSocketError
+from kvd.host.engine_users import EngineUsers
+from kvd.host.process_identity import ProcessWatch, watch_peer
+from kvd.tiers.progress import Wakeup
+from shared.access.refusals import RefusalLog
+from shared.access.sockets import SocketGroupError, open_to_group
+from shared.kvd_client import data_socket_protocol as packets
+from shared.kvd_client import seqpacket
+from shared.process.log import get_logger
+from shared.types.histogram import Tally
+
+TOKEN_BYTES = 16
+BACKLOG = 64
+ATTACH_S = 30.0  # from connecting to Attach
+ACCEPT_RETRY_S = 0.1
+_UCRED = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+if TYPE_CHECKING:
+    from kvd.tiers.arena import Arena
+
+log = get_logger(__name__)
+
+
+class Peer:
+    """One connected process.
+
+    Attributes:
+        token: what Attach must present, once.
+        pid: of the process, 0 if it lives in a foreign PID namespace.
+        uid: of its user.
+        watch: of the process; None if it is dead, cannot be watched, or somebody has taken over.
+        wakeup: what tells it of its progress words.
+        arena: what it may map; set by Attach.
+        gone: set at the end of the connection or of the process.
+        has_left: it said that it holds nothing any more.
+    """
+
+    def __init__(self, token: str, pid: int, uid: int, watch: ProcessWatch | None) -> None:
+        self.token = token
+        self.pid = pid
+        self.uid = uid
+        self.watch = watch
+        self.wakeup = Wakeup()
+        self.arena: Arena | None = None
+        self.gone = asyncio.Event()
+        self.has_left = False
+
+    @property
+    def may_still_write(self) -> bool:
+        """Whether the end of its connection leaves a process that may be copying."""
+        return self.watch is not None and not self.watch.is_dead and not self.has_left
+
+    def close(self) -> None:
+        """Give up what belongs to the connection, and the watch unless it was taken over."""
+        self.wakeup.close()
+        if self.watch is not None:
+            self.watch.close()
+
+
+class DataSocket:
+    """Accepts and serves the connections.
+
+    Args:
+        path: of the socket.
+        users: whose processes may attach.
+        max_peers: at once.
+        refused: where refusals are counted: by reason and user, "uid 1000".
+    """
+
+    def __init__(
+        self, path: Path, users: EngineUsers, max_peers: int, refused: Tally | None = None
+    ) -> None:
+        self._path = path
+        self._users = users
+        self._max_peers = max_peers
+        self._waiting: dict[str, Peer] = {}  # token → peer that has not attached yet
+        self._num_peers = 0
+        self._on_gone: Callable[[Peer], None] = lambda _: None
+        self._refusals = RefusalLog("data_connection_refused")
+        self._refused = refused or Tally()
+
+    def set_bound(self, max_peers: int) -> None:
+        """Accept so many from now on; those that are there stay."""
+        self._max_peers = max_peers
+
+    def listen(self, group: str = "") -> socket.socket:
+        """Bind and listen; the caller hands the socket to serve().
+
+        Raises:
+            ConfigError: the path cannot be bound, or not given to the group.
+        """
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.setblocking(False)
+        try:
+            self._path.unlink(missing_ok=True)  # of a dead kvd: the runtime directory is locked
+            listener.bind(str(self._path))
+            open_to_group(self._path, group)
+            listener.listen(BACKLOG)
+        except OSError as error:
+            listener.close()
+            raise UnusableSocketError(
+                f"cannot listen on {self._path} ({error.strerror or error})",
+                "name another directory with --runtime-dir",
+            ) from error
+        except SocketGroupError:
+            listener.close()
+            raise
+        return listener
+
+    async def serve(self, listener: socket.socket, on_gone: Callable[[Peer], None]) -> None:
+        """Accept until cancelled; `on_gone` is called once for each peer that is gone."""
+        self._on_gone = on_gone
+        loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as connections:
+            while True:
+                try:
+                    sock, _ = await loop.sock_accept(listener)
+                except OSError as error:  # out of descriptors, most likely: others will be closed
+                    log.warning("data_accept_failed", error=str(error))
+                    await asyncio.sleep(ACCEPT_RETRY_S)
+                    continue
+                sock.setblocking(False)
+                connections.create_task(self._serve_peer(sock))
+
+    def claim(self, token: str) -> Peer:
+        """Return the peer that was given this token; it cannot be claimed again.
+
+        Raises:
+            AttachDeniedError: nobody waits with this token.
+        """
+        peer = self._waiting.pop(token, None)
+        if peer is None or peer.gone.is_set():
+            raise AttachDeniedError(
+                "the attach token is unknown or used", "connect to the data socket for a new one"
+            )
+        return peer
+
+    async def _serve_peer(self, sock: socket.socket) -> None:
+        """Serve one connection to its end."""
+        with sock:
+            pid, uid, _ = _UCRED.unpack(
+                sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+            )
+            if self._users.identity_of(uid) is None:
+                self._refuse(sock, uid, "denied", f"uid {uid} is not in access.allowed_uids")
+                return
+            if self._is_full(uid):
+                told = f"{self._num_peers} engines, limits.max_engines"
+                self._refuse(sock, uid, "limit_reached", told)
+                return
+            try:
+                peer = _new_peer(sock, pid, uid)
+            except OSError as error:
+                told = f"no descriptor is left ({error.strerror})"
+                self._refuse(sock, uid, "limit_reached", told)
+                return
+            self._waiting[peer.token] = peer
+            self._num_peers += 1
+            if peer.watch is not None:
+                # A connection inherited by a child outlives its process; the pidfd does not.
+                peer.watch.start(peer.gone.set)
+            try:
+                await self._converse(sock, peer)
+            except (OSError, TimeoutError, packets.MalformedPacketError) as error:
+                log.info("data_connection_broken", pid=pid, error=str(error))
+            finally:
+                peer.gone.set()
+                self._num_peers -= 1
+                self._waiting.pop(peer.token, None)
+                self._on_gone(peer)
+                peer.close()
+
+    def _is_full(self, uid: int) -> bool:
+        """Whether there is no place; what one user leaves unattached takes half of them at most."""
+        num_waiting = sum(peer.uid == uid for peer in self._waiting.values())
+        most = max(1, self._max_peers // 2)
+        return self._num_peers >= self._max_peers or num_waiting >= most
+
+    async def _converse(self, sock: socket.socket, peer: Peer) -> None:
+        """Answer packets until the peer is gone."""
+        seqpacket.send(sock, packets.encode(packets.Welcome(peer.token)))
+        while True:
+            waits_s = ATTACH_S if peer.token in self._waiting else None
+            packet = await _next_packet(sock, peer.gone, waits_s)
+            if packet is None and not peer.gone.is_set() and peer.token not in self._waiting:
+                continue  # it has attached meanwhile and may be silent for ever
+            if not packet:
+                return
+            message = packets.decode(packet)
+            if isinstance(message, packets.Leaving):
+                peer.has_left = True
+                return
+            self._answer(sock, peer, message)
+
+    def _answer(self, sock: socket.socket, peer: Peer, message: packets.Message) -> None:
+        arena = peer.arena
+        if (
+            not isinstance(message, packets.ArenaRequest)
+            or arena is None
+            or message.arena_id != arena.arena_id
+        ):
+            self._refuse(sock, peer.uid, "unexpected", "ask for the arena that Attach has named")
+            raise packets.MalformedPacketError("an arena that was not offered")
+        slots, progress = arena.slots, arena.progress
+        mapping = packets.ArenaMapping(slots.slot_bytes, slots.num_slots, progress.num_words)
+        fds = [arena.fd, progress.fd, peer.wakeup.fd]
+        seqpacket.send(sock, packets.encode(mapping), fds)
+
+    def _refuse(self, sock: socket.socket, uid: int, reason: str, message: str) -> None:
+        self._refusals.note(reason, f"uid {uid}", message=message)
+        self._refused.add(reason, f"uid {uid}")  # users are few: those of this machine
+        try:
+            seqpacket.send(sock, packets.encode(packets.Refused(reason, message)))
+        except OSError:
+            return  # it has gone by itself
+
+
+def _new_peer(sock: socket.socket, pid: int, uid: int) -> Peer:
+    watch = watch_peer(sock, pid)
+    try:
+        return Peer(secrets.token_hex(TOKEN_BYTES), pid, uid, watch)
+    except OSError:
+        if watch is not None:
+            watch.close()
+        raise
+
+
+async def _next_packet(
+    sock: socket.socket, gone: asyncio.Event, timeout_s: float | None
+) -> bytes | None:
+    """Wait for a packet; b"" at the end of the connection, None if it is gone or silent."""
+    waits = asyncio.ensure_future(gone.wait())
+    receiving = asyncio.ensure_future(seqpacket.receive(sock))
+    try:
+        await asyncio.wait(
+            (receiving, waits), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+    finally:  # also when kvd stops: nothing may wait on a socket that is about to be closed
+        waits.cancel()
+        if not receiving.done():
+            receiving.cancel()
+            await asyncio.gather(receiving, return_exceptions=True)
+    if receiving.cancelled():
+        return None
+    packet, fds = receiving.result()
+    seqpacket.close_fds(fds)
+    return packet

@@ -1,0 +1,1 @@
+"""kvd's metrics: one table, and where its values come from."""

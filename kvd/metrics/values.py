@@ -1,0 +1,171 @@
+"""Where the values of kvd's metrics come from, at a scrape. Nothing is counted here."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from kvd.caches.caches import Caches
+from kvd.config import Settings
+from kvd.core.engine import CacheEngine
+from kvd.core.records.records import LeaseInfo, QueueStats, TenantUsage
+from kvd.core.state.measures import Measures
+from kvd.engines.attached import Engines
+from kvd.metrics.table import METRICS
+from kvd.runtime.cache import Cache
+from shared.config.reload import LiveSettings
+from shared.serving.http_connections import ConnectionMetrics
+from shared.serving.metric_export import MetricExporter, Scrape
+from shared.serving.process_values import fill_connections, fill_process
+from shared.serving.rpc_observer import RpcMetrics
+from shared.version import __version__
+
+LAYOUT_CHARS = 12  # of a fingerprint, as `kvd stats` shows it
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where values come from."""
+
+    caches: Caches
+    engines: Engines
+    rpcs: RpcMetrics
+    live: LiveSettings[Settings]
+    connections: ConnectionMetrics
+
+
+def make_exporter(sources: Sources) -> MetricExporter:
+    """The exporter of kvd's table."""
+    return MetricExporter(METRICS, partial(_fill, sources))
+
+
+def _fill(sources: Sources, scrape: Scrape) -> None:
+    scrape.put("kvd_build_info", 1, __version__)
+    num_engines = Counter(engine.cache.layout.fingerprint for engine in sources.engines)
+    for cache in sources.caches:
+        layout = cache.layout.fingerprint[:LAYOUT_CHARS]
+        scrape.put("kvd_layout_unavailable", 0, layout)
+        scrape.put("kvd_engines", num_engines[cache.layout.fingerprint], layout)
+        _fill_info(scrape, layout, cache, sources)
+        _fill_counters(scrape, layout, cache)
+        _fill_gauges(scrape, layout, cache, sources)
+        _fill_histograms(scrape, layout, cache)
+        _fill_tenants(scrape, layout, cache.act(_tenants), sources.live.settings.tenants)
+    for unavailable in sources.caches.unavailable:
+        scrape.put("kvd_layout_unavailable", 1, unavailable.fingerprint[:LAYOUT_CHARS])
+    encryption = sources.caches.secrets.facts()
+    scrape.put("kvd_encryption", encryption.is_sealing, "encrypting")
+    scrape.put("kvd_encryption", encryption.may_have_plain, "may_have_plain")
+    scrape.put("kvd_encryption_tenants", encryption.num_tenants)
+    num_jobs, in_flight_bytes = sources.caches.io_load()
+    scrape.put("kvd_index_queued_bytes", sources.caches.index_queued_bytes)
+    scrape.put("kvd_io_queue_jobs", num_jobs)
+    scrape.put("kvd_io_in_flight_bytes", in_flight_bytes)
+    scrape.put_tally("kvd_rpcs_total", sources.rpcs.ended)
+    scrape.put_tally("kvd_refused_calls_total", sources.rpcs.refused)
+    scrape.put("kvd_tls_connections_unused_total", sources.rpcs.tls.count_unused())
+    scrape.put_histogram("kvd_rpc_seconds", sources.rpcs.seconds)
+    fill_connections("kvd", sources.connections, scrape)
+    fill_process(scrape)
+
+
+def _fill_info(scrape: Scrape, layout: str, cache: Cache, sources: Sources) -> None:
+    arena, volume = cache.arena_facts(sources.caches.keep), cache.volume_facts()
+    scrape.put(
+        "kvd_layout_info",
+        1,
+        layout,
+        cache.layout.model,
+        str(cache.layout.block_tokens),
+        sources.live.settings.ssd.admission.value,
+        arena.keep if arena else "",
+        arena.pages if arena else "",
+        str(volume.is_direct).lower(),
+    )
+
+
+def _fill_counters(scrape: Scrape, layout: str, cache: Cache) -> None:
+    counters = cache.stats().counters
+    scrape.put_counters(counters, layout)
+    scrape.put_tally("kvd_load_misses_total", cache.act(_measures).misses, layout)
+    token_bytes = cache.layout.block_bytes // cache.layout.block_tokens
+    loaded_tokens = counters["load_tokens_dram"] + counters["load_tokens_ssd"]
+    scrape.put("kvd_moved_bytes_total", loaded_tokens * token_bytes, layout, "load")
+    scrape.put("kvd_moved_bytes_total", counters["store_tokens"] * token_bytes, layout, "store")
+
+
+def _fill_gauges(scrape: Scrape, layout: str, cache: Cache, sources: Sources) -> None:
+    stats, arena = cache.stats(), cache.arena_facts(sources.caches.keep)
+    physical_bytes = {
+        "dram": arena.physical_bytes if arena else 0,
+        "ssd": cache.volume_facts().physical_bytes,
+    }
+    for tier in stats.tiers:
+        name = tier.tier.value
+        scrape.put("kvd_tier_capacity_bytes", tier.capacity_bytes, layout, name)
+        scrape.put("kvd_tier_used_bytes", tier.used_bytes, layout, name)
+        scrape.put("kvd_tier_blocks", tier.num_blocks, layout, name)
+        scrape.put("kvd_tier_physical_bytes", physical_bytes[name], layout, name)
+        scrape.put("kvd_tier_degraded", bool(tier.degraded_reason), layout, name)
+    scrape.put("kvd_dirty_bytes", stats.dirty_bytes, layout)
+    num_rows, num_uses = cache.rows_waiting
+    scrape.put("kvd_index_waiting_rows", num_rows, layout, "row")
+    scrape.put("kvd_index_waiting_rows", num_uses, layout, "use")
+    scrape.put("kvd_unverified_blocks", stats.num_unverified, layout)
+    scrape.put("kvd_unhashed_blocks", stats.num_unhashed, layout)
+    scrape.put("kvd_sessions", stats.num_sessions, layout)
+    scrape.put("kvd_pinned_sessions", stats.num_soft_pins, layout, "soft")
+    scrape.put("kvd_pinned_sessions", stats.num_hard_pins, layout, "hard")
+    kinds = Counter(lease.kind for lease in cache.act(_leases))
+    for kind in ("load", "store"):
+        scrape.put("kvd_leases", kinds[kind], layout, kind)
+    scrape.put("kvd_quarantined_leases", stats.num_orphan_leases, layout)
+    scrape.put("kvd_quarantined_slots", stats.num_quarantined_slots, layout)
+    queue = cache.act(_queue_stats)
+    scrape.put("kvd_queue_waiting_jobs", queue.waiting_jobs, layout)
+    scrape.put("kvd_queue_running_sessions", queue.running_sessions, layout)
+    scrape.put("kvd_prefetch_window_jobs", queue.prefetch_window, layout)
+    scrape.put("kvd_eviction_window_jobs", queue.eviction_window, layout)
+    scrape.put("kvd_mean_session_bytes", queue.mean_session_bytes, layout)
+
+
+def _fill_histograms(scrape: Scrape, layout: str, cache: Cache) -> None:
+    measures, io = cache.act(_measures), cache.io_measures
+    for name, histogram in (
+        ("kvd_load_seconds", measures.load_s),
+        ("kvd_store_seconds", measures.store_s),
+        ("kvd_rest_before_evict_seconds", measures.rest_before_evict_s),
+        ("kvd_gone_before_asked_seconds", measures.gone_before_asked_s),
+        ("kvd_load_wait_seconds", io.load_wait_s),
+        ("kvd_read_seconds", io.read_s),
+        ("kvd_write_seconds", io.write_s),
+    ):
+        scrape.put_histogram(name, histogram, layout)
+
+
+def _fill_tenants(
+    scrape: Scrape, layout: str, usages: tuple[TenantUsage, ...], named: Mapping[str, object]
+) -> None:
+    for usage in usages:
+        if usage.tenant not in named:
+            continue
+        scrape.put("kvd_tenant_used_bytes", usage.used_bytes, layout, usage.tenant)
+        scrape.put("kvd_tenant_sessions", usage.num_sessions, layout, usage.tenant)
+        if usage.quota_bytes is not None:
+            scrape.put("kvd_tenant_quota_bytes", usage.quota_bytes, layout, usage.tenant)
+
+
+def _measures(core: CacheEngine, _now_ns: int) -> Measures:
+    return core.measures
+
+
+def _queue_stats(core: CacheEngine, _now_ns: int) -> QueueStats:
+    return core.queue_stats()
+
+
+def _leases(core: CacheEngine, _now_ns: int) -> tuple[LeaseInfo, ...]:
+    return core.leases()
+
+
+def _tenants(core: CacheEngine, _now_ns: int) -> tuple[TenantUsage, ...]:
+    return core.tenants()

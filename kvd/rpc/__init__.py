@@ -1,0 +1,1 @@
+"""The gRPC services of kvd: guarded, narrowed to tenants, decoded."""

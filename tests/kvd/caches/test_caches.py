@@ -1,0 +1,154 @@
+"""Layouts that take and give up their part of DRAM, inside one process."""
+
+import asyncio
+import sqlite3
+from contextlib import asynccontextmanager, closing
+from functools import partial
+
+import pytest
+
+from kvd.caches.caches import Caches
+from kvd.caches.layout_opening import VOLUMES
+from kvd.config import DramSettings, LimitSettings, Settings, SsdSettings
+from kvd.engines.attached import Engines
+from kvd.errors import LimitReachedError
+from kvd.host.clock import resume_clock
+from kvd.tiers.arena import ArenaTooSmallError
+from kvd.tiers.faults import NoFaults
+from kvd.tiers.manifest import Manifest
+from tests.synthetic_engine import encode, key_of, small_layout
+
+LAYOUT = small_layout()
+LONG_NS = 4_000_000_000_000
+
+
+@asynccontextmanager
+async def caches_in(directory, max_layouts=8):
+    settings = Settings(
+        runtime_dir=directory,
+        state_dir=directory,
+        dram=DramSettings(bytes=20 * LAYOUT.block_bytes, keep="none", prefault=False),
+        ssd=SsdSettings(bytes=1 << 20),
+        limits=LimitSettings(max_layouts=max_layouts),
+    )
+    manifest = Manifest(directory / "manifest.db", directory / VOLUMES, NoFaults())
+    manifest.open()
+    broken = []
+    clock = resume_clock(None, "boot", 0)
+    caches = Caches(
+        settings, manifest, clock, Engines(4), NoFaults(), lambda _: None, broken.append
+    )
+    try:
+        yield caches
+    finally:
+        await caches.close(keep_dram=False)
+        manifest.close()
+    assert not broken
+
+
+async def test_an_arena_is_given_up_whole_or_not_at_all(tmp_path):
+    """Whoever asks for it may be cancelled while the pages are still being allocated."""
+    async with caches_in(tmp_path) as caches:
+        cache, arena = await caches.open(LAYOUT)
+        cache._prefault = asyncio.get_running_loop().create_future()  # one that takes long
+        giving_up = asyncio.create_task(cache.unmount(30))
+        while not arena.is_closing:  # noqa: ASYNC110  # it has no event
+            await asyncio.sleep(0)
+        giving_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await giving_up
+        assert cache.arena is arena
+        assert cache.stats().tiers[0].capacity_bytes == arena.num_bytes
+        cache._prefault.set_result(0)
+        assert await cache.unmount(30)
+        assert cache.arena is None
+        assert cache.stats().tiers[0].capacity_bytes == 0
+
+
+async def test_a_layout_that_cannot_have_an_arena_is_not_kept(tmp_path):
+    """Else it would count as one of limits.max_layouts for good."""
+    async with caches_in(tmp_path) as caches:
+        await caches.open(LAYOUT)
+        with pytest.raises(ArenaTooSmallError):
+            await caches.open(small_layout(num_layers=64))
+        assert [cache.layout for cache in caches] == [LAYOUT]
+
+
+async def test_an_action_that_cannot_be_begun_ends_the_daemon(tmp_path):
+    """Its operation would never be answered, and hold a slot for ever."""
+    reported = []
+    async with caches_in(tmp_path) as caches:
+        cache, _ = await caches.open(LAYOUT)
+        cache._on_broken = reported.append
+        before, cache._on_event = cache._on_event, _fail
+        with pytest.raises(ZeroDivisionError):
+            cache.act(lambda core, now_ns: core.owner_gone(1, now_ns))
+        cache._on_event = before
+    assert [type(error) for error in reported] == [ZeroDivisionError]
+
+
+def _fail(_event):
+    raise ZeroDivisionError
+
+
+async def test_an_empty_layout_makes_room_for_a_new_one(tmp_path):
+    """The one opened longest ago goes, with its arena, volume and row; one with sessions stays."""
+    first, second, third = (small_layout(num_layers) for num_layers in (1, 2, 3))
+    async with caches_in(tmp_path, max_layouts=2) as caches:
+        for layout in (first, second):
+            await caches.open(layout)
+        await caches.open(first)
+        await caches.open(third)
+        await caches.committed()
+        assert [cache.layout for cache in caches] == [first, third]
+        volumes = {path.name for path in (tmp_path / VOLUMES).iterdir()}
+        assert volumes == {first.fingerprint, third.fingerprint}
+    async with caches_in(tmp_path, max_layouts=2) as caches:
+        caches.restore()
+        assert {cache.layout for cache in caches} == {first, third}
+        for layout in (first, third):
+            _store((await caches.open(layout))[0])
+        with pytest.raises(LimitReachedError, match="flush"):
+            await caches.open(second)
+
+
+def _store(cache, name="a", first_token=0):
+    """Have one session in a cache; returns its key."""
+    key, tokens = key_of(name), encode(range(first_token, first_token + 16))
+    answer = cache.act(lambda core, now_ns: core.prepare_store(key, tokens, 0, 1, now_ns))
+    cache.act(lambda core, now_ns: core.complete_store(answer.lease_id, 1, True, now_ns))
+    return key
+
+
+async def test_an_index_that_takes_nothing_is_told_little_and_then_all(tmp_path, monkeypatch):
+    """Rows on their way stay within their bound; when it takes rows again, it gets the latest."""
+    bound = 4096
+    monkeypatch.setattr("kvd.tiers.manifest.MAX_QUEUED_BYTES", bound)
+    async with caches_in(tmp_path) as caches:
+        cache, _ = await caches.open(LAYOUT)
+        keys = [_store(cache, f"s{number}", 100 * number) for number in range(4)]
+        await caches.committed()
+        with closing(sqlite3.connect(tmp_path / "manifest.db", isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            for ttl_ns in range(LONG_NS, LONG_NS + 400):
+                key = keys[ttl_ns % 4]
+                cache.act(partial(_set_ttl, key, ttl_ns))
+                assert caches.index_queued_bytes <= bound + 1024
+            assert cache.has_rows_waiting
+            assert cache.rows_waiting[0] <= len(keys) + 4, "those of sessions, and of their blocks"
+            other.execute("ROLLBACK")
+        await caches.committed()
+        assert not cache.has_rows_waiting
+    async with caches_in(tmp_path) as caches:
+        caches.restore()
+        (cache,) = caches
+        infos = [cache.act(partial(_info, key)) for key in keys]
+        assert [info.ttl_ns for info in infos] == [LONG_NS + 396 + number for number in range(4)]
+
+
+def _set_ttl(key, ttl_ns, core, now_ns):
+    core.set_ttl(key, ttl_ns, now_ns)
+
+
+def _info(key, core, _now_ns):
+    return core.session_info(key)

@@ -1,0 +1,277 @@
+"""Who holds slots: attached engines, and processes whose connection ended while they live."""
+
+import asyncio
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+
+from kvd.core.engine import CacheEngine, Limits
+from kvd.engines.attached import Engines
+from kvd.engines.data_socket import Peer
+from kvd.errors import LimitReachedError, NotAttachedError
+from kvd.host.process_identity import ProcessIdentity, start_ticks_of, watch_identity, watch_peer
+from kvd.tiers.journal import JournaledWrite
+from shared.types.errors import InvalidInputError
+from tests.kvd.core.turns import A, B
+from tests.property.cache_world import LAYOUT, salt_of, to_bytes
+
+INSTANCE = secrets.token_hex(16)
+WAITING = "import sys; print('up', flush=True); sys.stdin.read()"
+
+
+class LiveCache:
+    """A real cache engine without a daemon: what it asks of the world is not done."""
+
+    layout = LAYOUT
+    arena = None
+
+    def __init__(self):
+        limits = Limits(num_slots=4, num_extents=8)
+        self.engine = CacheEngine(LAYOUT, limits, salt_of)
+
+    def act(self, step):
+        answer = step(self.engine, 1000)
+        self.engine.drain()
+        self.engine.check()
+        return answer
+
+    def store(self, engine, key=A):
+        """Lease slots for a store; return the lease."""
+        tokens = to_bytes([1, 2, 3, 4])
+        return self.act(
+            lambda core, now: core.prepare_store(key, tokens, 0, engine.engine_id, now)
+        ).lease_id
+
+    def leases(self):
+        return [(info.lease_id, info.is_orphan) for info in self.engine.leases()]
+
+
+@contextmanager
+def process():
+    """A process that waits."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", WAITING], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    child.stdout.readline()
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def peer_of(pid):
+    """A connected peer, as the data socket makes it."""
+    watch = watch_identity(ProcessIdentity(pid, start_ticks_of(pid), b""))
+    peer = Peer("token", pid, os.getuid(), watch)
+    watch.start(peer.gone.set)
+    return peer
+
+
+async def until(is_so):
+    async with asyncio.timeout(30):
+        while not is_so():  # noqa: ASYNC110  # what is waited for has no event
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+def cache():
+    return LiveCache()
+
+
+@pytest.fixture
+async def engines():
+    made = Engines(max_engines=3)
+    yield made
+    made.close()
+
+
+def end(engines, peer):
+    """End a connection, as the data socket does."""
+    peer.gone.set()
+    engines.gone(peer)
+    peer.close()
+
+
+async def test_a_store_outlives_its_connection(engines, cache):
+    """Its slots stay with the process; the same client finds its lease again, and completes it."""
+    with process() as child:
+        first = peer_of(child.pid)
+        engine, _, _ = engines.attach("e", cache, first, INSTANCE, ())
+        lease, other = cache.store(engine), cache.store(engine, B)
+        end(engines, first)
+        assert cache.leases() == [(lease, True), (other, True)]
+        (facts,) = engines.owners()
+        assert (facts.pid, facts.quarantined) == (child.pid, True)
+        with pytest.raises(NotAttachedError):
+            engines.of(engine.engine_id)
+
+        again = peer_of(child.pid)
+        engine, confirmed, lost = engines.attach("e", cache, again, INSTANCE, [lease, 12345])
+        assert (confirmed, lost) == ([lease], [12345])
+        assert cache.leases() == [(lease, False)]
+        assert [facts.quarantined for facts in engines.owners()] == [False]
+        done = cache.act(lambda core, now: core.complete_store(lease, engine.engine_id, True, now))
+        assert done == 4
+        end(engines, again)
+        assert not engines.owners()
+
+
+@pytest.mark.parametrize("how", ["dead", "has left"])
+async def test_an_engine_that_cannot_write_any_more_is_forgotten(engines, cache, how):
+    """Its slots are free at once."""
+    with process() as child:
+        peer = peer_of(child.pid)
+        engine, _, _ = engines.attach("e", cache, peer, INSTANCE, ())
+        cache.store(engine)
+        if how == "dead":
+            child.kill()
+            await asyncio.wait_for(peer.gone.wait(), 30)
+        else:
+            peer.has_left = True
+        end(engines, peer)
+        assert (cache.leases(), engines.owners()) == ([], [])
+
+
+async def test_a_connection_without_stores_leaves_no_holder(engines, cache):
+    """Engines that come and go while they write nothing do not pile up."""
+    with process() as child:
+        for _ in range(5):
+            peer = peer_of(child.pid)
+            engines.attach("e", cache, peer, INSTANCE, ())
+            end(engines, peer)
+        assert not engines.owners()
+
+
+async def test_a_holder_that_dies_gives_its_slots_back(engines, cache):
+    """Also one that was stopped, killed by an operator through its pidfd."""
+    with process() as child:
+        peer = peer_of(child.pid)
+        engine, _, _ = engines.attach("e", cache, peer, INSTANCE, ())
+        lease = cache.store(engine)
+        os.kill(child.pid, signal.SIGSTOP)
+        end(engines, peer)
+        assert cache.leases() == [(lease, True)]
+        await until(lambda: engines.owners()[0].state == "stopped")
+        assert not engines.kill(os.getpid())
+        assert engines.kill(child.pid)
+        await until(lambda: not cache.leases())
+        assert not engines.owners()
+        assert not engines.kill(child.pid)
+
+
+async def test_nobody_else_gets_a_lease(engines, cache):
+    """Neither another process with this instance, nor another instance of this process."""
+    with process() as child, process() as thief:
+        peer = peer_of(child.pid)
+        engine, _, _ = engines.attach("e", cache, peer, INSTANCE, ())
+        lease = cache.store(engine)
+        end(engines, peer)
+        for pid, instance in ((thief.pid, INSTANCE), (child.pid, secrets.token_hex(16))):
+            other = peer_of(pid)
+            _, confirmed, lost = engines.attach("t", cache, other, instance, [lease])
+            assert (confirmed, lost) == ([], [lease])
+            end(engines, other)
+        assert cache.leases() == [(lease, True)]
+
+
+async def test_a_client_that_is_faster_than_the_end_of_its_connection(engines, cache):
+    """The older attachment of the same client is over with the newer one."""
+    with process() as child:
+        first = peer_of(child.pid)
+        engine, _, _ = engines.attach("e", cache, first, INSTANCE, ())
+        lease = cache.store(engine)
+        second = peer_of(child.pid)
+        _, confirmed, _ = engines.attach("e", cache, second, INSTANCE, [lease])
+        assert confirmed == [lease]
+        assert first.gone.is_set()
+        end(engines, first)
+        assert cache.leases() == [(lease, False)]
+        assert len(engines.owners()) == 1
+        end(engines, second)
+
+
+async def test_engines_and_holders_are_bounded_together(engines, cache):
+    """At the bound only those get in who are holders already."""
+    with process() as child:
+        instances = [secrets.token_hex(16) for _ in range(3)]
+        for number, instance in enumerate(instances):
+            peer = peer_of(child.pid)
+            engine, _, _ = engines.attach("e", cache, peer, instance, ())
+            cache.store(engine, A if number else B)
+            end(engines, peer)
+        held = len(engines.owners())
+        assert held == 3
+        peer = peer_of(child.pid)
+        with pytest.raises(LimitReachedError, match="kvd leases"):
+            engines.attach("e", cache, peer, INSTANCE, ())
+        engines.attach("e", cache, peer, instances[0], ())
+        assert len(engines.owners()) == 3
+        end(engines, peer)
+
+
+async def test_writers_of_an_earlier_kvd(engines, cache):
+    """One that lives keeps its slots; one that is dead, or was born later, does not."""
+    with process() as child, process() as dead:
+        living = ProcessIdentity(child.pid, start_ticks_of(child.pid), bytes.fromhex(INSTANCE))
+        younger = ProcessIdentity(child.pid, living.start_ticks - 1, b"y" * 16)
+        gone = ProcessIdentity(dead.pid, start_ticks_of(dead.pid), b"g" * 16)
+        dead.kill()
+        dead.wait()
+        foreign = ProcessIdentity(0, 0, b"f" * 16)
+        writers = [living, younger, gone, foreign, living]
+        writing = [JournaledWrite(n, 1, 90 + n % 4, who) for n, who in enumerate(writers)]
+        orphans = engines.watch_orphans(cache, writing)
+        assert [orphan.slot_id for orphan in orphans] == [0, 4]
+        owner = orphans[0].writing.owner
+        assert owner == orphans[1].writing.owner
+        assert engines.identity_of(owner) == living
+        assert [facts.pid for facts in engines.owners()] == [child.pid]
+        child.kill()
+        await until(lambda: not engines.owners())
+
+
+async def test_questions_about_nobody(engines):
+    """An owner that is gone is nobody, and nobody can be woken."""
+    assert engines.identity_of(5).pid == 0
+    engines.wake_of(5)()
+
+
+@pytest.mark.parametrize("instance", ["xyz", "ab", "00" * 15])
+async def test_an_instance_that_is_none(engines, cache, instance):
+    """It is refused before anything is registered."""
+    with process() as child:
+        peer = peer_of(child.pid)
+        with pytest.raises(InvalidInputError):
+            engines.attach("e", cache, peer, instance, ())
+        assert not engines.owners()
+        peer.close()
+
+
+def test_the_process_at_the_other_end_of_a_socket():
+    """Its pid and start time; not those of whoever has the descriptor now."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        watch = watch_peer(ours, os.getpid())
+    assert (watch.pid, watch.start_ticks) == (os.getpid(), start_ticks_of(os.getpid()))
+    assert not watch.is_dead
+    watch.close()
+
+
+def test_start_times():
+    """Nobody has none; a command with spaces and parentheses does not confuse."""
+    assert start_ticks_of(1 << 22) == 0
+    assert start_ticks_of(1) < start_ticks_of(os.getpid())
+    script = "import ctypes, sys; ctypes.CDLL(None).prctl(15, b') S 1 (', 0, 0, 0);" + WAITING
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        child.stdout.readline()
+        assert start_ticks_of(child.pid) >= start_ticks_of(os.getpid())
+        child.stdin.close()

@@ -1,0 +1,202 @@
+"""The data socket: tokens, bounds, and the end of a peer."""
+
+import asyncio
+import os
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from kvd.engines.data_socket import DataSocket
+from kvd.errors import AttachDeniedError, UnusableSocketError
+from kvd.host.engine_users import EngineUsers
+from kvd.tiers.arena_store import ArenaOptions, ArenaStore
+from shared.kvd_client import data_socket_protocol as packets
+from shared.kvd_client import seqpacket
+from shared.kvd_client.progress_words import ProgressWords, lease_bits
+from shared.types.histogram import Tally
+from tests.synthetic_engine import small_layout
+
+# Connects, leaves the connection to a child that outlives it, and waits to be killed.
+LEAVING_PROCESS = """
+import os, sys, time
+from shared import seqpacket
+sock = seqpacket.connect(sys.argv[1])
+os.set_inheritable(sock.fileno(), True)
+child = os.fork()
+if child == 0:
+    os.close(1)  # the test waits for the end of what it reads
+    time.sleep(600)
+print(child, flush=True)
+time.sleep(600)
+"""
+
+
+@asynccontextmanager
+async def _serving(tmp_path, max_peers=4, refused=None):
+    data_socket = DataSocket(tmp_path / "data.sock", EngineUsers(), max_peers, refused)
+    gone = []
+    with data_socket.listen() as listener:
+        serving = asyncio.create_task(data_socket.serve(listener, gone.append))
+        try:
+            yield data_socket, gone
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+
+
+async def _received(sock):
+    packet, fds = await seqpacket.receive(sock)
+    return packets.decode(packet), fds
+
+
+def _connect(tmp_path):
+    return seqpacket.connect(str(tmp_path / "data.sock"))
+
+
+async def _until(is_so):
+    async with asyncio.timeout(30):
+        while not is_so():  # noqa: ASYNC110  # what is waited for has no event
+            await asyncio.sleep(0)
+
+
+async def test_a_token_is_claimed_once(tmp_path):
+    """The token names its process, once; a forged one names nobody."""
+    async with _serving(tmp_path) as (data_socket, _):
+        with _connect(tmp_path) as sock:
+            welcome, _ = await _received(sock)
+            assert data_socket.claim(welcome.token).pid == os.getpid()
+            for token in (welcome.token, "forged", ""):
+                with pytest.raises(AttachDeniedError):
+                    data_socket.claim(token)
+
+
+async def test_the_arena_is_given_after_attach(tmp_path):
+    """Before Attach has named an arena nobody gets it; afterwards its descriptors come along."""
+    arena = ArenaStore(ArenaOptions(), tmp_path, num_words=4).create(small_layout(), 2)
+    request = packets.encode(packets.ArenaRequest(arena.arena_id))
+    async with _serving(tmp_path) as (data_socket, _):
+        with _connect(tmp_path) as early:
+            await _received(early)
+            seqpacket.send(early, request)
+            refused, fds = await _received(early)
+            assert isinstance(refused, packets.Refused)
+            assert not fds
+        with _connect(tmp_path) as sock:
+            welcome, _ = await _received(sock)
+            peer = data_socket.claim(welcome.token)
+            peer.arena = arena
+            seqpacket.send(sock, request)
+            mapping, fds = await _received(sock)
+            slots_fd, progress_fd, wakeup_fd = fds
+            assert mapping == packets.ArenaMapping(arena.slots.slot_bytes, 2, 4)
+            assert os.fstat(slots_fd).st_ino == os.fstat(arena.fd).st_ino
+            words = ProgressWords(progress_fd, 4)
+            index = arena.progress.open(77, peer.wakeup.wake)
+            arena.progress.publish(77, 3)
+            assert (lease_bits(words.word(index)), words.word(index) & 0xFFFF) == (77, 3)
+            assert os.read(wakeup_fd, 8) == b"w"
+            seqpacket.close_fds(fds)
+    arena.close()
+
+
+async def test_the_end_of_a_connection_is_not_the_end_of_its_process(tmp_path):
+    """It may still be writing, unless it has said that it leaves."""
+    async with _serving(tmp_path) as (_, gone):
+        for goodbyes in ((), (packets.Leaving(),)):
+            with _connect(tmp_path) as sock:
+                await _received(sock)
+                for goodbye in goodbyes:
+                    seqpacket.send(sock, packets.encode(goodbye))
+        await _until(lambda: len(gone) == 2)
+        assert sorted(peer.has_left for peer in gone) == [False, True]
+
+
+async def test_descriptors_are_given_back(tmp_path):
+    """However many come and go."""
+
+    def num_open():
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    async def visit():
+        with _connect(tmp_path) as sock:
+            await _received(sock)
+
+    async with _serving(tmp_path) as (_, gone):
+        await visit()
+        await _until(lambda: len(gone) == 1)
+        await asyncio.sleep(0)
+        before = num_open()
+        for _ in range(20):
+            await visit()
+        await _until(lambda: len(gone) == 21)
+        await asyncio.sleep(0)
+        assert num_open() <= before  # fewer: what earlier tests had left
+
+
+async def test_a_closed_connection_is_a_gone_peer(tmp_path):
+    """Its end is told once, and its token is worth nothing any more."""
+    async with _serving(tmp_path) as (data_socket, gone):
+        sock = _connect(tmp_path)
+        welcome, _ = await _received(sock)
+        claimed_sock = _connect(tmp_path)
+        peer = data_socket.claim((await _received(claimed_sock))[0].token)
+        sock.close()
+        claimed_sock.close()
+        await asyncio.wait_for(peer.gone.wait(), 30)
+        await _until(lambda: len(gone) == 2)
+        with pytest.raises(AttachDeniedError):
+            data_socket.claim(welcome.token)
+
+
+async def test_a_dead_process_is_gone_though_its_connection_lives(tmp_path):
+    """A child that inherited the connection does not keep the engine alive."""
+    async with _serving(tmp_path) as (_, gone):
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", LEAVING_PROCESS, str(tmp_path / "data.sock")),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        child = int(await process.stdout.readline())
+        assert not gone
+        process.kill()
+        await process.wait()
+        await _until(lambda: gone)
+        assert gone[0].pid == process.pid
+        assert not gone[0].may_still_write
+        os.kill(child, 9)
+
+
+async def test_peers_are_bounded(tmp_path):
+    """One too many is told so, and counted by its user; when another leaves there is room again."""
+    counted = Tally()
+    async with _serving(tmp_path, max_peers=1, refused=counted) as (_, gone):
+        first = _connect(tmp_path)
+        await _received(first)
+        with _connect(tmp_path) as second:
+            refused, _ = await _received(second)
+        assert refused.reason == "limit_reached"
+        assert counted.counts == {("limit_reached", f"uid {os.geteuid()}"): 1}
+        first.close()
+        await _until(lambda: gone)
+        with _connect(tmp_path) as third:
+            assert isinstance((await _received(third))[0], packets.Welcome)
+
+
+async def test_connections_that_never_attach_leave_room(tmp_path):
+    """A user's take half of the places at most; whoever attaches gives its place among them up."""
+    async with _serving(tmp_path, max_peers=4) as (data_socket, _):
+        socks = [_connect(tmp_path) for _ in range(3)]
+        first, _, refused = [(await _received(sock))[0] for sock in socks]
+        assert refused.reason == "limit_reached"
+        data_socket.claim(first.token)
+        with _connect(tmp_path) as another:
+            assert isinstance((await _received(another))[0], packets.Welcome)
+        for sock in socks:
+            sock.close()
+
+
+def test_a_path_that_cannot_be_bound(tmp_path):
+    """The error names the option."""
+    with pytest.raises(UnusableSocketError, match="--runtime-dir"):
+        DataSocket(tmp_path / "no" / "data.sock", EngineUsers(), 1).listen()

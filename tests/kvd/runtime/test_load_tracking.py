@@ -1,0 +1,126 @@
+"""Progress of pending loads: the least of their operations, over real progress words."""
+
+import pytest
+
+from kvd.runtime.load_tracking import LoadTracker
+from kvd.tiers.io_measures import IoMeasures
+from kvd.tiers.progress import Progress
+from shared.kvd_client.progress_words import FAILED_BIT, LAYERS_MASK, ProgressWords
+
+LEASE, OTHER = (7 << 40) + 1, (7 << 40) + 2
+
+
+class World:
+    """A tracker of a layout with 5 layers, and what an engine sees of it."""
+
+    def __init__(self, num_words=4):
+        self.progress = Progress(num_words)
+        self.words = ProgressWords(self.progress.fd, num_words)
+        self.tracker = LoadTracker(self.progress, num_layers=5, measures=IoMeasures())
+        self.num_wakes = 0
+
+    def wake(self):
+        self.num_wakes += 1
+
+    def begin(self, *op_ids):
+        for op_id in op_ids:
+            self.tracker.begin(op_id)
+
+    def track(self, lease_id, *op_ids):
+        self.tracker.track(lease_id, op_ids, self.wake)
+
+    def ready(self, lease_id):
+        """(layers ready, whether it failed)."""
+        word = self.words.word(self.tracker.index_of(lease_id))
+        return word & LAYERS_MASK, bool(word & FAILED_BIT)
+
+
+@pytest.fixture
+def world():
+    made = World()
+    yield made
+    made.progress.close_all()
+
+
+def test_the_slowest_operation_counts(world):
+    """A layer is ready when all reads have brought it; each step wakes the engine once."""
+    world.begin(1, 2)
+    world.track(LEASE, 1, 2)
+    for op_id, layers, expected in ((1, 2, 0), (2, 1, 1), (2, 5, 2), (1, 5, 5)):
+        world.tracker.advanced(op_id, layers)
+        assert world.ready(LEASE) == (expected, False)
+    assert world.num_wakes == 3
+
+
+def test_what_was_read_before_counts(world):
+    """A second load that joins a read under way starts from where it is."""
+    world.begin(1)
+    world.track(LEASE, 1)
+    world.tracker.advanced(1, 3)
+    world.track(OTHER, 1)
+    assert (world.ready(LEASE), world.ready(OTHER)) == ((3, False), (3, False))
+    world.tracker.advanced(1, 5)
+    world.tracker.ended(1, is_good=True)
+    assert (world.ready(LEASE), world.ready(OTHER)) == ((5, False), (5, False))
+
+
+def test_a_failed_operation_fails_its_loads(world):
+    """And no others."""
+    world.begin(1, 2)
+    world.track(LEASE, 1)
+    world.track(OTHER, 2)
+    world.tracker.ended(1, is_good=False)
+    assert (world.ready(LEASE)[1], world.ready(OTHER)[1]) == (True, False)
+
+
+def test_an_operation_may_take_anothers_place(world):
+    """A load that is tracked anew before the failure is told has not failed."""
+    world.begin(1, 2)
+    world.track(LEASE, 1, 2)
+    world.tracker.advanced(2, 5)
+    world.begin(3)
+    world.track(LEASE, 2, 3)  # the engine reads from SSD what was corrupt in DRAM
+    world.tracker.ended(1, is_good=False)
+    assert world.ready(LEASE) == (0, False)
+    world.tracker.advanced(3, 5)
+    assert world.ready(LEASE) == (5, False)
+
+
+def test_words_come_back(world):
+    """An ended load's word is free for the next one, and late news do not touch it."""
+    world.begin(1)
+    for lease_id in range(LEASE, LEASE + 10):
+        world.track(lease_id, 1)
+        assert world.tracker.index_of(lease_id) is not None
+        world.tracker.untrack(lease_id)
+        assert world.tracker.index_of(lease_id) is None
+    world.begin(2)
+    world.track(OTHER, 2)
+    world.tracker.advanced(1, 5)
+    world.tracker.ended(1, is_good=False)
+    assert world.ready(OTHER) == (0, False)
+
+
+def test_without_a_word_left():
+    """A load without a word is followed all the same, silently."""
+    world = World(num_words=1)
+    world.begin(1)
+    world.track(LEASE, 1)
+    world.track(OTHER, 1)
+    assert world.tracker.index_of(OTHER) is None
+    world.tracker.advanced(1, 2)
+    world.tracker.untrack(OTHER)
+    assert world.ready(LEASE) == (2, False)
+    world.tracker.ended(1, is_good=False)
+    world.progress.close_all()
+
+
+def test_nothing_is_kept(world):
+    """After their ends neither operations nor loads are remembered."""
+    world.begin(1, 2)
+    world.track(LEASE, 1, 2)
+    world.tracker.ended(1, is_good=True)
+    world.tracker.untrack(LEASE)
+    world.tracker.ended(2, is_good=True)
+    tracker = world.tracker
+    assert (tracker._running, tracker._loads, tracker._leases_of) == ({}, {}, {})
