@@ -19,7 +19,6 @@ from inference_svc.core.submission import ModelTraits
 from inference_svc.core.tenant_limits import TenantLimits
 from inference_svc.core.truncation import USUAL_SINKS
 from inference_svc.core.turn_measures import TurnMeasures
-from inference_svc.front import Front
 from inference_svc.runtime.compute.attention_backends import make_attention
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.compute.stepping import Stepper
@@ -43,8 +42,9 @@ from inference_svc.runtime.turns.turn_report import TurnReport
 from inference_svc.runtime.turns.turn_runner import TurnRunner
 from inference_svc.runtime.turns.turns import Turns
 from inference_svc.runtime.worker_thread import WorkerThread
-from inference_svc.service import InferenceService
-from inference_svc.turn_defaults import turn_defaults
+from inference_svc.service.gateway import Front
+from inference_svc.service.servicer import InferenceService
+from inference_svc.service.turn_defaults import turn_defaults
 from shared.access.streams import StreamCounts
 from shared.kvd_client.client import KvdClient
 from shared.pb.inference.v1 import inference_pb2

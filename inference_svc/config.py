@@ -14,7 +14,7 @@ from inference_svc.core.rates.load_or_recompute import LoadPolicy
 from inference_svc.core.tenant_limits import TenantBounds
 from inference_svc.core.truncation import MAX_SINK_TOKENS
 from inference_svc.default_places import default_listen, default_state_dir
-from inference_svc.openai.settings import OpenAISettings
+from inference_svc.openai_settings import OpenAISettings
 from shared.access.addresses import check_guarded, is_tcp
 from shared.access.settings import ClientName, ClientSettings, Tenants, TlsSettings, distinct
 from shared.config.room import Asked, check_room
@@ -36,7 +36,7 @@ from shared.types.setting_types import (
 )
 
 ENV_PREFIX = "INFERENCE"
-# Of options of the commands, which are no settings (inference_svc/cli_connection.py).
+# Of options of the commands, which are no settings (inference_svc/cli/connection.py).
 OTHER_VARIABLES = (
     *("INFERENCE_ADDRESS", "INFERENCE_TOKEN_FILE"),
     *("INFERENCE_TLS_CA_FILE", "INFERENCE_TLS_CERT_FILE", "INFERENCE_TLS_KEY_FILE"),

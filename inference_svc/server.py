@@ -17,9 +17,9 @@ from grpc_reflection.v1alpha import reflection
 
 from inference_svc.config import LIVE_KEYS, InferenceSettings, ModelSettings
 from inference_svc.core.errors import UnknownModelError
-from inference_svc.listening import bind_servers, prepare_sockets
 from inference_svc.runtime.model.model_directory import check_model
 from inference_svc.runtime.turns.transcript import TranscriptStore
+from inference_svc.service.listening import bind_servers, prepare_sockets
 from shared.access.clients import ClientBook, Clients
 from shared.access.identity import Identity, socket_identity
 from shared.access.server_options import server_options
@@ -130,14 +130,15 @@ def _load(settings: ModelSettings, path: Path, digests: Path) -> "Model":
 async def _serve(
     live: LiveSettings[InferenceSettings], model: "Model", transcripts: TranscriptStore
 ) -> None:
-    from inference_svc import life, live_settings
+    from inference_svc import live_settings
     from inference_svc.assembly import assemble
-    from inference_svc.metric_values import Calls, make_exporter
+    from inference_svc.metrics.values import Calls, make_exporter
     from inference_svc.openai.serving import serving_openai
+    from inference_svc.service import lifecycle
     from shared.serving.http_observer import observing
     from shared.serving.operations_http import Operations, serving_operations
 
-    signals, settings = life.Signals(), live.loaded.settings
+    signals, settings = lifecycle.Signals(), live.loaded.settings
     signals.listen()
     await asyncio.to_thread(transcripts.count_sessions)
     parts = assemble(settings, model, transcripts)
@@ -176,8 +177,8 @@ async def _serve(
             if parts.client is not None:
                 lives.append(tasks.create_task(_stay_attached(parts.client)))
             lives.append(tasks.create_task(parts.engine_parts.prefault()))
-            lives.append(tasks.create_task(life.reload_when_told(signals, live.reload)))
-            lives.append(tasks.create_task(life.beat()))
+            lives.append(tasks.create_task(lifecycle.reload_when_told(signals, live.reload)))
+            lives.append(tasks.create_task(lifecycle.beat()))
             async with (
                 serving_operations(settings.metrics, settings.tls, operations),
                 serving_openai(
@@ -197,7 +198,7 @@ async def _serve(
                 systemd.notify(systemd.STOPPING)
                 await _set_health(health_servicer, is_ready=False)
                 drain_s = live.loaded.settings.server.drain_s
-                await life.drain(parts.turns, parts.engine, drain_s, signals)
+                await lifecycle.drain(parts.turns, parts.engine, drain_s, signals)
                 await servers.stop(STOP_GRACE_S)
             for task in lives:
                 task.cancel()

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Self
 
-from inference_svc.client import InferenceClient
+from inference_svc.cli.client import InferenceClient
 from shared.access.channels import ClientCredentials
 from shared.children.child_process import ChildProcess
 from tests.warm_python import WarmProcess, WarmPython
@@ -15,7 +15,7 @@ from tests.warm_python import WarmProcess, WarmPython
 STATE_S = 60.0
 # What a service imports on its way: see tests/warm_python.py.
 SERVICE = WarmPython(
-    "inference_svc.cli",
+    "inference_svc.cli.main",
     "inference_svc.server",
     "inference_svc.assembly",
     "inference_svc.runtime.model.calibration",
@@ -54,7 +54,7 @@ class InferenceProcess:
             # So that what a turn reuses is what kvd has of it; flags may say otherwise.
             cache += ["--load-policy", "always", "--no-residents"]
         arguments = [
-            *("inference_svc.cli", "serve", "--model", str(model_dir), "--dtype", "float32"),
+            *("inference_svc.cli.main", "serve", "--model", str(model_dir), "--dtype", "float32"),
             *("--threads", "1", "--listen", self.address, "--state-dir", str(directory / "state")),
             *cache,
             *flags,

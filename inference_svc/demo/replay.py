@@ -6,7 +6,7 @@ a time, so that the two times to first token of a turn are measured alike.
 
 from collections.abc import AsyncIterator, Sequence
 
-from inference_svc.client import InferenceClient, TurnResult, turn_request
+from inference_svc.cli.client import InferenceClient, TurnResult, turn_request
 from inference_svc.demo.conversations import Conversation
 from inference_svc.demo.facts import TurnFacts
 from inference_svc.demo.servers import DemoServers

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import grpc
 
-from inference_svc.client import InferenceClient
+from inference_svc.cli.client import InferenceClient
 from inference_svc.demo.conversations import MODEL_DIR
 from shared.children.child_process import ChildFailedError, ChildProcess
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
@@ -115,7 +115,7 @@ async def running_servers(directory: Path) -> AsyncIterator[DemoServers]:
 
 def _service(name: str, directory: Path, listen: str, flags: tuple[str, ...]) -> ChildProcess:
     arguments = (
-        *("inference_svc.cli", "serve", "--listen", listen, *MODEL_FLAGS, *flags),
+        *("inference_svc.cli.main", "serve", "--listen", listen, *MODEL_FLAGS, *flags),
         *("--state-dir", str(directory / f"{name}-state")),
     )
     return ChildProcess(name, arguments, listen, directory / f"{name}.log")

@@ -19,7 +19,6 @@ from inference_svc.core.errors import (
     TooManySessionsError,
     TurnMismatchError,
 )
-from inference_svc.front import Front
 from inference_svc.openai.endings import Endings
 from inference_svc.openai.errors import unknown_response
 from inference_svc.openai.known import KnownRequest
@@ -27,6 +26,7 @@ from inference_svc.openai.live_answer import LiveAnswer
 from inference_svc.openai.places import Caller, Place, Places
 from inference_svc.openai.remembered import Remembered
 from inference_svc.openai.wanted_turn import WantedTurn
+from inference_svc.service.gateway import Front
 
 TAKEN = (SessionBusyError, TurnMismatchError, SessionEndedError)  # another turn was there first
 

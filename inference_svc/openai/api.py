@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 
-from inference_svc.front import Front
 from inference_svc.openai.answers import Answers
 from inference_svc.openai.endings import Endings
 from inference_svc.openai.remembered import Remembered
 from inference_svc.openai.request_places import RequestPlaces
 from inference_svc.openai.served_model import ServedModel
-from inference_svc.openai.settings import OpenAISettings
 from inference_svc.openai.token_text import TokenText
+from inference_svc.openai_settings import OpenAISettings
+from inference_svc.service.gateway import Front
 from shared.access.clients import ClientBook
 from shared.access.identity import Identity
 

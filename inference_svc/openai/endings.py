@@ -14,13 +14,13 @@ from collections.abc import Coroutine
 from typing import Any
 
 from inference_svc.core.turn_events import Finished
-from inference_svc.front import Front
 from inference_svc.openai.history_chain import HistoryChain
 from inference_svc.openai.known import KnownResponse, Point
 from inference_svc.openai.messages import ASSISTANT, Message
 from inference_svc.openai.places import Caller, Place
 from inference_svc.openai.remembered import Remembered
 from inference_svc.openai.wanted_turn import WantedTurn
+from inference_svc.service.gateway import Front
 from shared.access.identity import ANY, Identity
 from shared.process.log import get_logger
 from shared.types.errors import ReportedError

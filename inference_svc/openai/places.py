@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from inference_svc.core.transcript_format import Transcript
-from inference_svc.front import Front
 from inference_svc.openai.errors import UnknownHistoryError
 from inference_svc.openai.history_chain import HistoryChain, beginnings
 from inference_svc.openai.known import Point
 from inference_svc.openai.messages import ASSISTANT, Message
 from inference_svc.openai.remembered import Remembered
+from inference_svc.service.gateway import Front
 from shared.access.identity import Identity
 from shared.types.errors import NotFoundError
 

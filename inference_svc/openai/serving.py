@@ -9,7 +9,6 @@ from typing import Any
 from aiohttp.typedefs import Middleware
 
 from inference_svc.config import InferenceSettings
-from inference_svc.front import Front
 from inference_svc.openai.answers import Answers
 from inference_svc.openai.api import Api
 from inference_svc.openai.app import ROLE, make_app
@@ -18,6 +17,7 @@ from inference_svc.openai.remembered import Remembered
 from inference_svc.openai.request_places import RequestPlaces
 from inference_svc.openai.served_model import ServedModel
 from inference_svc.openai.token_text import TokenText
+from inference_svc.service.gateway import Front
 from shared.access.addresses import is_unix
 from shared.access.clients import ClientBook
 from shared.access.credentials import ssl_context

@@ -19,8 +19,8 @@ from unittest.mock import patch
 
 import typer
 
-from inference_svc.cli import app
-from inference_svc.cli import main as inference_svc
+from inference_svc.cli.main import app
+from inference_svc.cli.main import main as inference_svc
 from kvd.cli.main import main as kvd
 from kvd.cli.main import root_command
 from shared.process.runtime_dir import OPERATOR_SOCKET

@@ -7,8 +7,8 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from inference_svc.bench.report import tables as engine_bench_tables
+from inference_svc.cli.top_view import KEYS, top_lines
 from inference_svc.eval.report import tables as eval_tables
-from inference_svc.top_view import KEYS, top_lines
 from kvd.bench.report import tables as kvd_bench_tables
 from kvd.cli.doctor import print_findings
 from kvd.doctor.finding import ok, problem, warning

@@ -2,7 +2,7 @@
 
 import pytest
 
-from inference_svc.cli import main as inference_svc
+from inference_svc.cli.main import main as inference_svc
 from shared.process.runtime_dir import OPERATOR_SOCKET
 from tests.cli.captures import CAPTURES, GOLDEN, KINDS, capture, golden_path, prepared
 from tests.terminal import on_terminal
@@ -25,7 +25,7 @@ def test_a_command_shows_what_it_did(name, kind, directory):
 def test_a_service_is_watched_on_a_terminal(directory):
     """Until q: how it goes, and a line for each rate."""
     at = f"unix:{directory / OPERATOR_SOCKET}"
-    with on_terminal("top", "--address", at, module="inference_svc.cli") as terminal:
+    with on_terminal("top", "--address", at, module="inference_svc.cli.main") as terminal:
         terminal.until("smollm2-135m", "tokens/s", "q quits")
         terminal.type("q")
         assert terminal.exit_code() == 0

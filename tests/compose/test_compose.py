@@ -10,7 +10,7 @@ import typer
 import yaml
 from jsonschema.validators import validator_for
 
-from inference_svc.cli import app as inference_app
+from inference_svc.cli.main import app as inference_app
 from inference_svc.config import InferenceSettings, load_inference_settings
 from kvd import config
 from kvd.cli.main import app as kvd_app

@@ -8,7 +8,7 @@ What stands before the marker is written by hand.
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from inference_svc.metrics import METRICS as INFERENCE
+from inference_svc.metrics.table import METRICS as INFERENCE
 from kvd.metrics.table import METRICS as KVD
 from shared.serving.metric_table import Metric, MetricTable
 from shared.serving.process_metrics import PROCESS_METRICS

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from inference_svc.cli import app as inference_app
+from inference_svc.cli.main import app as inference_app
 from inference_svc.config import load_inference_settings
 from kvd.cli.main import app as kvd_app
 from kvd.config import load

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from inference_svc.cli import app as inference_app
+from inference_svc.cli.main import app as inference_app
 from inference_svc.config import InferenceSettings, load_inference_settings
-from inference_svc.metrics import METRICS as INFERENCE_METRICS
+from inference_svc.metrics.table import METRICS as INFERENCE_METRICS
 from kvd import config
 from kvd.cli.main import app as kvd_app
 from kvd.metrics.table import METRICS as KVD_METRICS

@@ -11,16 +11,16 @@ import pytest
 from rich.console import Console
 from structlog.testing import capture_logs
 
-from inference_svc.chat import describe
-from inference_svc.cli_connection import default_address
+from inference_svc.cli.chat import describe
+from inference_svc.cli.connection import default_address
+from inference_svc.cli.status_view import format_gauge, status_lines, status_tables
 from inference_svc.config import load_inference_settings
 from inference_svc.core.counters import COUNTERS
 from inference_svc.core.errors import ListenError
 from inference_svc.core.submission import ModelTraits
 from inference_svc.default_places import default_listen
-from inference_svc.listening import prepare_sockets
-from inference_svc.status_view import format_gauge, status_lines, status_tables
-from inference_svc.turn_defaults import turn_defaults
+from inference_svc.service.listening import prepare_sockets
+from inference_svc.service.turn_defaults import turn_defaults
 from shared.access.addresses import UnguardedError
 from shared.config.settings import InvalidSettingsError
 from shared.pb.inference.v1 import inference_pb2 as pb
@@ -30,7 +30,7 @@ SHIPPED = Path(__file__).parents[2] / "systemd" / "inference-svc.toml"
 
 AS_NOBODY = """
 import contextlib, os, sys
-from inference_svc.cli import main
+from inference_svc.cli.main import main
 with contextlib.suppress(SystemExit), contextlib.redirect_stderr(open(os.devnull, "w")):
     main()  # by root, which imports all that is needed: others may not be able to read it
 os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
@@ -41,7 +41,7 @@ main()
 
 def run(*arguments, **environ):
     return subprocess.run(
-        [sys.executable, "-m", "inference_svc.cli", *arguments],
+        [sys.executable, "-m", "inference_svc.cli.main", *arguments],
         capture_output=True,
         text=True,
         timeout=120,

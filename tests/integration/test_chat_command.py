@@ -7,7 +7,7 @@ import sys
 import pytest
 import pytest_asyncio
 
-from inference_svc.client import turn_request
+from inference_svc.cli.client import turn_request
 from shared.pb.inference.v1 import inference_pb2 as pb
 from tests.inference_processes import InferenceProcess
 
@@ -26,7 +26,7 @@ async def piped(*arguments: str, given: str = "") -> tuple[int, bytes, str]:
     """Run `inference-svc` between two pipes."""
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "inference_svc.cli", *arguments),
+        *(sys.executable, "-m", "inference_svc.cli.main", *arguments),
         stdin=pipe,
         stdout=pipe,
         stderr=pipe,

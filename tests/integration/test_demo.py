@@ -15,7 +15,7 @@ DEADLINE_S = 240
 async def demo(*flags):
     """Start `inference-svc demo`."""
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "inference_svc.cli", "demo", *flags),
+        *(sys.executable, "-m", "inference_svc.cli.main", "demo", *flags),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )

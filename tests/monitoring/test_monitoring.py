@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from inference_svc.metrics import METRICS as INFERENCE
+from inference_svc.metrics.table import METRICS as INFERENCE
 from kvd.metrics.table import METRICS as KVD
 
 ROOT = Path(__file__).parents[2]

@@ -8,14 +8,14 @@ import sys
 import pytest
 import typer
 
-from inference_svc import cli as inference_cli
-from inference_svc.cli_commands import COMMANDS as INFERENCE_COMMANDS
+from inference_svc.cli import main as inference_cli
+from inference_svc.cli.commands import COMMANDS as INFERENCE_COMMANDS
 from kvd.cli.commands import COMMANDS as KVD_COMMANDS
 from kvd.cli.main import root_command
 from shared.config.group_help import summary
 from tests.processes import running_kvd
 
-PROGRAMS = {"kvd": "kvd.cli.main", "inference-svc": "inference_svc.cli"}
+PROGRAMS = {"kvd": "kvd.cli.main", "inference-svc": "inference_svc.cli.main"}
 ENGINE = {"torch", "transformers", "safetensors", "jinja2"}
 SERVERS = {
     "kvd.config",

@@ -15,7 +15,7 @@ from inference_svc.bench.options import (
     TurnsOptions,
 )
 from inference_svc.bench.runner import run
-from inference_svc.cli import main
+from inference_svc.cli.main import main
 from tests.inference_svc.bench.test_trace import SAMPLE
 
 CHOICE = ModelChoice(random="4x256", layers=2, threads=1)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from inference_svc.cli import main
+from inference_svc.cli.main import main
 from tests.inference_svc.eval.test_rotation import SAMPLE
 
 

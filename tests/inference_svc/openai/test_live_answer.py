@@ -8,10 +8,10 @@ from inference_svc.core.stopping import AnswerToken
 from inference_svc.core.submission import Submission, TextInput
 from inference_svc.core.turn_events import Accepted, Finished, Started, Tokens
 from inference_svc.core.turn_record import Usage
-from inference_svc.front import Following
 from inference_svc.openai.live_answer import LiveAnswer
 from inference_svc.openai.places import Caller, Place
 from inference_svc.runtime.turns.turn import Turn
+from inference_svc.service.gateway import Following
 from shared.access.identity import socket_identity
 from shared.types.session_key import SessionKey
 

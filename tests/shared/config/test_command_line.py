@@ -2,8 +2,8 @@
 
 import pytest
 
-from inference_svc import cli as inference_cli
-from inference_svc.cli_connection import MOVABLE as INFERENCE_MOVABLE
+from inference_svc.cli import main as inference_cli
+from inference_svc.cli.connection import MOVABLE as INFERENCE_MOVABLE
 from kvd.cli.main import main as kvd
 from kvd.cli.main import root_command
 from kvd.client.connection import MOVABLE

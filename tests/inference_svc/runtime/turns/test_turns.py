@@ -27,11 +27,11 @@ from inference_svc.core.tenant_limits import TenantBounds, TenantLimits
 from inference_svc.core.turn_events import Accepted, Finished, Started
 from inference_svc.core.turn_measures import TurnMeasures
 from inference_svc.core.turn_record import TurnRecord, Usage
-from inference_svc.life import Signals, drain
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn_report import TurnReport
 from inference_svc.runtime.turns.turns import Turns
-from inference_svc.turn_requests import decode_submission
+from inference_svc.service.lifecycle import Signals, drain
+from inference_svc.service.turn_requests import decode_submission
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.types.errors import ReportedError
 from shared.types.session_key import SessionKey

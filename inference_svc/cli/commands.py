@@ -11,19 +11,21 @@ MEASURING = "Showing and measuring"
 SETUP = "Setting up"
 
 COMMANDS: Mapping[str, LazyCommand] = {
-    "serve": LazyCommand("inference_svc.cli:serve", "Serve a model until SIGTERM", heading=SERVING),
+    "serve": LazyCommand(
+        "inference_svc.cli.main:serve", "Serve a model until SIGTERM", heading=SERVING
+    ),
     "chat": LazyCommand(
-        "inference_svc.cli:chat",
+        "inference_svc.cli.main:chat",
         "Talk to a running service; each answer shows what was reused",
         heading=CLIENTS,
     ),
     "status": LazyCommand(
-        "inference_svc.cli:status",
+        "inference_svc.cli.main:status",
         "Say what a running service serves, and how it goes; exit code 69 if nobody answers",
         heading=CLIENTS,
     ),
     "top": LazyCommand(
-        "inference_svc.cli:top",
+        "inference_svc.cli.main:top",
         "Watch a running service: tokens a second, hit rate, first tokens, turns; live",
         heading=CLIENTS,
     ),
@@ -33,11 +35,13 @@ COMMANDS: Mapping[str, LazyCommand] = {
         heading=MEASURING,
     ),
     "token": LazyCommand(
-        "inference_svc.cli_connection:token",
+        "inference_svc.cli.connection:token",
         "Make a token for a client, and say what the settings need of it",
         heading=SETUP,
     ),
-    "config": LazyCommand("inference_svc.cli:config_app", "Look at the settings", heading=SERVING),
+    "config": LazyCommand(
+        "inference_svc.cli.main:config_app", "Look at the settings", heading=SERVING
+    ),
     "bench": LazyCommand(
         "inference_svc.bench.cli:bench_app",
         "Measure the engine in this process, with a kvd of the bench's own",
@@ -48,5 +52,5 @@ COMMANDS: Mapping[str, LazyCommand] = {
         "Measure what truncating a context costs in quality, by ways to truncate",
         heading=MEASURING,
     ),
-    "version": LazyCommand("inference_svc.cli:version", "Print the version", heading=SETUP),
+    "version": LazyCommand("inference_svc.cli.main:version", "Print the version", heading=SETUP),
 }

@@ -6,7 +6,12 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from inference_svc.client import InferenceClient, NotRunningError, TurnTimeoutError, turn_request
+from inference_svc.cli.client import (
+    InferenceClient,
+    NotRunningError,
+    TurnTimeoutError,
+    turn_request,
+)
 from inference_svc.core.errors import (
     DrainingError,
     QueueFullError,

@@ -22,8 +22,8 @@ from inference_svc.core.transcript_format import Header, Transcript
 from inference_svc.core.truncation import OverflowPolicy
 from inference_svc.core.turn_events import Accepted, Finished, Started, Tokens
 from inference_svc.core.turn_record import TurnRecord, Usage
-from inference_svc.turn_messages import encode_event, encode_session
-from inference_svc.turn_requests import (
+from inference_svc.service.turn_messages import encode_event, encode_session
+from inference_svc.service.turn_requests import (
     MAX_DISCARD_ITEMS,
     decode_discard,
     decode_sampling,

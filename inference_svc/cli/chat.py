@@ -7,8 +7,8 @@ from contextlib import aclosing
 
 from rich.console import Console
 
-from inference_svc.client import InferenceClient, turn_request
-from inference_svc.word_wrap import WordWrap
+from inference_svc.cli.client import InferenceClient, turn_request
+from inference_svc.cli.word_wrap import WordWrap
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.terminal import printing
 from shared.types.errors import ReportedError

@@ -15,7 +15,7 @@ from inference_svc.core.turn_events import TurnEvent
 from inference_svc.runtime.turns.turn import Turn
 from inference_svc.runtime.turns.turn_report import TurnReport
 from inference_svc.runtime.turns.turns import Turns
-from inference_svc.turn_requests import decode_discard, decode_submission
+from inference_svc.service.turn_requests import decode_discard, decode_submission
 from shared.access.identity import Identity
 from shared.access.streams import StreamCounts, TooManyStreamsError
 from shared.pb.inference.v1 import inference_pb2 as pb

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
-from inference_svc.status_view import status_lines
+from inference_svc.cli.status_view import status_lines
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.terminal.printing import sparkline
 from shared.types.units import format_duration

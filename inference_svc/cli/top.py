@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from rich.live import Live
 from rich.text import Text
 
-from inference_svc.client import InferenceClient
-from inference_svc.top_view import KEYS, top_lines
+from inference_svc.cli.client import InferenceClient
+from inference_svc.cli.top_view import KEYS, top_lines
 from shared.terminal import printing
 from shared.terminal.keyboard import keyboard
 from shared.types.errors import InvalidInputError, ReportedError

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from inference_svc.cli_commands import COMMANDS
-from inference_svc.cli_connection import (
+from inference_svc.cli.commands import COMMANDS
+from inference_svc.cli.connection import (
     MOVABLE,
     Address,
     TlsCa,
@@ -147,7 +147,7 @@ def chat(
     """
     import asyncio
 
-    from inference_svc.chat import chat as talk
+    from inference_svc.cli.chat import chat as talk
 
     async def connected() -> None:
         client = client_of(address, token_file, tls_ca, tls_cert, tls_key)
@@ -171,7 +171,7 @@ def status(
     import asyncio
     import json
 
-    from inference_svc.status_view import status_lines, status_tables
+    from inference_svc.cli.status_view import status_lines, status_tables
     from shared.terminal import printing
 
     async def get_model() -> "pb.Model":
@@ -207,8 +207,8 @@ def top(
     """
     import asyncio
 
-    from inference_svc.top import LEAST_INTERVAL_S
-    from inference_svc.top import top as watch
+    from inference_svc.cli.top import LEAST_INTERVAL_S
+    from inference_svc.cli.top import top as watch
     from shared.types.units import parse_duration_s
 
     try:

@@ -5,7 +5,7 @@ from functools import partial
 
 from inference_svc.assembly import ServiceParts
 from inference_svc.core.turn_measures import TurnMeasures
-from inference_svc.metrics import METRICS
+from inference_svc.metrics.table import METRICS
 from shared.serving.http_connections import ConnectionMetrics
 from shared.serving.http_observer import HttpMetrics
 from shared.serving.metric_export import MetricExporter, Scrape

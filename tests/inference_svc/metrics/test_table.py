@@ -2,7 +2,7 @@
 
 from inference_svc.core.counters import COUNTERS
 from inference_svc.core.rates.rates import Rates, pairs
-from inference_svc.metrics import METRICS
+from inference_svc.metrics.table import METRICS
 
 GAUGES = {  # of EngineLoop.gauges; a real service's are compared in tests/integration
     *("reserved_rows", "resident_rows", "resident_sessions", "pool_rows", "pool_free_rows"),

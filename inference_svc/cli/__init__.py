@@ -1,0 +1,1 @@
+"""The `inference-svc` command, and its client of a running service."""

@@ -1,0 +1,1 @@
+"""The service's metrics: one table, and where its values come from."""
