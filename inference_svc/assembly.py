@@ -19,22 +19,22 @@ from inference_svc.core.submission import ModelTraits
 from inference_svc.core.tenant_limits import TenantLimits
 from inference_svc.core.truncation import USUAL_SINKS
 from inference_svc.core.turn_measures import TurnMeasures
-from inference_svc.runtime.compute.attention_backends import make_attention
+from inference_svc.runtime.attention.attention_backends import make_attention
 from inference_svc.runtime.compute.model_runner import ModelRunner
-from inference_svc.runtime.compute.stepping import Stepper
 from inference_svc.runtime.engine.engine_loop import EngineLoop
 from inference_svc.runtime.engine.job_memory import MOST_RESIDENTS
 from inference_svc.runtime.engine.loads import Loads, PreloadPolicy
+from inference_svc.runtime.engine.stepping import Stepper
 from inference_svc.runtime.heap import keep_freed_memory
 from inference_svc.runtime.kv.kv_pool import KVPool
-from inference_svc.runtime.kv.resident_slabs import ResidentSlabs
-from inference_svc.runtime.kv.shift import SlabShifts
 from inference_svc.runtime.model.model_loader import LoadedModel
-from inference_svc.runtime.model.recipes import Calibration
+from inference_svc.runtime.positions.recipes import Calibration
 from inference_svc.runtime.store.kvd_loads import CopyThreads
 from inference_svc.runtime.store.kvd_session_store import KvdSessionStore
 from inference_svc.runtime.store.saves import Saves
 from inference_svc.runtime.store.session_store import NoSessionStore, SessionStore
+from inference_svc.runtime.transfer.resident_slabs import ResidentSlabs
+from inference_svc.runtime.transfer.shift import SlabShifts
 from inference_svc.runtime.turns.chat_text import TurnText
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn_prompt import PromptMaker, TurnLimits

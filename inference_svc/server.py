@@ -102,9 +102,9 @@ def _load(settings: ModelSettings, path: Path, digests: Path) -> "Model":
     import torch
 
     from inference_svc.assembly import Model
-    from inference_svc.runtime.model.calibration import calibrate
+    from inference_svc.runtime.calibration.calibration import calibrate
+    from inference_svc.runtime.calibration.sinks import find_sinks
     from inference_svc.runtime.model.model_loader import load_model
-    from inference_svc.runtime.model.sinks import find_sinks
 
     if settings.threads:
         torch.set_num_threads(settings.threads)

@@ -18,7 +18,7 @@ SERVICE = WarmPython(
     "inference_svc.cli.main",
     "inference_svc.server",
     "inference_svc.assembly",
-    "inference_svc.runtime.model.calibration",
+    "inference_svc.runtime.calibration.calibration",
     "transformers.models.llama.modeling_llama",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",

@@ -13,20 +13,20 @@ from inference_svc.core.sampling_params import SamplingParams
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.scheduling.scheduler import Scheduler, SchedulerLimits
 from inference_svc.core.turn_measures import TurnMeasures
+from inference_svc.runtime.calibration.calibration import calibrate
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.compute.sampling import Sampler
-from inference_svc.runtime.compute.stepping import Stepper
 from inference_svc.runtime.engine.engine_job import EngineJob
 from inference_svc.runtime.engine.engine_loop import EngineLoop
 from inference_svc.runtime.engine.loads import Loads, PreloadPolicy
+from inference_svc.runtime.engine.stepping import Stepper
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_gate import StepNotDoneError
-from inference_svc.runtime.kv.resident_slabs import ResidentSlabs
-from inference_svc.runtime.kv.shift import SlabShifts
-from inference_svc.runtime.model.calibration import calibrate
 from inference_svc.runtime.model.model_loader import load_model
 from inference_svc.runtime.store.saves import Saves
 from inference_svc.runtime.store.session_store import BegunLoad
+from inference_svc.runtime.transfer.resident_slabs import ResidentSlabs
+from inference_svc.runtime.transfer.shift import SlabShifts
 from inference_svc.runtime.worker_thread import WorkerThread
 from shared.kvd_client.grants import LoadGrant, Lookup
 from shared.kvd_client.progress_words import LoadFailedError

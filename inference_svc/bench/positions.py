@@ -23,7 +23,7 @@ from inference_svc.bench.policy_log import PolicyLog, ReplayedTurn
 from inference_svc.bench.replayed import overflowing_sessions, overflows, truncated
 from inference_svc.bench.trace import Session
 from inference_svc.bench.workspace import Workspace
-from inference_svc.runtime.model.calibration import calibrate
+from inference_svc.runtime.calibration.calibration import calibrate
 
 METRIC = "fu_share"
 VARIANTS = ["ca", "of"]

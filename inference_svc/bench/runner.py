@@ -36,7 +36,7 @@ from inference_svc.bench.options import (
 )
 from inference_svc.bench.random_model import chosen_model
 from inference_svc.bench.workspace import Workspace, workspace
-from inference_svc.runtime.model.calibration import calibrate
+from inference_svc.runtime.calibration.calibration import calibrate
 
 Part = (
     TurnsOptions

@@ -13,13 +13,13 @@ from inference_svc.core.errors import UnsupportedModelError
 from inference_svc.core.truncation import USUAL_SINKS
 from inference_svc.eval.methods import METHODS, Method, Positions, positions_of
 from inference_svc.eval.options import EvalChoice
+from inference_svc.runtime.calibration.calibration import MIN_CONTEXT_WINDOW, calibrate
+from inference_svc.runtime.calibration.sinks import find_sinks
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.kv.kv_pool import KVPool
-from inference_svc.runtime.kv.shift import can_shift
-from inference_svc.runtime.model.calibration import MIN_CONTEXT_WINDOW, calibrate
 from inference_svc.runtime.model.model_loader import LoadedModel, load_model
-from inference_svc.runtime.model.recipes import Calibration
-from inference_svc.runtime.model.sinks import find_sinks
+from inference_svc.runtime.positions.recipes import Calibration
+from inference_svc.runtime.transfer.shift import can_shift
 from inference_svc.runtime.turns.chat_text import TurnText
 from shared.types.errors import ConfigError, InvalidInputError
 

@@ -24,7 +24,7 @@ from inference_svc.eval.options import RotationOptions, Truncation
 from inference_svc.eval.sequence import Sequence as Context
 from inference_svc.eval.text import UnusableTextError, load_text
 from inference_svc.eval.truncating import check_truncation, dropped
-from inference_svc.runtime.model.rotary import RotaryTable
+from inference_svc.runtime.positions.rotary import RotaryTable
 from shared.types.errors import InvalidInputError
 
 LEAST_LENGTH = 1e-30  # of a key; shorter ones have no direction to lose

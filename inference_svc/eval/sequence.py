@@ -19,12 +19,12 @@ from torch import Tensor
 from inference_svc.core.discards import Range, kept_runs, merge_ranges, without
 from inference_svc.eval.eval_model import EvalModel
 from inference_svc.eval.methods import Method, positions_of
+from inference_svc.runtime.calibration.sinks import embed_kept
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper
 from inference_svc.runtime.compute.model_runner import Chunk
 from inference_svc.runtime.kv.kv_slab import WriteBuffer
-from inference_svc.runtime.kv.shift import shift_rows
-from inference_svc.runtime.model.recipes import ComponentRecipe
-from inference_svc.runtime.model.sinks import embed_kept
+from inference_svc.runtime.positions.recipes import ComponentRecipe
+from inference_svc.runtime.transfer.shift import shift_rows
 
 PIECE_TOKENS = 512  # fed at once: 256 MiB of logits with a vocabulary of 128 thousand
 

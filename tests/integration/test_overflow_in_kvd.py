@@ -15,9 +15,9 @@ from inference_svc.bench.workspace import workspace
 from inference_svc.core.discards import kept_runs, without
 from inference_svc.core.sampling_params import SamplingParams
 from inference_svc.core.scheduling.request import Request
+from inference_svc.runtime.calibration.calibration import calibrate
 from inference_svc.runtime.compute.sampling import Sampler
 from inference_svc.runtime.engine.engine_job import EngineJob, as_token_bytes
-from inference_svc.runtime.model.calibration import calibrate
 from inference_svc.runtime.model.model_loader import load_model
 from shared.types.lineage import WHOLE
 from tests.inference_svc.runtime.engine.test_discards import PlainSession

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from inference_svc.runtime.kv.shift import shift_rows
+from inference_svc.runtime.transfer.shift import shift_rows
 from tests.zoo.reference import Range, Stock
 from tests.zoo.served import Served
 

@@ -4,7 +4,7 @@ import copy
 from dataclasses import dataclass, field
 
 from inference_svc.core.errors import UnsupportedModelError
-from inference_svc.runtime.kv.shift import can_shift
+from inference_svc.runtime.transfer.shift import can_shift
 from tests.zoo.architectures import Architecture
 from tests.zoo.checks import (
     AFTER_DISCARD,

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inference_svc.runtime.calibration.calibration import calibrate
 from inference_svc.runtime.compute.model_runner import Chunk, ModelRunner
 from inference_svc.runtime.kv.arena_rows import ArenaRows
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
-from inference_svc.runtime.kv.layer_load import LayerLoader, check_spans
-from inference_svc.runtime.kv.layer_store import store_blocks
-from inference_svc.runtime.model.calibration import calibrate
 from inference_svc.runtime.model.model_loader import describe_model
+from inference_svc.runtime.transfer.layer_load import LayerLoader, check_spans
+from inference_svc.runtime.transfer.layer_store import store_blocks
 
 POOL_ROWS = 1024
 NUM_SLOTS = 8

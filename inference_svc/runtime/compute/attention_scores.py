@@ -25,8 +25,8 @@ from torch import Tensor
 
 from inference_svc.core.compression.policy import CompressionPolicy
 from inference_svc.core.discards import Range, kept_runs, num_in
-from inference_svc.runtime.compute.attention import AttentionOptions
-from inference_svc.runtime.compute.softmax_attention import visible_mask
+from inference_svc.runtime.attention.attention import AttentionOptions
+from inference_svc.runtime.attention.softmax_attention import visible_mask
 
 TILE_TOKENS = 64  # query rows whose weights are held together, in a cache if there is room
 MAX_WEIGHTS = 2**22  # elements of them: 16 MiB

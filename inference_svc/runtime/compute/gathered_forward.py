@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from inference_svc.runtime.compute.attention import AttentionOptions
+from inference_svc.runtime.attention.attention import AttentionOptions
+from inference_svc.runtime.attention.softmax_attention import Masks, attend
 from inference_svc.runtime.compute.chunk import Chunk
-from inference_svc.runtime.compute.softmax_attention import Masks, attend
 from inference_svc.runtime.compute.step_forward import StepForward, tell
 from inference_svc.runtime.kv.copy_stream import StepClock
-from inference_svc.runtime.model.recipes import Calibration
+from inference_svc.runtime.positions.recipes import Calibration
 
 
 class GatheredForward(StepForward):

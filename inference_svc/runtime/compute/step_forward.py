@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference_svc.runtime.compute.attention import AttentionBackend, AttentionOptions, Part
+from inference_svc.runtime.attention.attention import AttentionBackend, AttentionOptions, Part
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.model.capture import RotaryTap
-from inference_svc.runtime.model.recipes import Calibration
+from inference_svc.runtime.positions.recipes import Calibration
 
 
 class StepForward:

@@ -22,8 +22,8 @@ from inference_svc.core.discards import OVERFLOW, Discard, Range, kept_runs, mer
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.runtime.engine.engine_job import EngineJob, as_token_bytes
 from inference_svc.runtime.engine.job_memory import JobMemory
-from inference_svc.runtime.kv.resident_slabs import ResidentSlabs
-from inference_svc.runtime.kv.shift import SlabShifts
+from inference_svc.runtime.transfer.resident_slabs import ResidentSlabs
+from inference_svc.runtime.transfer.shift import SlabShifts
 from shared.process.log import get_logger
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey

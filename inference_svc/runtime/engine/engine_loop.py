@@ -22,7 +22,6 @@ from inference_svc.core.discards import Range, merge_ranges
 from inference_svc.core.scheduling.request import RequestState
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.core.scheduling.step_plan import PlannedChunk, StepPlan, StepResult
-from inference_svc.runtime.compute.stepping import StepOutput, Stepper
 from inference_svc.runtime.engine.discards import ContextCut, Discards
 from inference_svc.runtime.engine.engine_job import EngineJob, as_token_bytes
 from inference_svc.runtime.engine.job_memory import JobMemory
@@ -30,11 +29,12 @@ from inference_svc.runtime.engine.jobs import Jobs
 from inference_svc.runtime.engine.load_tasks import LoadTasks
 from inference_svc.runtime.engine.loads import Loads
 from inference_svc.runtime.engine.step_parts import follow_step, settle_load, step_input
+from inference_svc.runtime.engine.stepping import StepOutput, Stepper
 from inference_svc.runtime.kv.kv_pool import KVPool
-from inference_svc.runtime.kv.resident_slabs import ResidentSlabs
-from inference_svc.runtime.kv.shift import SlabShifts
 from inference_svc.runtime.store.saves import Saves
 from inference_svc.runtime.store.session_store import SessionStore
+from inference_svc.runtime.transfer.resident_slabs import ResidentSlabs
+from inference_svc.runtime.transfer.shift import SlabShifts
 from shared.kvd_client.progress_words import LoadFailedError
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey

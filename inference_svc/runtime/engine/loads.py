@@ -19,9 +19,9 @@ from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.kv_slab import KVSlab
 from inference_svc.runtime.kv.layer_gate import LayerGate
-from inference_svc.runtime.kv.layer_load import move_layer
-from inference_svc.runtime.kv.resident_slabs import Resident, ResidentSlabs
 from inference_svc.runtime.store.session_store import BegunLoad, LoadRequest, SessionStore
+from inference_svc.runtime.transfer.layer_load import move_layer
+from inference_svc.runtime.transfer.resident_slabs import Resident, ResidentSlabs
 from inference_svc.runtime.worker_thread import WorkerThread
 
 MOST_FAILED_LOADS = 2  # of one turn, after which it is computed

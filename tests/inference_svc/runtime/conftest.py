@@ -9,12 +9,12 @@ import pytest
 import torch
 import transformers
 
+from inference_svc.runtime.calibration.calibration import calibrate
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.kv.arena_rows import ArenaRows
 from inference_svc.runtime.kv.kv_pool import KVPool
-from inference_svc.runtime.model.calibration import calibrate
 from inference_svc.runtime.model.model_loader import LoadedModel, describe_model
-from inference_svc.runtime.model.recipes import Calibration
+from inference_svc.runtime.positions.recipes import Calibration
 
 VOCAB = 97
 WINDOW = 192

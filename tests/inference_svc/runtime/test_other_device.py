@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from inference_svc.runtime.kv.kv_pool import KVPool
-from inference_svc.runtime.kv.layer_load import LayerLoader
-from inference_svc.runtime.kv.layer_store import store_blocks
-from inference_svc.runtime.kv.shift import Shift
-from inference_svc.runtime.model.pairing import find_pairing
-from inference_svc.runtime.model.rotary import RotaryTable
+from inference_svc.runtime.positions.pairing import find_pairing
+from inference_svc.runtime.positions.rotary import RotaryTable
+from inference_svc.runtime.transfer.layer_load import LayerLoader
+from inference_svc.runtime.transfer.layer_store import store_blocks
+from inference_svc.runtime.transfer.shift import Shift
 from tests.inference_svc.runtime.kv.test_load_store import blocks_of, prefilled, tokens
 from tests.other_device import CPU, OTHER, other_device, to_cpu
 from tests.ropes import DIM, halves, interleaved, partial, permuting, scattered

@@ -12,11 +12,11 @@ from inference_svc.core.counters import Counters
 from inference_svc.core.rates.rates import Rates
 from inference_svc.core.turn_measures import TurnMeasures
 from inference_svc.runtime.compute.model_runner import Chunk, ModelRunner
-from inference_svc.runtime.compute.stepping import StepInput, Stepper
 from inference_svc.runtime.engine.loads import _move_rows
+from inference_svc.runtime.engine.stepping import StepInput, Stepper
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_gate import LayerGate
-from inference_svc.runtime.kv.shift import shift_rows
+from inference_svc.runtime.transfer.shift import shift_rows
 from inference_svc.runtime.worker_thread import WorkerThread
 
 TOKENS = list(range(3, 43))

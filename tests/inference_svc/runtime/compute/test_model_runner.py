@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from inference_svc.runtime.compute.model_runner import Chunk
-from inference_svc.runtime.kv.layer_load import LayerLoader
-from inference_svc.runtime.kv.layer_store import store_blocks
+from inference_svc.runtime.transfer.layer_load import LayerLoader
+from inference_svc.runtime.transfer.layer_store import store_blocks
 
 ARCHITECTURES = (
     "llama",

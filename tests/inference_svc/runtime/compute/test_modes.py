@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from inference_svc.runtime.compute.attention import AttentionOptions
+from inference_svc.runtime.attention.attention import AttentionOptions
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper
 from inference_svc.runtime.compute.gathered_forward import attend_uneven, block_causal_mask
 from inference_svc.runtime.compute.model_runner import Chunk

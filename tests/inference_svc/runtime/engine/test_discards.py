@@ -317,7 +317,7 @@ async def test_rows_that_cannot_be_moved_are_loaded_or_computed_again(model, sto
             def fail(*_arguments):
                 raise RuntimeError("out of memory")
 
-            monkeypatch.setattr("inference_svc.runtime.kv.shift.Shift.run", fail)
+            monkeypatch.setattr("inference_svc.runtime.transfer.shift.Shift.run", fail)
             engine.store.is_away = is_away
             job = engine.job(PROMPT, 60, window_tokens=WINDOW, truncate=oldest_half)
             await finished(engine, job)

@@ -11,8 +11,8 @@ from transformers import DynamicCache
 from inference_svc.runtime.compute.model_runner import Chunk
 from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.layer_gate import LayerGate
-from inference_svc.runtime.kv.layer_load import LayerLoader, check_spans, move_layer
-from inference_svc.runtime.kv.layer_store import store_blocks
+from inference_svc.runtime.transfer.layer_load import LayerLoader, check_spans, move_layer
+from inference_svc.runtime.transfer.layer_store import store_blocks
 
 CPU = torch.device("cpu")
 
@@ -154,7 +154,7 @@ def test_bits_do_not_depend_on_how_the_rows_lie(tiny, make_arena, rows, name, mo
         "odd": [0, 1, 3, 32, 40, 41, 64, 90, 95, 96, 97, 120],
     }
     for piece_items in (1, 16 * 7, 16 * 33, 1 << 20):
-        monkeypatch.setattr("inference_svc.runtime.kv.layer_load.PIECE_ITEMS", piece_items)
+        monkeypatch.setattr("inference_svc.runtime.transfer.layer_load.PIECE_ITEMS", piece_items)
         for bounds in cuts.values():
             spans = [rows(slots[a // 32 * 32], a, b - a, start=a % 32) for a, b in pairwise(bounds)]
             slab = model.new_slab(end)

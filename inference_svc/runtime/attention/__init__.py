@@ -1,0 +1,1 @@
+"""Attention back-ends: over plain softmax or torch, behind one interface."""

@@ -1,0 +1,229 @@
+"""Calibration: find out how a model caches keys by running it, and prove that we run it right.
+
+Frequencies that follow the length of a sequence are frozen first (`frozen_rope.py`). Modes are
+tried in the order of their speed (`recipes.Mode`); the first that is proven is taken.
+Each attempt has these steps:
+
+1. *Probe* (`mode_probe.py`): a forward of a few tokens under capture records what each layer
+   caches, which apply call made it, and what each attention call may see. A second one is told
+   another length of its cache: if that changes its answer, the model counts positions itself, and
+   several sequences in one such forward would be answered wrongly.
+2. *Recipes* (`layer_recipes.py`): per layer, where its rows before RoPE are seen, and the table
+   that re-embeds them.
+3. *Decoupled*: the same token at two places has the same rows in the first layer, before RoPE. A
+   model that fails is served with rows as they are cached, at the positions they were cached at.
+4. *Proof* (`proof.py`): every path of a turn gives the stock model's logits.
+
+No list of architectures. A model that does not pass is refused with the reason; it is never served
+wrongly.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+from inference_svc.core.errors import UnsupportedModelError
+from inference_svc.runtime.calibration.frozen_rope import freeze_rotary
+from inference_svc.runtime.calibration.layer_recipes import free_rows, layer_recipes
+from inference_svc.runtime.calibration.mode_probe import (
+    REPEATED_TOKENS,
+    probe_mode,
+    refused_if_it_fails,
+)
+from inference_svc.runtime.calibration.probe import Probe, SeenLayer
+from inference_svc.runtime.calibration.proof import prove
+from inference_svc.runtime.calibration.stock import (
+    can_set_attention,
+    stock_attentions,
+    stock_logits,
+    use_attention,
+)
+from inference_svc.runtime.kv.kv_slab import LayerShape
+from inference_svc.runtime.model import capture
+from inference_svc.runtime.model.distance import SAME, distance
+from inference_svc.runtime.model.forward_call import ForwardCall
+from inference_svc.runtime.model.model_loader import LoadedModel
+from inference_svc.runtime.model.refusals import (
+    FINAL,
+    REMEDY,
+    ModelEncoderError,
+    ModelModeMissingError,
+    ModelRecurrentError,
+    ModelUncachedError,
+    NotDecoupledError,
+)
+from inference_svc.runtime.positions.recipes import (
+    AttentionCall,
+    Calibration,
+    ComponentRecipe,
+    LayerRecipe,
+    Mode,
+    Positions,
+)
+from shared.types.kv_layout import Component, KVLayout, Layer, choose_block_tokens
+
+__all__ = ["Calibration", "calibrate"]
+
+PositionsChoice = Literal["auto", "decoupled", "coupled", "naive"]
+MIN_CONTEXT_WINDOW = 32  # tokens; below it there is nothing to probe with
+
+
+def calibrate(loaded: LoadedModel, positions: PositionsChoice = "auto") -> Calibration:
+    """Calibrate a model and leave it set to the attention of its mode.
+
+    Args:
+        loaded: the model.
+        positions: of stored rows, see `Calibration.positions`. "auto": decoupled if that is
+            proven, else coupled.
+
+    Raises:
+        UnsupportedModelError: one of `refusals`; if no mode is proven, with the reason for each.
+    """
+    _check_family(loaded)
+    with refused_if_it_fails(loaded, "at all"):
+        freeze_rotary(loaded)
+        reference = stock_logits(loaded)
+    capture.install(loaded.model)
+    refused = _Refused(loaded.architecture)
+    for mode, attention in _ways(loaded):
+        with refused.noting(mode):
+            probe = probe_mode(loaded, mode, attention)
+            use_attention(loaded.model, attention)
+            for asked in ("decoupled", "coupled") if positions == "auto" else (positions,):
+                with refused.noting(f"{mode} {asked}"):
+                    calibration = _calibration(loaded, mode, probe, asked, refused.reasons())
+                    with refused_if_it_fails(loaded, "step by step"):
+                        prove(loaded, calibration, reference)
+                    return calibration
+    if not reference.is_causal:
+        raise ModelEncoderError(
+            f"answers of {loaded.architecture} depend on tokens after them: an encoder", REMEDY
+        )
+    raise refused.error(is_stateful=_is_stateful(loaded))
+
+
+class _Refused:
+    """What was tried, and why it was not taken."""
+
+    def __init__(self, architecture: str) -> None:
+        self._architecture = architecture
+        self._errors: list[tuple[str, UnsupportedModelError]] = []
+
+    @contextmanager
+    def noting(self, attempt: str) -> Iterator[None]:
+        """Note a refusal of this attempt, and go on; one that no mode changes ends it all."""
+        try:
+            yield
+        except FINAL:
+            raise
+        except UnsupportedModelError as error:
+            self._errors.append((attempt, error))
+
+    def reasons(self) -> tuple[str, ...]:
+        """Return what to tell of each attempt; those that failed alike together."""
+        attempts: dict[str, list[str]] = {}
+        for attempt, error in self._errors:
+            reason = error.message.replace(self._architecture, "the model")
+            attempts.setdefault(reason, []).append(attempt)
+        return tuple(
+            f"{', '.join(dict.fromkeys(names))}: {reason}" for reason, names in attempts.items()
+        )
+
+    def error(self, *, is_stateful: bool) -> UnsupportedModelError:
+        """Return the one that tells in one line why each mode failed."""
+        kinds = {type(error) for _, error in self._errors}
+        kind = kinds.pop() if len(kinds) == 1 else ModelModeMissingError
+        return (ModelRecurrentError if is_stateful else kind)(
+            f"{self._architecture} cannot be served ({'; '.join(self.reasons())})",
+            self._errors[-1][1].remedy,
+        )
+
+
+def _check_family(loaded: LoadedModel) -> None:
+    """Refuse what need not even be run."""
+    if not ForwardCall(loaded.model).takes_cache:
+        if _is_stateful(loaded):
+            raise ModelRecurrentError(f"{loaded.architecture} keeps a recurrent state", REMEDY)
+        raise ModelUncachedError(f"{loaded.architecture} caches no keys and values", REMEDY)
+    if loaded.context_window < MIN_CONTEXT_WINDOW:
+        raise ModelModeMissingError(
+            f"the config of {loaded.architecture} states a context window of "
+            f"{loaded.context_window} tokens",
+            f"set max_position_embeddings to at least {MIN_CONTEXT_WINDOW}",
+        )
+
+
+def _is_stateful(loaded: LoadedModel) -> bool:
+    """Whether the class says that it may keep a state; its config may have no such layer."""
+    return bool(getattr(type(loaded.model), "_is_stateful", False))
+
+
+def _ways(loaded: LoadedModel) -> Iterator[tuple[Mode, str]]:
+    """Yield modes and the names of the attention they run with, fastest first."""
+    if can_set_attention(loaded.model):
+        yield "paged", capture.ATTENTION_NAME
+        yield "gather", capture.ATTENTION_NAME
+    for attention in stock_attentions(loaded.model):
+        yield "masked", attention
+    for attention in stock_attentions(loaded.model):
+        yield "single", attention
+
+
+def _recipes(loaded: LoadedModel, probe: Probe, positions: Positions) -> tuple[LayerRecipe, ...]:
+    """Return how rows are stored.
+
+    Raises:
+        UnsupportedModelError: if they cannot be stored without their position.
+    """
+    if positions != "decoupled":
+        return tuple(_as_cached(seen) for seen in probe.layers.values())
+    with refused_if_it_fails(loaded, "its rotary embedding apart from a forward"):
+        layers = layer_recipes(loaded, probe)
+    _check_decoupled(loaded, layers, probe)
+    return layers
+
+
+def _as_cached(seen: SeenLayer) -> LayerRecipe:
+    """Return the recipe that stores a layer's rows as they are cached."""
+    key, value = ((cached.shape[1], cached.shape[3]) for cached in (seen.key, seen.value))
+    return LayerRecipe(LayerShape(key, value), ComponentRecipe(), ComponentRecipe())
+
+
+def _check_decoupled(loaded: LoadedModel, layers: Sequence[LayerRecipe], probe: Probe) -> None:
+    """Refuse a model that adds positions before its attention."""
+    for rows in free_rows(layers[0], probe.layers[0]):  # [tokens, heads, dim]
+        if distance(rows[-REPEATED_TOKENS:], rows[:REPEATED_TOKENS]) > SAME:
+            raise NotDecoupledError(
+                f"keys of {loaded.architecture} depend on absolute positions, not on rotary ones",
+                "serve it with model.positions = coupled",
+            )
+
+
+def _calibration(
+    loaded: LoadedModel, mode: Mode, probe: Probe, positions: Positions, notes: tuple[str, ...]
+) -> Calibration:
+    """Put together what was found, and lay out the stored KV; nothing of it is proven."""
+    recipes = _recipes(loaded, probe, positions)
+    dtype = str(loaded.dtype).removeprefix("torch.")
+    layers = tuple(
+        Layer(
+            (
+                Component("k", recipe.shape.key, dtype, _digest(recipe.key.signature)),
+                Component("v", recipe.shape.value, dtype, _digest(recipe.value.signature)),
+            )
+        )
+        for recipe in recipes
+    )
+    layout = KVLayout(loaded.fingerprint, layers, choose_block_tokens(layers), positions)
+    layout.check()
+    calls = tuple(
+        AttentionCall(seen.layer_index, seen.mask.window, seen.mask.chunk)
+        for seen in probe.attended
+    )
+    return Calibration(mode, positions, layout, recipes, calls, notes)
+
+
+def _digest(signature: str) -> str:
+    """Return a short form of what loading does to a component; empty: nothing."""
+    return signature and hashlib.blake2b(signature.encode(), digest_size=8).hexdigest()

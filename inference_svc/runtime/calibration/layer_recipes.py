@@ -1,0 +1,120 @@
+"""Recipes of layers: where what a layer caches was seen before RoPE, and the table that embeds it.
+
+Works on what a probe recorded; each recipe is checked against the rows the model made itself.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from inference_svc.runtime.calibration.probe import Probe, SeenLayer
+from inference_svc.runtime.calibration.rope_calls import ApplyCall
+from inference_svc.runtime.calibration.rope_tables import RopeTables
+from inference_svc.runtime.kv.kv_slab import LayerShape
+from inference_svc.runtime.model.distance import SAME, distance
+from inference_svc.runtime.model.model_loader import LoadedModel
+from inference_svc.runtime.model.refusals import REMEDY, ModelModeMissingError
+from inference_svc.runtime.positions.recipes import (
+    ComponentRecipe,
+    KeySource,
+    LayerRecipe,
+    PostRotary,
+)
+from inference_svc.runtime.positions.rotary import RotaryTable
+from inference_svc.runtime.positions.scaled_rotary import find_scale
+
+
+def layer_recipes(loaded: LoadedModel, probe: Probe) -> tuple[LayerRecipe, ...]:
+    """Find every layer's recipe.
+
+    Raises:
+        UnsupportedModelError: if rows before RoPE cannot be found or turned into those cached.
+    """
+    tables = RopeTables(loaded, probe.rotary_calls)
+    return tuple(_layer_recipe(probe.layers[index], tables) for index in range(len(probe.layers)))
+
+
+def free_rows(recipe: LayerRecipe, seen: SeenLayer) -> tuple[Tensor, Tensor]:
+    """Return a probed layer's keys and values before RoPE, [tokens, kv_heads, dim] each."""
+    calls = [(call.args, None) for call in seen.calls]
+    return recipe.key.free_rows(calls, seen.key), recipe.value.free_rows(calls, seen.value)
+
+
+def _layer_recipe(seen: SeenLayer, tables: RopeTables) -> LayerRecipe:
+    shape = LayerShape(
+        (seen.key.shape[1], seen.key.shape[3]), (seen.value.shape[1], seen.value.shape[3])
+    )
+    key, value = (_component_recipe(seen, cached, tables) for cached in (seen.key, seen.value))
+    if seen.calls and key.source is None and value.source is None:
+        raise ModelModeMissingError(
+            f"a key of {tables.loaded.architecture} is changed after its rotary embedding, "
+            "which is not supported yet",
+            REMEDY,
+        )
+    return LayerRecipe(shape, key, value)
+
+
+def _component_recipe(seen: SeenLayer, cached: Tensor, tables: RopeTables) -> ComponentRecipe:
+    """Find the recipe of one component, cached as [1, heads, tokens, dim]."""
+    for turned, post in _before_norms(seen, cached):
+        found = _find_source(seen.calls, turned)
+        if found is not None:
+            source, result_index = found
+            free = source.free_rows([(call.args, None) for call in seen.calls], turned)
+            table = tables.find(seen.calls[source.call_index], source, result_index, free, turned)
+            recipe = ComponentRecipe(source, table, post and _with_scale(post, table, free))
+            _check_recipe(tables.loaded, recipe, free, cached)
+            return recipe
+    return ComponentRecipe()
+
+
+def _with_scale(post: PostRotary, rotary: RotaryTable, free: Tensor) -> PostRotary:
+    return replace(post, scale=find_scale(rotary, post.norm, free))
+
+
+def _before_norms(seen: SeenLayer, cached: Tensor) -> Iterator[tuple[Tensor, PostRotary | None]]:
+    """Yield what may be the result of an apply call: the component, then what a norm made it of."""
+    yield cached, None
+    for call in seen.norms:
+        for taken, made in ((call.taken, call.made), call.swapped()):
+            if made.shape == cached.shape and torch.equal(made, cached):
+                yield taken, PostRotary(call.norm)
+
+
+def _find_source(calls: Sequence[ApplyCall], turned: Tensor) -> tuple[KeySource, int] | None:
+    """Find the apply call whose result the component is, or begins with, and the result's index."""
+    num_tokens, width = turned.shape[2:]
+    for call_index, call in enumerate(calls):
+        for result_index, result in enumerate(call.results):
+            argument = call.args[result_index] if result_index < len(call.args) else None
+            if (
+                not isinstance(argument, Tensor)
+                or argument.dim() != 4
+                or result.shape != argument.shape
+            ):
+                continue
+            seq_dim = 2 if argument.shape[2] == num_tokens else 1
+            by_head = result if seq_dim == 2 else result.transpose(1, 2)
+            part = turned[..., : by_head.shape[-1]]
+            if (
+                by_head.shape[-1] <= width
+                and by_head.shape == part.shape
+                and torch.equal(by_head, part)
+            ):
+                return KeySource(call_index, result_index, seq_dim, by_head.shape[-1]), result_index
+    return None
+
+
+def _check_recipe(
+    loaded: LoadedModel, recipe: ComponentRecipe, free: Tensor, cached: Tensor
+) -> None:
+    """Refuse a recipe that does not turn the rows before RoPE into those the model cached."""
+    error = distance(recipe.embed(free, 0), cached[0].transpose(0, 1))
+    if not error <= SAME:  # written so that NaN is refused too
+        raise ModelModeMissingError(
+            f"the rotary embedding of {loaded.architecture} could not be reproduced "
+            f"(error {error:.1e})",
+            REMEDY,
+        )

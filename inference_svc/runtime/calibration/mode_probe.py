@@ -1,0 +1,124 @@
+"""Probes a model in one mode, and refuses what that mode cannot do."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from inference_svc.runtime.calibration.probe import Probe, run_probe
+from inference_svc.runtime.calibration.stock import use_attention
+from inference_svc.runtime.compute.gathered_forward import causal_block
+from inference_svc.runtime.model import capture
+from inference_svc.runtime.model.distance import SAME, distance
+from inference_svc.runtime.model.model_loader import LoadedModel
+from inference_svc.runtime.model.refusals import REMEDY, ModelModeMissingError, ModelUncachedError
+from inference_svc.runtime.positions.recipes import Mode
+from shared.types.errors import ReportedError
+
+PROBE_LENGTHS = (11, 13, 17, 19, 23)  # tokens; the first that no dimension of the model equals
+REPEATED_TOKENS = 4  # of a probe: its last ones are its first ones
+_REACH = re.compile(r"window|chunk|local_att")  # what configs call the reach of an attention
+
+
+@contextmanager
+def refused_if_it_fails(loaded: LoadedModel, how: str) -> Iterator[None]:
+    """Turn whatever a model raises that we run in a way it was not made for into a refusal."""
+    try:
+        yield
+    except ReportedError:
+        raise
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+        raise ModelModeMissingError(
+            f"{loaded.architecture} does not run {how} ({cause})", REMEDY
+        ) from error
+
+
+def probe_mode(loaded: LoadedModel, mode: Mode, attention: str) -> Probe:
+    """Probe a model in a mode, with an attention of that name; it is left set to another.
+
+    Raises:
+        UnsupportedModelError: if the mode is none for this model.
+    """
+    is_ours = mode in {"paged", "gather"}
+    use_attention(loaded.model, capture.PROBE_ATTENTION_NAME if is_ours else attention)
+    if mode == "masked":
+        _check_reach(loaded)
+    with refused_if_it_fails(loaded, "with a cache of keys and values alone"):
+        probe = _run(loaded, mode, 0)
+    _check_layers(loaded, probe)
+    if is_ours:
+        _check_attention(loaded, mode, probe)
+    if mode != "single":
+        told_tokens = loaded.context_window - len(probe_tokens(loaded))
+        with refused_if_it_fails(loaded, "in a batch of several sequences"):
+            misled = _run(loaded, mode, told_tokens)
+        if distance(misled.logits, probe.logits) > SAME:
+            raise ModelModeMissingError(
+                f"{loaded.architecture} counts positions by its cache's length", REMEDY
+            )
+    return probe
+
+
+def probe_tokens(loaded: LoadedModel) -> list[int]:
+    """Return the tokens of a probe."""
+    config = loaded.model.config.get_text_config()
+    sizes = {value for value in vars(config).values() if isinstance(value, int)}
+    num_tokens = next((length for length in PROBE_LENGTHS if length not in sizes), PROBE_LENGTHS[0])
+    token_ids = [(7 * i + 3) % loaded.vocab_size for i in range(num_tokens - REPEATED_TOKENS)]
+    return token_ids + token_ids[:REPEATED_TOKENS]
+
+
+def _run(loaded: LoadedModel, mode: Mode, told_tokens: int) -> Probe:
+    token_ids = probe_tokens(loaded)
+    size = len(token_ids)
+    mask = None
+    if mode == "masked":
+        mask = causal_block(size, size, loaded.dtype, loaded.device)[None, None]
+    return run_probe(
+        loaded.model, token_ids, loaded.context_window, told_tokens=told_tokens, mask=mask
+    )
+
+
+def _check_reach(loaded: LoadedModel) -> None:
+    """Refuse a model whose own mask may hide more than the future: ours takes its place."""
+    config = loaded.model.config.get_text_config()
+    for key, value in vars(config).items():
+        if _REACH.search(key) and value and not isinstance(value, bool):
+            raise ModelModeMissingError(
+                f"the config of {loaded.architecture} bounds the reach of its attention ({key})",
+                REMEDY,
+            )
+
+
+def _check_layers(loaded: LoadedModel, probe: Probe) -> None:
+    """Refuse caching of another form than ours."""
+    name, num_tokens = loaded.architecture, len(probe_tokens(loaded))
+    if not probe.layers:
+        raise ModelUncachedError(f"{name} caches no keys and values", REMEDY)
+    if probe.num_repeated:
+        raise ModelModeMissingError(f"{name} caches a layer more than once in a forward", REMEDY)
+    if list(probe.layers) != list(range(len(probe.layers))):
+        raise ModelModeMissingError(
+            f"{name} numbers its cached layers {list(probe.layers)}", REMEDY
+        )
+    for layer_index, seen in probe.layers.items():
+        for cached in (seen.key, seen.value):
+            if cached.dim() != 4 or cached.shape[0] != 1 or cached.shape[2] != num_tokens:
+                raise ModelModeMissingError(
+                    f"layer {layer_index} of {name} caches a tensor of shape {tuple(cached.shape)} "
+                    f"for {num_tokens} tokens",
+                    REMEDY,
+                )
+
+
+def _check_attention(loaded: LoadedModel, mode: Mode, probe: Probe) -> None:
+    """Refuse attention that ours cannot stand in for."""
+    name = loaded.architecture
+    if not probe.attended:
+        raise ModelModeMissingError(f"{name} does not call the attention it is set to", REMEDY)
+    if mode == "paged" and not all(seen.is_cached for seen in probe.attended):
+        raise ModelModeMissingError(f"{name} attends to other tensors than it caches", REMEDY)
+    if not all(seen.mask.is_understood for seen in probe.attended):
+        raise ModelModeMissingError(
+            f"{name} masks keys other than by a window or by chunks", REMEDY
+        )

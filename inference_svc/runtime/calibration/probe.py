@@ -1,0 +1,157 @@
+"""Probe: one small forward under capture, and what was seen in it.
+
+Records facts only; `calibration.py` judges them. A model whose forward does something unforeseen
+raises whatever it raises.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from inference_svc.runtime.attention.softmax_attention import attend
+from inference_svc.runtime.calibration.mask_probe import Allowed, Mask, describe_mask
+from inference_svc.runtime.calibration.rope_calls import ApplyCall, NormCall, RotaryCall, as_tuple
+from inference_svc.runtime.model.capture import CaptureCache, RotaryTap, under
+from inference_svc.runtime.model.forward_call import ForwardCall
+from inference_svc.runtime.positions.recipes import AttentionCall
+
+
+@dataclass(frozen=True, eq=False)
+class SeenLayer:
+    """What one layer cached, [1, heads, tokens, dim], and the calls that led to it."""
+
+    key: Tensor
+    value: Tensor
+    calls: tuple[ApplyCall, ...]
+    norms: tuple[NormCall, ...]
+
+
+@dataclass(frozen=True)
+class SeenAttention:
+    """One attention call.
+
+    Attributes:
+        layer_index: whose rows it is over; else the layer that was cached last.
+        is_cached: whether its tensors are the very ones that this layer cached.
+        mask: what a query sees.
+    """
+
+    layer_index: int
+    is_cached: bool
+    mask: Mask
+
+
+@dataclass(eq=False)
+class Probe:
+    """The forward of a probe, and all it saw."""
+
+    horizon: int  # tokens; masks are asked what the last position of such a sequence sees
+    device: torch.device
+    layers: dict[int, SeenLayer] = field(default_factory=dict)
+    attended: list[SeenAttention] = field(default_factory=list)
+    rotary_calls: list[RotaryCall] = field(default_factory=list)
+    num_repeated: int = 0
+    logits: Tensor = field(default_factory=lambda: torch.zeros(0))  # [tokens, vocab]
+    norm_calls: list[NormCall] = field(default_factory=list)  # since the layer before
+    _calls: list[ApplyCall] = field(default_factory=list)
+
+    def rotated(
+        self, tap: RotaryTap, args: tuple[Any, ...], options: dict[str, Any], result: Any
+    ) -> None:
+        """Note a call of an apply function."""
+        self._calls.append(ApplyCall(tap.apply, args, options, as_tuple(result)))
+
+    def cached(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Note a layer."""
+        self.num_repeated += layer_index in self.layers
+        self.layers[layer_index] = SeenLayer(key, value, tuple(self._calls), tuple(self.norm_calls))
+        self._calls.clear()
+        self.norm_calls.clear()
+        return key, value
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
+    ) -> Tensor:
+        """Note the call and attend over the tokens of this forward."""
+        owners = [i for i, seen in self.layers.items() if key is seen.key and value is seen.value]
+        layer_index = owners[0] if owners else max(self.layers, default=0)
+        mask = self._effective_mask(mask, options.get("sliding_window"))
+        self.attended.append(SeenAttention(layer_index, bool(owners), mask))
+        asked = AttentionCall(layer_index, mask.window, mask.chunk).options(options)
+        return attend(query, key, value, asked, masks={}).transpose(1, 2).contiguous()
+
+    def masked(self, allowed: Allowed) -> Mask:
+        """Describe the model's mask."""
+        return describe_mask(allowed, self.horizon, self.device)
+
+    def _effective_mask(self, mask: Any, asked_window: int | None) -> Mask:
+        """Return what a query sees, given the mask and the window that an attention call names."""
+        if isinstance(mask, Tensor):  # not made by our mask function
+            return Mask(is_understood=False)
+        found = mask if isinstance(mask, Mask) else Mask()
+        windows = [w for w in (found.window, asked_window) if w is not None and w < self.horizon]
+        return replace(found, window=min(windows, default=None))
+
+
+@torch.inference_mode()
+def run_probe(
+    model: Any,
+    token_ids: Sequence[int],
+    horizon: int,
+    *,
+    told_tokens: int = 0,
+    mask: Tensor | None = None,
+) -> Probe:
+    """Run `model` with the attention it is set to, at positions from 0 on.
+
+    Args:
+        model: with our hooks installed.
+        token_ids: of the forward.
+        horizon: longest sequence that is going to be served.
+        told_tokens: what the cache claims to hold already.
+        mask: given to the model as its attention mask; None: it makes its own.
+    """
+    device = model.device
+    probe = Probe(horizon, device)
+    num_tokens = len(token_ids)
+    with _module_hooks(model, probe), under(probe):
+        probe.logits = ForwardCall(model)(
+            torch.tensor([list(token_ids)], device=device),
+            torch.arange(num_tokens, device=device)[None],
+            torch.arange(num_tokens, device=device),
+            CaptureCache(told_tokens),
+            **({} if mask is None else {"attention_mask": mask}),
+        )
+    return probe
+
+
+@contextmanager
+def _module_hooks(model: nn.Module, probe: Probe) -> Iterator[None]:
+    """Record every call of a rotary embedding module, and of a norm, inside the block."""
+
+    def note_rotary(
+        module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], result: Any
+    ) -> None:
+        probe.rotary_calls.append(RotaryCall(module, args, options, as_tuple(result)))
+
+    def note_norm(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        taken = args[0] if args else None
+        if isinstance(taken, Tensor) and taken.dim() == 4 and isinstance(result, Tensor):
+            probe.norm_calls.append(NormCall(module, taken, result))
+
+    handles = []
+    for module in model.modules():
+        name = type(module).__name__.lower()
+        if "rotary" in name:
+            handles.append(module.register_forward_hook(note_rotary, with_kwargs=True))
+        elif "norm" in name:
+            handles.append(module.register_forward_hook(note_norm))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,130 @@
+"""RopeTables: compiles the apply calls seen in a probe to tables, one per rotary embedding."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inference_svc.runtime.calibration.replayed_rope import ReplayedRope, RopeOutOfReachError
+from inference_svc.runtime.calibration.rope_calls import (
+    ApplyCall,
+    RotaryCall,
+    rope_of,
+    used_rotary_calls,
+)
+from inference_svc.runtime.model.distance import distance
+from inference_svc.runtime.model.model_loader import LoadedModel
+from inference_svc.runtime.model.refusals import REMEDY, ModelModeMissingError, RopeVariesError
+from inference_svc.runtime.positions.pairing import Rope, RotaryNotLinearError, find_pairing
+from inference_svc.runtime.positions.recipes import KeySource
+from inference_svc.runtime.positions.rotary import RotaryTable
+
+
+class RopeTables:
+    """The tables of a model; layers with the same RoPE share one."""
+
+    def __init__(self, loaded: LoadedModel, rotary_calls: Sequence[RotaryCall]) -> None:
+        """Store what was probed."""
+        self.loaded = loaded
+        self._rotary_calls = rotary_calls
+        self._tables: dict[tuple[Any, ...], RotaryTable] = {}
+
+    def find(
+        self, call: ApplyCall, source: KeySource, result_index: int, free: Tensor, turned: Tensor
+    ) -> RotaryTable:
+        """Return the table that turns `free` into `turned`, as this call did.
+
+        Args:
+            call: of an apply function.
+            source: which of its arguments.
+            result_index: which of its results.
+            free: [tokens, heads, dim], before.
+            turned: [1, heads, tokens, dim], after.
+        """
+        used = used_rotary_calls(call, self._rotary_calls)
+        dim = turned.shape[3]
+        identity = (call.apply, source, result_index, dim, *(id(u) for u in used))
+        if identity not in self._tables:
+            for rotary_call in used:
+                _check_fixed(self.loaded, rotary_call)
+            table = _compile(self.loaded, call, source, result_index, dim, used)
+            self._tables[identity] = _best_dtype(self.loaded, table, free, turned)
+        return self._tables[identity]
+
+
+def _compile(
+    loaded: LoadedModel,
+    call: ApplyCall,
+    source: KeySource,
+    result_index: int,
+    dim: int,
+    used: Sequence[RotaryCall],
+) -> RotaryTable:
+    """Compile the RoPE of a call to a table for rows of `dim` elements."""
+    if used:
+        rope = rope_of(
+            call,
+            result_index=result_index,
+            seq_dim=source.seq_dim,
+            width=source.width,
+            rotary_calls=used,
+        )
+        return _table(loaded, rope, dim, loaded.dtype)
+    replayed = ReplayedRope(
+        loaded.model,
+        call_index=source.call_index,
+        arg_index=source.arg_index,
+        result_index=result_index,
+        seq_dim=source.seq_dim,
+    )
+    # Else the model would run for longer tables in the middle of a turn.
+    rope = _table(loaded, replayed, dim, torch.float32).as_rope()
+    return _table(loaded, rope, dim, loaded.dtype)
+
+
+def _table(loaded: LoadedModel, rope: Rope, dim: int, dtype: torch.dtype) -> RotaryTable:
+    try:
+        pairing = find_pairing(rope, dim, loaded.device)
+    except (RotaryNotLinearError, RopeOutOfReachError) as error:
+        raise ModelModeMissingError(
+            f"the rotary embedding of {loaded.architecture} is not a rotation of pairs: {error}",
+            REMEDY,
+        ) from error
+    return RotaryTable(
+        rope,
+        pairing,
+        max_tokens=loaded.context_window,
+        table_dtype=dtype,
+        dtype=dtype,
+        device=loaded.device,
+    )
+
+
+def _best_dtype(
+    loaded: LoadedModel, table: RotaryTable, free: Tensor, turned: Tensor
+) -> RotaryTable:
+    """Return the table in the dtypes in which it repeats the model's rotation best."""
+    candidates = [table]
+    if loaded.dtype != torch.float32:
+        candidates += [
+            table.with_dtypes(table_dtype, torch.float32)
+            for table_dtype in (torch.float32, loaded.dtype)
+        ]
+    rows = turned[0].transpose(0, 1)
+    return min(candidates, key=lambda candidate: distance(candidate.rotate(free, 0), rows))
+
+
+def _check_fixed(loaded: LoadedModel, rotary_call: RotaryCall) -> None:
+    """Refuse frequencies that depend on the longest position of this or an earlier forward."""
+    few = torch.arange(4, device=loaded.device)
+    many = torch.cat((few, torch.tensor([loaded.context_window - 1], device=loaded.device)))
+    alone, beside, after = (rotary_call.at(positions) for positions in (few, many, few))
+    for one, two, three in zip(alone, beside, after, strict=True):
+        if not (torch.equal(one, two[:, : len(few)]) and torch.equal(one, three)):
+            raise RopeVariesError(
+                f"the rotary frequencies of {loaded.architecture} depend on the length of the "
+                "sequence in a way that cannot be frozen",
+                f"lower max_position_embeddings (now {loaded.context_window}) to the length the "
+                "model was trained at before scaling",
+            )

@@ -1,0 +1,117 @@
+"""The stock model: its own attention, and what it answers, which every mode is compared with.
+
+Its rotary frequencies are those that `frozen_rope.py` has left it with.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inference_svc.runtime.calibration.stock_truncation import truncated_logits
+from inference_svc.runtime.model.model_loader import LoadedModel
+
+PROOF_TOKENS = 48
+NOT_STORED = 8  # of them: what follows a load
+# Largest relative distance of our logits to the stock model's. Keys one position off give 0.2 in a
+# trained model, 0.03 in a small random one; rounding gives 1e-6, 1e-3 and 1e-2.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+@dataclass(frozen=True, eq=False)
+class StockLogits:
+    """What the stock model answers, float32 on the CPU.
+
+    Attributes:
+        whole: [PROOF_TOKENS, vocab].
+        truncated: [NOT_STORED, vocab], of the last tokens after the first `num_dropped` were taken
+            out of its cache; None: this model's cache cannot do that.
+        is_causal: whether the first half of the tokens alone gives the first half of `whole`.
+    """
+
+    whole: Tensor
+    truncated: Tensor | None
+    is_causal: bool
+
+
+def proof_tokens(loaded: LoadedModel) -> list[int]:
+    """Return token ids that repeat only after the vocabulary is through."""
+    num_tokens = min(PROOF_TOKENS, loaded.context_window - 1)
+    return [(37 * i + 11) % loaded.vocab_size for i in range(num_tokens)]
+
+
+def num_dropped(num_stored: int) -> int:
+    """How many of the stored tokens the proof's truncation drops: the first third."""
+    return num_stored // 3
+
+
+def can_set_attention(model: Any) -> bool:
+    """Whether the model looks its attention function up by name at each call."""
+    return bool(type(model)._can_set_attn_implementation())  # noqa: SLF001 - the only way to ask
+
+
+def stock_attentions(model: Any) -> list[str]:
+    """Return the names of the model's own attention functions, fastest first."""
+    if not can_set_attention(model):
+        return [model.config._attn_implementation]  # noqa: SLF001 - chosen when it was built
+    return ["sdpa", "eager"] if getattr(model, "_supports_sdpa", False) else ["eager"]
+
+
+def use_attention(model: Any, name: str) -> None:
+    """Set the model to an attention function, where that can be chosen."""
+    if model.config._attn_implementation != name:  # noqa: SLF001 - the only way to ask
+        model.set_attn_implementation(name)
+
+
+@torch.inference_mode()
+def stock_logits(loaded: LoadedModel) -> StockLogits:
+    """Run the stock model with its slowest and plainest attention.
+
+    Raises:
+        whatever the model raises.
+    """
+    with _stock_attention(loaded.model):
+        token_ids = torch.tensor([proof_tokens(loaded)], device=loaded.device)
+        whole: Tensor = loaded.model(input_ids=token_ids, use_cache=False).logits[0]
+        half = token_ids.shape[1] // 2
+        part: Tensor = loaded.model(input_ids=token_ids[:, :half], use_cache=False).logits[0]
+        is_causal = is_same(part, whole[:half], loaded.dtype)
+        try:
+            stored = token_ids.shape[1] - NOT_STORED
+            cut = truncated_logits(loaded.model, token_ids, stored, num_dropped(stored))
+            truncated = cut.float().cpu()
+        except Exception:  # noqa: BLE001 - caches differ too much to foresee what they cannot do
+            truncated = None
+    return StockLogits(whole.float().cpu(), truncated, is_causal)
+
+
+def is_same(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Whether logits [tokens, vocab] are what was expected, but for rounding in `dtype`."""
+    return logits_distance(logits, expected, dtype) <= TOLERANCE[dtype]  # False for NaN
+
+
+def logits_distance(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> float:
+    """Return the relative distance of logits [tokens, vocab].
+
+    In 16 bits the median over tokens: there a token whose logits are small, or for which rounding
+    chose another expert, is far off in the stock model too, from one length of a forward to the
+    next. What is wrong with positions or masks shows in all tokens.
+    """
+    if dtype == torch.float32:
+        return float((logits - expected).norm() / expected.norm())
+    return float(((logits - expected).norm(dim=1) / expected.norm(dim=1)).median())
+
+
+@contextmanager
+def _stock_attention(model: Any) -> Iterator[None]:
+    """Let the model attend with its plainest function inside the block."""
+    name = model.config._attn_implementation  # noqa: SLF001 - the only way to ask
+    if can_set_attention(model):
+        use_attention(model, "eager")
+    try:
+        yield
+    finally:
+        use_attention(model, name)

@@ -1,0 +1,1 @@
+"""Rotary positions: recipes, tables, rotation and its inverse (paper section 3.4)."""

@@ -1,0 +1,189 @@
+"""What calibration found out: all that running, loading and storing need to know of a model."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from inference_svc.runtime.attention.attention import AttentionOptions
+from inference_svc.runtime.kv.kv_slab import LayerShape
+from inference_svc.runtime.positions.rotary import RotaryTable
+from inference_svc.runtime.positions.scaled_rotary import ScaledRotary
+from shared.types.kv_layout import KVLayout
+
+Mode = Literal["paged", "gather", "masked", "single"]
+Positions = Literal["decoupled", "coupled", "naive"]
+
+
+@dataclass(frozen=True)
+class KeySource:
+    """Where, among the apply calls of a layer, what it caches is seen before RoPE.
+
+    Usually that is the layer's key. Models of latent attention (MLA) cache their one rotated part
+    in the place of the value.
+
+    Attributes:
+        call_index: which call since the layer before.
+        arg_index: which positional argument of it.
+        seq_dim: the dimension of that argument that counts tokens.
+        width: elements that the apply call gets; those after them are never rotated.
+    """
+
+    call_index: int
+    arg_index: int
+    seq_dim: int
+    width: int
+
+    def free_rows(self, calls: Sequence[tuple[tuple[Any, ...], Any]], cached: Tensor) -> Tensor:
+        """Return rows before RoPE, [tokens, kv_heads, dim].
+
+        Args:
+            calls: (arguments, result) of the layer's apply calls.
+            cached: the component as the layer caches it, [1, kv_heads, tokens, dim].
+        """
+        seen: Tensor = calls[self.call_index][0][self.arg_index][0]
+        rows = seen.transpose(0, 1) if self.seq_dim == 2 else seen
+        if self.width < cached.shape[-1]:
+            rows = torch.cat((rows, cached[0].transpose(0, 1)[..., self.width :]), dim=-1)
+        return rows
+
+
+@dataclass(frozen=True, eq=False)
+class PostRotary:
+    """A norm between a layer's RoPE and its cache; a module of the model, over the last dimension.
+
+    Attributes:
+        norm: takes [..., dim].
+        scale: [dim] its weights if it is a root-mean-square norm; None: it cannot be taken back.
+    """
+
+    norm: nn.Module
+    scale: Tensor | None = None
+
+    @property
+    def signature(self) -> str:
+        """What it does to stored bytes; its weights belong to the model's fingerprint."""
+        return f"post:{type(self.norm).__name__}"
+
+    def apply_to(self, rows: Tensor) -> None:
+        """Normalise rows [tokens, kv_heads, dim], of any strides, in place."""
+        rows.copy_(self.norm(rows))
+
+
+@dataclass(frozen=True)
+class ComponentRecipe:
+    """One of the two tensors that a layer caches.
+
+    Attributes:
+        source: None: it has no position, as values and the keys of NoPE layers.
+        rotary: embeds it; None exactly if `source` is None.
+        post: what follows the rotary embedding; None: nothing.
+    """
+
+    source: KeySource | None = None
+    rotary: RotaryTable | None = None
+    post: PostRotary | None = None
+
+    @property
+    def can_shift(self) -> bool:
+        """Whether rows as they are cached can be re-embedded at other positions."""
+        return self.post is None or self.post.scale is not None
+
+    @property
+    def mover(self) -> RotaryTable | ScaledRotary | None:
+        """What re-embeds rows as they are cached, if `can_shift`; None: they have no position."""
+        if self.rotary is None or self.post is None:
+            return self.rotary
+        if self.post.scale is None:
+            raise AssertionError("rows behind a norm that cannot be taken back are moved")
+        return ScaledRotary(self.rotary, self.post.scale)
+
+    @property
+    def signature(self) -> str:
+        """What loading does to stored bytes; empty: nothing."""
+        if self.rotary is None:
+            return ""
+        return self.rotary.signature + ("" if self.post is None else self.post.signature)
+
+    def free_rows(self, calls: Sequence[tuple[tuple[Any, ...], Any]], cached: Tensor) -> Tensor:
+        """Return rows before RoPE, [tokens, kv_heads, dim]; see `KeySource.free_rows`."""
+        if self.source is None:
+            return cached[0].transpose(0, 1)
+        return self.source.free_rows(calls, cached)
+
+    def embed(self, rows: Tensor, start: int) -> Tensor:
+        """Return rows as they are cached at positions from `start` on, given those before RoPE."""
+        if self.rotary is None:
+            return rows
+        embedded = self.rotary.rotate(rows, start)
+        if self.post is not None:
+            self.post.apply_to(embedded)
+        return embedded
+
+
+@dataclass(frozen=True)
+class LayerRecipe:
+    """One layer that caches KV.
+
+    Attributes:
+        shape: of its rows.
+        key: the first tensor that it caches.
+        value: the second.
+    """
+
+    shape: LayerShape
+    key: ComponentRecipe
+    value: ComponentRecipe
+
+    @property
+    def components(self) -> tuple[ComponentRecipe, ComponentRecipe]:
+        """Both, in the order of `shape` and of the layout."""
+        return self.key, self.value
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One attention call of a forward, in order.
+
+    Attributes:
+        layer_index: over whose rows.
+        window: as in `AttentionOptions`.
+        chunk: as in `AttentionOptions`.
+    """
+
+    layer_index: int
+    window: int | None = None
+    chunk: int | None = None
+
+    def options(self, given: Mapping[str, Any]) -> AttentionOptions:
+        """Return what the call asks for, in the words that Transformers has for it."""
+        return AttentionOptions(
+            given.get("scaling"), given.get("softcap"), given.get("s_aux"), self.window, self.chunk
+        )
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The whole of it.
+
+    Attributes:
+        mode: how attention is computed. "paged": over the slabs directly; "gather": over what the
+            model makes of gathered rows; "masked": by the model's own attention, under a mask that
+            keeps the sequences of a batch apart; "single": by the model's own, one sequence at a
+            time.
+        positions: of stored rows. "decoupled": without their position, embedded when loaded;
+            "coupled", "naive": as they were cached, see `KVLayout.position_mode`.
+        layout: of the stored KV, the same in every process that serves this model in this dtype.
+        layers: by cache index, as in `layout`.
+        attention_calls: of one forward; none where the model's own attention runs.
+        notes: what was tried before, and why it was not taken.
+    """
+
+    mode: Mode
+    positions: Positions
+    layout: KVLayout
+    layers: tuple[LayerRecipe, ...]
+    attention_calls: tuple[AttentionCall, ...] = ()
+    notes: tuple[str, ...] = ()

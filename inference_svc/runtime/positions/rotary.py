@@ -1,0 +1,227 @@
+"""Rotary embedding compiled to tables, to re-embed stored keys at any position.
+
+Every rotary embedding met so far (halves, interleaved, permuting, partial, complex) is, per element
+j of a key,
+
+    out[j] = x[source[j]] * C[position, j] + x[partner[j]] * S[position, j]
+
+with source and partner as `pairing.py` finds them. C and S are found by sending the indicator of
+one member of each pair, and of the other, through the model's own function: products with 0 and 1
+are exact, so are the tables. Owns the tables, nothing else; the arithmetic is in `rotation.py` and
+`inversion.py`; knows no layers and no slabs.
+
+Invariant: `rotate_into` repeats the model's own arithmetic, element by element, in the same dtypes;
+calibration checks it against keys the model rotated itself. Models that multiply complex numbers
+fuse two of its roundings: there float32 keys differ in the last bit.
+"""
+
+import threading
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from inference_svc.runtime.kv.scratch import ThreadScratch
+from inference_svc.runtime.positions.inversion import Inversion
+from inference_svc.runtime.positions.pairing import Pairing, Rope
+from inference_svc.runtime.positions.rotation import ElementTake, Spare, Tables, Turn
+
+FIRST_TABLE_TOKENS = 1024
+
+
+class RotaryTable:
+    """Tables C and S of one rotary embedding, grown on demand up to the positions asked for.
+
+    `rotate` may be called from any thread: growing swaps in a longer pair of tables under a lock.
+    """
+
+    def __init__(
+        self,
+        rope: Rope,
+        pairing: Pairing,
+        *,
+        max_tokens: int,
+        table_dtype: torch.dtype,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Store the recipe.
+
+        Args:
+            rope: the model's own RoPE.
+            pairing: of that RoPE.
+            max_tokens: the context window; the model's RoPE is never asked beyond it, some change
+                there.
+            table_dtype: to which the model rounds cosines and sines.
+            dtype: in which the model multiplies; the result is cast back to the keys' dtype.
+            device: where keys are rotated.
+        """
+        self.pairing = pairing
+        self._table_dtype = table_dtype
+        self._dtype = dtype
+        self._rope = rope
+        self._max_tokens = max_tokens
+        self._device = device
+        self._scratch = ThreadScratch(device, dtype)
+        self._lock = threading.Lock()
+        self._tables: Tables | None = None
+
+    @property
+    def signature(self) -> str:
+        """What loading does to stored bytes; frequencies belong to the model's fingerprint."""
+        return f"{self.pairing.source}{self.pairing.partner}{self._table_dtype}{self._dtype}"
+
+    def with_dtypes(self, table_dtype: torch.dtype, dtype: torch.dtype) -> "RotaryTable":
+        """Return the same rotation computed in other dtypes."""
+        return RotaryTable(
+            self._rope,
+            self.pairing,
+            max_tokens=self._max_tokens,
+            table_dtype=table_dtype,
+            dtype=dtype,
+            device=self._device,
+        )
+
+    def as_rope(self) -> Rope:
+        """Return the same embedding as a function that needs nothing but tables.
+
+        They are made to the end of the context window now; the model is not asked again.
+        """
+        self._tables_to(self._max_tokens)
+
+        def rope(keys: Tensor, positions: Tensor) -> Tensor:
+            rows = keys[0].transpose(0, 1)
+            rotated = torch.empty_like(rows)
+            self._apply(self._tables_to(self._max_tokens).of(positions), rows, rotated)
+            return rotated.transpose(0, 1)[None]
+
+        return rope
+
+    def rotate(self, keys: Tensor, start: int) -> Tensor:
+        """Embed `keys` [n, heads, dim], before RoPE, at positions from `start` on."""
+        rotated = torch.empty_like(keys)
+        self.rotate_into(keys, start, rotated)
+        return rotated
+
+    def rotate_into(self, keys: Tensor, start: int, out: Tensor) -> None:
+        """Write what `rotate` returns to `out`, [n, heads, dim] of any strides, not over `keys`.
+
+        If `out` is of another dtype than the keys: computed in float32 at least, rounded once.
+        """
+        if out.dtype == keys.dtype:
+            self.turn(keys, start).into(out)
+        elif self.wide is not self:
+            self.wide.rotate_into(keys, start, out)
+        else:
+            end = start + keys.shape[0]
+            self._apply(self._tables_to(end).at(start, end), keys, out)
+
+    def turn(self, keys: Tensor, start: int) -> Turn:
+        """Prepare `rotate_into` for whatever `keys` will hold; in this thread only."""
+        num_tokens, heads, _ = keys.shape
+        tables = self._tables_to(start + num_tokens)
+        num_parts = 1 if keys.dtype == self._dtype else 3
+        parts = self._scratch.take(num_parts, num_tokens * heads * tables.width).unbind(0)
+        # Head-major, as results are going to be; the keys alone stay as they come.
+        products, *sums = (
+            part.view(heads, num_tokens, tables.width).transpose(0, 1) for part in parts[:2]
+        )
+        wide = parts[2].view(num_tokens, heads, tables.width) if num_parts == 3 else None
+        return Turn(keys, tables, start, Spare(products, sums[0] if sums else None, wide))
+
+    def unrotate_into(self, keys: Tensor, start: int, out: Tensor) -> None:
+        """Undo `rotate_into`: write the keys before RoPE, but for rounding.
+
+        Computes in float32 at least, and rounds once to the dtype of `out`.
+
+        Args:
+            keys: [n, heads, dim], after RoPE, on the table's device.
+            start: position of the first.
+            out: of the same shape and any strides; may overlap the keys.
+        """
+        wide, end = self.wide, start + keys.shape[0]
+        if wide is not self:
+            wide.unrotate_into(keys, start, out)
+            return
+        self._apply(self._inversion.back(self._tables_to(end), start, end), keys, out)
+
+    def move_into(self, keys: Tensor, old_start: int, new_start: int, out: Tensor) -> None:
+        """Embed keys, embedded from `old_start` on, from `new_start` on; else as `unrotate_into`.
+
+        One matrix per pair instead of two, and one rounding: half the work of taking the embedding
+        back and doing it again.
+        """
+        wide, num_tokens = self.wide, keys.shape[0]
+        if wide is not self:
+            wide.move_into(keys, old_start, new_start, out)
+            return
+        tables = self._tables_to(max(old_start, new_start) + num_tokens)
+        self._apply(self._inversion.move(tables, old_start, new_start, num_tokens), keys, out)
+
+    def _apply(self, tables: Tables, keys: Tensor, out: Tensor) -> None:
+        """Apply tables that begin at the first key, in their dtype; `out` may overlap the keys."""
+        num_tokens, heads, dim = keys.shape
+        parts = self._scratch.take(3, heads, num_tokens, dim).transpose(1, 2)
+        staged, products, sums = parts.unbind(0)  # head-major, as results are going to be
+        staged.copy_(keys)
+        is_rounded = out.dtype != sums.dtype
+        spare = Spare(
+            products[..., : tables.width], sums[..., : tables.width] if is_rounded else None
+        )
+        Turn(staged, tables, 0, spare).into(out)
+
+    @cached_property
+    def wide(self) -> "RotaryTable":
+        """The same rotation, computed in float32 at least, from tables rounded as the model's."""
+        if self._dtype in (torch.float32, torch.float64):
+            return self
+        return self.with_dtypes(self._table_dtype, torch.float32)
+
+    @cached_property
+    def _inversion(self) -> Inversion:
+        return Inversion(self.pairing, self._tables_to(1).width, self._device)
+
+    def _tables_to(self, end: int) -> Tables:
+        tables = self._tables
+        if tables is not None and tables.num_tokens >= end:
+            return tables
+        with self._lock:
+            tables = self._tables
+            if tables is None or tables.num_tokens < end:
+                num_tokens = max(FIRST_TABLE_TOKENS, 1 << (end - 1).bit_length())
+                tables = self._tables = self._build(max(end, min(num_tokens, self._max_tokens)))
+        return tables
+
+    @torch.no_grad()
+    def _build(self, num_tokens: int) -> Tables:
+        """Compute both tables for positions [0, num_tokens)."""
+        dim = len(self.pairing.source)
+        source = torch.tensor(self.pairing.source)
+        partner = torch.tensor(self.pairing.partner)
+        first = torch.zeros(dim, dtype=torch.bool)
+        first[torch.minimum(source, partner)] = True
+        probes = torch.stack((first, ~first)).to(torch.float32)  # [2, dim]
+        positions = torch.arange(num_tokens, device=self._device)
+        keys = probes.to(self._device)[None, :, None, :].expand(1, 2, num_tokens, dim)
+        by_first, by_second = self._rope(keys, positions)[0]  # [num_tokens, dim] each
+        source_is_first = first[source].to(self._device)
+        cosines = torch.where(source_is_first, by_first, by_second)
+        sines = torch.where(source_is_first, by_second, by_first)
+        sines = torch.where((source == partner).to(self._device), torch.zeros_like(sines), sines)
+        cosines, sines = (
+            table.to(self._table_dtype).to(self._dtype).unsqueeze(1) for table in (cosines, sines)
+        )
+        width = self._turning_width(cosines)
+        return Tables(
+            cosines[..., :width].contiguous(),
+            sines[..., :width].contiguous(),
+            ElementTake(self.pairing.source[:width], self._device),
+            ElementTake(self.pairing.partner[:width], self._device),
+            width,
+        )
+
+    def _turning_width(self, cosines: Tensor) -> int:
+        """Count leading elements up to the last that does not stay where and what it is."""
+        stays = (cosines == 1).flatten(0, 1).all(dim=0).tolist()
+        pairs = enumerate(zip(self.pairing.source, self.pairing.partner, strict=True))
+        return max((j + 1 for j, pair in pairs if pair != (j, j) or not stays[j]), default=0)

@@ -1,0 +1,284 @@
+"""Load: arena slots -> slab, with keys embedded at the positions of this turn.
+
+Pure copying, layer by layer: it may run on a copy thread while `step` runs other sequences, or
+waits at the slab's gate for the very next layer. A key is read once and written once from and to
+memory: what happens between is done in pieces that fit a core's cache. Source: CachedAttention,
+sections 3.2.1 (layer-wise pre-loading) and 3.4 (positions decoupled from stored keys).
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from inference_svc.runtime.kv.arena_rows import ArenaRows, ScatteredRows, SlotRun
+from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
+from inference_svc.runtime.positions.recipes import Calibration, PostRotary
+from inference_svc.runtime.positions.rotary import RotaryTable
+from inference_svc.runtime.positions.rotation import Turn
+from shared.types.kv_layout import KVLayout
+from shared.types.units import ceil_div
+
+PIECE_ITEMS = 1 << 18  # elements of rows turned at once: 1 MiB in float32; 16 MiB are 25 % slower
+
+SHORT_RUN = 64  # tokens; a run costs as much as its rows one by one, if it is so short
+
+Run = SlotRun | ScatteredRows
+
+
+class Span(Protocol):
+    """Rows [start, start + num_tokens) of a slot, for positions from token_offset on."""
+
+    @property
+    def slot_id(self) -> int:
+        """Which slot."""
+
+    @property
+    def start(self) -> int:
+        """First row in the slot."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of rows."""
+
+    @property
+    def token_offset(self) -> int:
+        """Position in the sequence of the first row."""
+
+
+def check_spans(slab: KVSlab, spans: Sequence[Span], layout: KVLayout) -> int:
+    """Return the position after the last span.
+
+    Args:
+        slab: to append to; the first span has to begin at its `num_tokens`.
+        spans: in order, without gaps.
+        layout: of the slots.
+
+    Raises:
+        ValueError: if the spans leave a gap, leave the slot or the slab.
+    """
+    end = slab.num_tokens
+    for span in spans:
+        is_inside = span.start >= 0 and 0 < span.num_tokens <= layout.block_tokens - span.start
+        has_room = end + span.num_tokens <= slab.capacity_tokens
+        if span.token_offset != end or not is_inside or not has_room:
+            raise ValueError(
+                f"rows {span.start}+{span.num_tokens} of a slot cannot be loaded at "
+                f"{span.token_offset}; the slab has {end} of {slab.capacity_tokens} tokens"
+            )
+        end += span.num_tokens
+    return end
+
+
+class LayerLoader:
+    """Loads spans into a slab, one layer at a time, in any order of layers.
+
+    Counters are the caller's: it moves `slab.num_tokens` and `tail.end_token` to the end of the
+    spans, at once if the slab has a gate, else after the last layer.
+    """
+
+    def __init__(
+        self,
+        slab: KVSlab,
+        rows: ArenaRows,
+        spans: Sequence[Span],
+        calibration: Calibration,
+        tail: WriteBuffer | None = None,
+    ) -> None:
+        """Prepare what all layers share.
+
+        Args:
+            slab: has room for the spans; who loads holds it.
+            rows: of the arena that the slots are in; the caller holds their lease.
+            spans: as `check_spans` wants them.
+            calibration: of the model that the slab and the stored bytes belong to.
+            tail: begins within the last span, or at its end: the span's rows from there on are
+                kept as they are stored, since the next store replaces that block by a longer one.
+        """
+        self._slab = slab
+        self._rows = rows
+        self._layers = calibration.layers
+        self._tail = tail
+        self._tail_rows = _tail_rows(spans, tail)
+        self._runs = list(_runs(spans))
+        self._first = spans[0].token_offset if spans else 0
+        self._num_tokens = sum(run.num_tokens for run in self._runs)
+        self._pieces: dict[tuple[int, RotaryTable, tuple[int, int]], list[_Piece]] = {}
+
+    @torch.inference_mode()
+    def load(self, layer_index: int) -> None:
+        """Load one layer of all spans, whose bytes are in the slots."""
+        slab_rows = (self._slab.keys[layer_index][0], self._slab.values[layer_index][0])
+        for component, recipe in enumerate(self._layers[layer_index].components):
+            if recipe.rotary is None:
+                self._place(layer_index, component, slab_rows[component])
+            else:
+                self._embed(layer_index, component, recipe.rotary, recipe.post)
+        if self._tail is not None and self._tail_rows is not None:
+            slot_id, start, count = self._tail_rows
+            for component, kept in enumerate((self._tail.keys, self._tail.values)):
+                stored = self._rows.view(layer_index, component)[slot_id, start : start + count]
+                kept[layer_index][:count].copy_(stored)
+
+    def _place(self, layer_index: int, component: int, layer_rows: Tensor) -> None:
+        """Copy rows as they are to their place in `layer_rows`, [heads, capacity, dim]."""
+        first = self._first
+        for run in self._runs:
+            self._rows.gather(layer_index, component, run, _place_of(run, layer_rows, first))
+            first += run.num_tokens
+
+    def _embed(
+        self, layer_index: int, component: int, rotary: RotaryTable, post: PostRotary | None
+    ) -> None:
+        """Gather a component piece by piece, and write it after RoPE to its place."""
+        layer_rows = (self._slab.keys, self._slab.values)[component][layer_index][0]
+        for piece in self._pieces_of(layer_index, component, rotary):
+            for run, place in piece.gathers:
+                self._rows.gather(layer_index, component, run, place)
+            out = layer_rows.narrow(1, piece.first, len(piece.rows)).transpose(0, 1)
+            if piece.turn is not None:
+                piece.turn.into(out)
+            else:
+                rotary.rotate_into(piece.rows.to(out.device), piece.first, out)
+            if post is not None:
+                post.apply_to(out)
+
+    def _pieces_of(self, layer_index: int, component: int, rotary: RotaryTable) -> "list[_Piece]":
+        """Return the pieces of rows of a kind, cut for this thread's scratch."""
+        heads, dim = self._layers[layer_index].shape[component]
+        kind = (threading.get_ident(), rotary, (heads, dim))
+        if kind not in self._pieces:
+            is_on_cpu = self._slab.device.type == "cpu"
+            pieces = self._pieces[kind] = []
+            first = self._first
+            for runs in _balanced(self._runs, self._num_tokens, PIECE_ITEMS // (heads * dim)):
+                count = sum(run.num_tokens for run in runs)
+                rows = self._rows.scratch(layer_index, component, count)
+                turn = rotary.turn(rows, first) if is_on_cpu else None
+                pieces.append(_Piece(first, rows, list(_places(rows, runs)), turn))
+                first += count
+        return self._pieces[kind]
+
+
+def move_layer(source: KVSlab, target: KVSlab, layer_index: int, num_tokens: int) -> None:
+    """Copy the first rows of one layer to another slab of the same shapes."""
+    for old, new in ((source.keys, target.keys), (source.values, target.values)):
+        new[layer_index].narrow(2, 0, num_tokens).copy_(old[layer_index].narrow(2, 0, num_tokens))
+
+
+class _Piece(NamedTuple):
+    """Rows that are turned in one go.
+
+    Attributes:
+        first: position of the first.
+        rows: [n, heads, dim], scratch to gather them into.
+        gathers: runs and their places in `rows`.
+        turn: of `rows`; None: they have to go to another device before.
+    """
+
+    first: int
+    rows: Tensor
+    gathers: list[tuple[Run, Tensor]]
+    turn: Turn | None
+
+
+def _runs(spans: Sequence[Span]) -> Iterator[Run]:
+    """Put spans together that can be gathered in one call.
+
+    Usually all full blocks, then the last one. After discards of tokens here and there no two spans
+    are of the same rows: rows of short runs are gathered one by one.
+    """
+    short: list[SlotRun] = []
+    for run in _equal_runs(spans):
+        if run.num_tokens < SHORT_RUN:
+            short.append(run)
+            continue
+        yield from _joined(short)
+        short = []
+        yield run
+    yield from _joined(short)
+
+
+def _joined(short: Sequence[SlotRun]) -> Iterator[Run]:
+    """Make one of several short runs."""
+    if len(short) < 2:
+        yield from short
+        return
+    slot_ids = [slot for run in short for slot in run.slot_ids for _ in range(run.num_rows)]
+    rows = [
+        row
+        for run in short
+        for _ in run.slot_ids
+        for row in range(run.start, run.start + run.num_rows)
+    ]
+    yield ScatteredRows(torch.tensor(slot_ids), torch.tensor(rows))
+
+
+def _equal_runs(spans: Sequence[Span]) -> Iterator[SlotRun]:
+    """Put successive spans of the same rows together."""
+    slot_ids: list[int] = []
+    rows = (0, 0)
+    for span in spans:
+        if slot_ids and (span.start, span.num_tokens) != rows:
+            yield SlotRun(slot_ids, *rows)
+            slot_ids = []
+        rows = (span.start, span.num_tokens)
+        slot_ids.append(span.slot_id)
+    if slot_ids:
+        yield SlotRun(slot_ids, *rows)
+
+
+def _balanced(runs: Sequence[Run], num_tokens: int, max_tokens: int) -> Iterator[list[Run]]:
+    """Divide runs into groups of about equal size, of `max_tokens` and less than a slot at most."""
+    num_groups = max(1, ceil_div(num_tokens, max(1, max_tokens)))
+    # Rounded up by a slot: else what the groups lack in whole slots would be one group more.
+    size = ceil_div(num_tokens, num_groups) + max((run.num_rows - 1 for run in runs), default=0)
+    group: list[Run] = []
+    count = 0
+    for run in runs:
+        for part in run.split(size):
+            if group and count + part.num_tokens > size:
+                yield group
+                group, count = [], 0
+            group.append(part)
+            count += part.num_tokens
+    if group:
+        yield group
+
+
+def _places(rows: Tensor, runs: Sequence[Run]) -> Iterator[tuple[Run, Tensor]]:
+    """Pair each run with its part of `rows`, as it is gathered."""
+    first = 0
+    for run in runs:
+        yield run, run.placed(rows.narrow(0, first, run.num_tokens))
+        first += run.num_tokens
+
+
+def _place_of(run: Run, layer_rows: Tensor, first: int) -> Tensor:
+    """View tokens from `first` on of [heads, capacity, dim] as a run is gathered."""
+    if isinstance(run, ScatteredRows):
+        return layer_rows.narrow(1, first, run.num_tokens).transpose(0, 1)
+    per_head, per_token, per_item = layer_rows.stride()
+    heads, _, dim = layer_rows.shape
+    return layer_rows.as_strided(  # one call instead of three
+        (len(run.slot_ids), run.num_rows, heads, dim),
+        (run.num_rows * per_token, per_token, per_head, per_item),
+        layer_rows.storage_offset() + first * per_token,
+    )
+
+
+def _tail_rows(spans: Sequence[Span], tail: WriteBuffer | None) -> tuple[int, int, int] | None:
+    """Return (slot, first row, number of rows) that the tail keeps, if any."""
+    if tail is None or not spans:
+        return None
+    last = spans[-1]
+    skipped = tail.first_token - last.token_offset
+    count = last.num_tokens - skipped
+    if not 0 <= skipped <= last.num_tokens or count > tail.capacity_tokens:
+        raise AssertionError(
+            f"a tail of {tail.capacity_tokens} rows from {tail.first_token} on, for a last span "
+            f"of {last.num_tokens} at {last.token_offset}"
+        )
+    return (last.slot_id, last.start + skipped, count) if count else None

@@ -1,0 +1,93 @@
+"""Store: write buffer -> arena slots, keys as they were before RoPE.
+
+Pure copying: it may follow a forward layer by layer, or run long after the sequence and its slab
+are gone.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from inference_svc.runtime.kv.arena_rows import ArenaRows, SlotRun
+from inference_svc.runtime.kv.kv_slab import WriteBuffer
+from inference_svc.runtime.positions.recipes import Calibration
+
+
+class Block(Protocol):
+    """A reserved slot, and the run of tokens that its first rows are to hold."""
+
+    @property
+    def slot_id(self) -> int:
+        """Which slot."""
+
+    @property
+    def token_offset(self) -> int:
+        """Position in the sequence of row 0."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of rows."""
+
+
+def no_wait(_layer_index: int) -> None:
+    """Every layer is there."""
+
+
+@torch.inference_mode()
+def store_blocks(
+    buffer: WriteBuffer,
+    rows: ArenaRows,
+    blocks: Sequence[Block],
+    calibration: Calibration,
+    wait_layer: Callable[[int], None] = no_wait,
+) -> None:
+    """Copy the blocks' rows to their slots; the buffer is only read.
+
+    Args:
+        buffer: the caller holds it.
+        rows: of the arena that the slots are in; the caller holds their lease and completes it
+            afterwards, unless this raised.
+        blocks: in any order; fastest in the order of tokens.
+        calibration: of the model that the buffer belongs to.
+        wait_layer: called before each layer is read; returns once its rows are in the buffer, and
+            may raise. Given one, blocks may want rows that a forward under way is about to write.
+
+    Raises:
+        ValueError: if a block wants tokens the buffer cannot give; nothing was written then.
+    """
+    end = buffer.end_token
+    if wait_layer is not no_wait:
+        end = buffer.first_token + buffer.capacity_tokens
+    for block in blocks:
+        block_end = block.token_offset + block.num_tokens
+        is_here = buffer.first_token <= block.token_offset and block_end <= end
+        if not is_here or not 0 < block.num_tokens <= calibration.layout.block_tokens:
+            raise ValueError(
+                f"tokens {block.token_offset} to {block_end} cannot be stored from a buffer that "
+                f"holds {buffer.first_token} to {end}"
+            )
+    pieces = [(run, buffer.cut(first, run.num_tokens)) for first, run in _runs(blocks)]
+    for layer_index in range(len(calibration.layers)):
+        wait_layer(layer_index)
+        for run, components in pieces:
+            for component_index, of_layers in enumerate(components):
+                tokens = of_layers[layer_index]
+                by_slot = tokens.view(len(run.slot_ids), run.num_rows, *tokens.shape[1:])
+                rows.scatter(layer_index, component_index, run, by_slot)
+
+
+def _runs(blocks: Sequence[Block]) -> Iterator[tuple[int, SlotRun]]:
+    """Put successive blocks of one size together; yields (first token, slots)."""
+    slot_ids: list[int] = []
+    first, size = 0, 0
+    for block in blocks:
+        follows = block.token_offset == first + len(slot_ids) * size and block.num_tokens == size
+        if slot_ids and not follows:
+            yield first, SlotRun(slot_ids, 0, size)
+            slot_ids = []
+        if not slot_ids:
+            first, size = block.token_offset, block.num_tokens
+        slot_ids.append(block.slot_id)
+    if slot_ids:
+        yield first, SlotRun(slot_ids, 0, size)

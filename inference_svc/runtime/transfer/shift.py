@@ -1,0 +1,190 @@
+"""Shift: rows of a slab close up after a discard, keys re-embedded at their new positions.
+
+In place and in one pass, layer by layer, piece by piece from the front: a row never moves up, so
+that a piece may overwrite what has been read before it. A piece's rows go through scratch that
+fits a core's cache, in float32 whatever the slab's dtype: what was embedded at the old positions is
+taken back and embedded anew, rounded once.
+
+What the modes of a model's positions make of it (`recipes.Calibration.positions`):
+
+    decoupled   rows move and are re-embedded
+    coupled     rows do not move: those behind the first dropped one are lost
+    naive       rows move as they are, at the price of wrong positions (for comparison only)
+
+Source: CachedAttention, section 3.4 (positions decoupled from stored keys).
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from inference_svc.core.discards import Range, num_in
+from inference_svc.runtime.kv.copy_stream import CopyStream
+from inference_svc.runtime.kv.kv_slab import KVSlab
+from inference_svc.runtime.kv.scratch import ThreadScratch
+from inference_svc.runtime.positions.recipes import Calibration
+from inference_svc.runtime.positions.rotary import RotaryTable
+from inference_svc.runtime.positions.scaled_rotary import ScaledRotary
+from inference_svc.runtime.worker_thread import WorkerThread
+
+PIECE_ITEMS = 1 << 18  # elements moved at once: 1 MiB in float32
+MOST_GAP = 64  # rows dropped in a row that are taken along: they cost less than a piece more
+
+
+def can_shift(calibration: Calibration) -> bool:
+    """Whether rows as they are cached can go to other positions."""
+    if calibration.positions != "decoupled":
+        return True
+    return all(part.can_shift for layer in calibration.layers for part in layer.components)
+
+
+class SlabShifts:
+    """Shifts slabs of one model on a thread of copies, beside the steps of others."""
+
+    def __init__(self, calibration: Calibration, thread: WorkerThread) -> None:
+        """Store the parts."""
+        self._calibration = calibration
+        self._thread = thread
+
+    async def shift(self, slab: KVSlab, kept: Sequence[Range]) -> int:
+        """See `shift_rows`; returns how many rows are left: 0 also if none can be moved."""
+        if not can_shift(self._calibration):
+            return 0
+        await self._thread.run(shift_rows, slab, kept, self._calibration)
+        return slab.num_tokens
+
+
+def num_left(kept: Sequence[Range], calibration: Calibration) -> int:
+    """How many rows `shift_rows` leaves."""
+    if calibration.positions == "coupled":
+        return kept[0][1] if kept and kept[0][0] == 0 else 0
+    return num_in(kept)
+
+
+@torch.inference_mode()
+def shift_rows(slab: KVSlab, kept: Sequence[Range], calibration: Calibration) -> None:
+    """Move the rows of the kept runs to the front; moves `slab.num_tokens` at the end.
+
+    If it raises, the slab is not to be used any more.
+
+    Args:
+        slab: nobody else uses it; its rows are those of one sequence from position 0 on.
+        kept: runs of its rows, in order, not touching.
+        calibration: of the model that computed them; `can_shift`.
+    """
+    left = num_left(kept, calibration)
+    if calibration.positions != "coupled":
+        stream = CopyStream(slab.device)
+        with slab.hold(), stream.copies(behind_computing=True):
+            Shift(slab, kept, calibration).run()
+    slab.num_tokens = left
+
+
+class Shift:
+    """One shift of one slab; see the module docstring."""
+
+    def __init__(self, slab: KVSlab, kept: Sequence[Range], calibration: Calibration) -> None:
+        """Store the parts."""
+        self._slab = slab
+        self._kept = kept
+        self._layers = calibration.layers
+        self._embeds = calibration.positions == "decoupled"
+        self._scratch = ThreadScratch(slab.device, torch.float32)
+        self._plain = ThreadScratch(slab.device, slab.keys[0].dtype)
+        self._pieces: dict[int, list[_Piece]] = {}  # by how many rows one has
+
+    def run(self) -> None:
+        """Move the rows of all layers."""
+        for layer_index, layer in enumerate(self._layers):
+            slab_rows = (self._slab.keys[layer_index][0], self._slab.values[layer_index][0])
+            for rows, recipe, (heads, dim) in zip(
+                slab_rows, layer.components, layer.shape, strict=True
+            ):
+                mover = recipe.mover if self._embeds else None
+                for piece in self._pieces_of(max(1, PIECE_ITEMS // (heads * dim))):
+                    self._move(rows.transpose(0, 1), piece, mover)
+
+    def _move(
+        self, rows: Tensor, piece: "_Piece", mover: RotaryTable | ScaledRotary | None
+    ) -> None:
+        """Move a piece of `rows`, [capacity, heads, dim]."""
+        old = rows.narrow(0, piece.start, piece.num_rows)
+        new = rows.narrow(0, piece.target, piece.num_left)
+        if mover is None:
+            moved = self._plain.take(piece.num_left, *rows.shape[1:])
+            if piece.chosen is None:
+                moved.copy_(old)
+            else:
+                torch.index_select(old, 0, piece.chosen, out=moved)
+            new.copy_(moved)
+        elif piece.chosen is None:
+            mover.move_into(old, piece.start, piece.target, new)
+        else:  # rows between those that stay are taken along, up to here: one call for all runs
+            whole, chosen = self._halves(piece, rows)
+            mover.unrotate_into(old, piece.start, whole)
+            torch.index_select(whole, 0, piece.chosen, out=chosen)
+            mover.rotate_into(chosen, piece.target, new)
+
+    def _halves(self, piece: "_Piece", rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Scratch for a piece as it was and as it will be."""
+        both = self._scratch.take(piece.num_rows + piece.num_left, *rows.shape[1:])
+        return both[: piece.num_rows], both[piece.num_rows :]
+
+    def _pieces_of(self, num_rows: int) -> "list[_Piece]":
+        if num_rows not in self._pieces:
+            self._pieces[num_rows] = list(_pieces(self._kept, num_rows, self._slab.device))
+        return self._pieces[num_rows]
+
+
+class _Piece(NamedTuple):
+    """Rows that are moved in one go.
+
+    Attributes:
+        start: the first row, which stays.
+        num_rows: from there to the last row that stays.
+        target: where the first goes.
+        num_left: of them, rows that stay.
+        chosen: which, counted from `start`; None: all.
+    """
+
+    start: int
+    num_rows: int
+    target: int
+    num_left: int
+    chosen: Tensor | None
+
+
+def _pieces(kept: Sequence[Range], max_rows: int, device: torch.device) -> Iterator[_Piece]:
+    """Cut the kept runs that move: as many as fit `max_rows` with the gaps between them."""
+    target = 0
+    runs: list[Range] = []
+    for run in _moving(kept, max_rows):
+        if runs and (run[1] - runs[0][0] > max_rows or run[0] - runs[-1][1] > MOST_GAP):
+            yield _piece(runs, target, device)
+            target += num_in(runs)
+            runs = []
+        if not runs and run[0] == target:  # it is where it belongs
+            target = run[1]
+        else:
+            runs.append(run)
+    if runs:
+        yield _piece(runs, target, device)
+
+
+def _moving(kept: Sequence[Range], max_rows: int) -> Iterator[Range]:
+    """Cut runs that are longer than a piece."""
+    for start, end in kept:
+        for first in range(start, end, max_rows):
+            yield first, min(first + max_rows, end)
+
+
+def _piece(runs: Sequence[Range], target: int, device: torch.device) -> _Piece:
+    start, end = runs[0][0], runs[-1][1]
+    num_rows, num_kept = end - start, num_in(runs)
+    chosen = None
+    if num_kept < num_rows:
+        rows = torch.cat([torch.arange(first - start, last - start) for first, last in runs])
+        chosen = rows.to(device)
+    return _Piece(start, num_rows, target, num_kept, chosen)

@@ -1,0 +1,169 @@
+"""Calibration describes a model's KV, or refuses it with the reason."""
+
+import pytest
+import torch
+
+from inference_svc.core.errors import UnsupportedModelError
+from inference_svc.demo.conversations import MODEL_DIR
+from inference_svc.runtime.calibration.calibration import calibrate
+from inference_svc.runtime.model.model_loader import UNSTATED_WINDOW, describe_model, load_model
+
+
+def calibrated(model, positions="auto"):
+    loaded = describe_model(model, tokenizer=None, name="tiny", fingerprint="f" * 32)
+    return calibrate(loaded, positions)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "positions"),
+    [
+        ("llama", "paged", "decoupled"),
+        ("gpt2", "paged", "coupled"),
+        ("opt", "paged", "coupled"),
+        ("deepseek-v3", "gather", "decoupled"),
+        ("diffllama", "gather", "decoupled"),
+        ("falcon", "masked", "decoupled"),
+        ("gptj", "masked", "decoupled"),
+        ("codegen", "masked", "decoupled"),
+        ("mpt", "masked", "decoupled"),
+        ("bloom", "single", "decoupled"),
+        ("falcon-rw", "single", "decoupled"),
+        ("gpt-neo", "single", "coupled"),
+        ("llama4", "single", "decoupled"),
+    ],
+)
+def test_the_first_mode_that_is_proven_is_taken(tiny, name, mode, positions):
+    """Mode and positions are found by running the model; what was not taken has its reason."""
+    calibration = tiny(name).calibration
+    assert (calibration.mode, calibration.positions) == (mode, positions)
+    assert calibration.layout.position_mode == positions
+    if mode != "masked":  # attention that cannot be replaced leaves nothing to try before
+        assert bool(calibration.notes) == ((mode, positions) != ("paged", "decoupled"))
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32", "float16"])
+def test_the_shipped_model_is_served_the_fast_way(dtype):
+    """A trained model's rounding in 16 bits is not taken for an error of ours."""
+    calibration = calibrate(load_model(MODEL_DIR, dtype))
+    assert (calibration.mode, calibration.positions) == ("paged", "decoupled")
+    assert calibration.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("mamba", "model_recurrent"),
+        ("lfm2", "model_recurrent"),
+        ("bert", "model_encoder"),
+        ("openai-gpt", "model_uncached"),
+        ("deepseek-v32", "model_indexer_cache"),
+    ],
+)
+def test_models_that_cannot_be_served_are_refused(build, name, reason):
+    """A model of another kind is refused in one line that says why."""
+    with pytest.raises(UnsupportedModelError) as refused:
+        calibrated(build(name))
+    assert refused.value.reason == reason
+    assert refused.value.remedy
+    assert "\n" not in str(refused.value)
+
+
+def test_a_choice_of_positions_that_cannot_be_is_refused(build):
+    """A model with absolute positions cannot be decoupled, and the error names what can be."""
+    with pytest.raises(UnsupportedModelError, match=r"paged decoupled.*absolute") as refused:
+        calibrated(build("gpt2"), "decoupled")
+    assert refused.value.reason == "model_positions_coupled"
+    assert "coupled" in refused.value.remedy
+
+
+def test_a_model_that_no_mode_runs_is_told_why_for_each(build):
+    """The final error says in one line what was wrong with every mode."""
+
+    class Surprising(type(build("llama"))):
+        def forward(self, *args, past_key_values=None, **options):
+            if past_key_values is not None:
+                raise RuntimeError("no cache today")
+            return super().forward(*args, **options)
+
+    model = build("llama")
+    model.__class__ = Surprising
+    with pytest.raises(UnsupportedModelError, match=r"paged.*single.*no cache today") as refused:
+        calibrated(model)
+    assert refused.value.reason == "model_mode_missing"
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("positions", ["coupled", "naive"])
+@pytest.mark.parametrize("name", ["llama", "deepseek-v3"])
+def test_rows_are_stored_as_cached_on_request(build, name, positions):
+    """Coupled and naive rows have no recipe, and are other KV than decoupled ones."""
+    calibration = calibrated(build(name), positions)
+    assert calibration.layout.position_mode == positions
+    assert all(part.rotary is None for layer in calibration.layers for part in layer.components)
+    assert calibration.layout.fingerprint != calibrated(build(name)).layout.fingerprint
+
+
+def test_small_context_window_is_refused(build):
+    """A config whose context window leaves nothing to probe with is refused."""
+    with pytest.raises(UnsupportedModelError, match="context window of 16"):
+        calibrated(build("llama", max_position_embeddings=16))
+
+
+def test_context_window_that_is_not_stated(build):
+    """A model whose config names no window gets a moderate one."""
+    model = build("bloom", seq_length=..., max_position_embeddings=...)
+    loaded = describe_model(model, tokenizer=None, name="tiny", fingerprint="f" * 32)
+    assert loaded.context_window == UNSTATED_WINDOW
+
+
+def test_windows_come_from_the_model(tiny):
+    """Sliding windows are found per attention call, also where only the mask knows them."""
+    windows = {
+        name: [call.window for call in tiny(name).calibration.attention_calls]
+        for name in ("llama", "mistral", "gemma3", "phimoe")
+    }
+    assert windows == {
+        "llama": [None, None],
+        "mistral": [7, 7],
+        "gemma3": [7, None],
+        "phimoe": [7, 7],
+    }
+
+
+def test_chunks_come_from_the_mask(build):
+    """Chunked attention is found where nothing else stands in the way of batches."""
+    calibration = calibrated(build("llama4", attn_temperature_tuning=False))
+    assert calibration.mode == "paged"
+    assert [call.chunk for call in calibration.attention_calls] == [16, None]
+
+
+def test_layers_without_position_have_no_rotary(tiny):
+    """A NoPE layer's stored key is its key, and the layout says so."""
+    calibration = tiny("smollm3").calibration
+    assert [layer.key.rotary is None for layer in calibration.layers] == [False, True]
+    assert [bool(layer.components[0].rotary) for layer in calibration.layout.layers] == [
+        True,
+        False,
+    ]
+
+
+def test_layout_is_the_same_each_time(build):
+    """Calibrations of equal models, as around a restart, have one layout fingerprint."""
+    layouts = [calibrated(build("llama")).layout for _ in range(2)]
+    assert layouts[0].fingerprint == layouts[1].fingerprint
+    assert layouts[0].model == "f" * 32
+    assert layouts[0].layers[0].components[0].shape == (2, 8)
+
+
+def test_dtype_changes_the_layout(build):
+    """KV of another dtype is other KV."""
+    single = calibrated(build("llama")).layout
+    half = calibrated(build("llama").to(torch.bfloat16)).layout
+    assert single.fingerprint != half.fingerprint
+    assert half.layers[0].components[1].dtype == "bfloat16"
+
+
+def test_calibrating_twice_is_harmless(build):
+    """A model may be calibrated again, as by a second service in the same process."""
+    loaded = describe_model(build("llama"), tokenizer=None, name="tiny", fingerprint="0")
+    assert calibrate(loaded).layout == calibrate(loaded).layout

@@ -1,0 +1,84 @@
+"""The proof runs with blocks of any size, and finds what it is there to find."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from inference_svc.runtime.calibration.proof import prove
+from inference_svc.runtime.calibration.stock import NOT_STORED, is_same, stock_logits
+from inference_svc.runtime.model.refusals import CalibrationMismatchError
+from inference_svc.runtime.positions.recipes import Calibration, ComponentRecipe
+
+
+def prove_with(model, calibration: Calibration):
+    """Prove a calibration of a model whose attention is set already."""
+    prove(model.loaded, calibration, stock_logits(model.loaded))
+
+
+def with_first_key(model, **changes):
+    """Return the model's calibration with another recipe for the keys of layer 0."""
+    first, *others = model.calibration.layers
+    layers = (replace(first, key=replace(first.key, **changes)), *others)
+    return replace(model.calibration, layers=layers)
+
+
+@pytest.mark.parametrize("block_tokens", [1, 7, 16, 39, 40, 41, 1000])
+def test_blocks_may_be_smaller_than_the_proof(tiny, block_tokens):
+    """A model whose blocks hold fewer tokens than the proof stores is proven over several."""
+    model = tiny("qwen3")
+    layout = replace(model.calibration.layout, block_tokens=block_tokens)
+    prove_with(model, replace(model.calibration, layout=layout))
+
+
+def test_wrong_logits_are_refused(tiny):
+    """If our logits differ from the reference, the path that went wrong is named."""
+    model = tiny("llama")
+    reference = stock_logits(model.loaded)
+    prove(model.loaded, model.calibration, reference)
+    rolled = replace(reference, whole=reference.whole.roll(1, dims=0))
+    with pytest.raises(CalibrationMismatchError, match=r"^prefill of LlamaForCausalLM"):
+        prove(model.loaded, model.calibration, rolled)
+
+
+def test_keys_loaded_at_other_positions_are_found(tiny):
+    """A table that turns keys one position too far is refused, naming the path."""
+    model = tiny("llama")
+    table = model.calibration.layers[0].key.rotary
+
+    class OffByOne:
+        def turn(self, keys, start):
+            return table.turn(keys, start + 1)
+
+    with pytest.raises(CalibrationMismatchError, match="decode"):
+        prove_with(model, with_first_key(model, rotary=OffByOne()))
+
+
+def test_keys_that_keep_their_old_positions_are_found(tiny):
+    """Rows that are taken for position-free but are not show when those before them are dropped."""
+    model = tiny("llama")
+    cached = replace(model.calibration.layers[0], key=ComponentRecipe())
+    layers = (cached, *model.calibration.layers[1:])
+    with pytest.raises(CalibrationMismatchError, match="truncation"):
+        prove_with(model, replace(model.calibration, layers=layers))
+    prove_with(model, replace(model.calibration, layers=layers, positions="coupled"))
+
+
+def test_a_token_that_rounding_sends_elsewhere_is_forgiven_in_16_bits():
+    """One token of several may be far off in bfloat16, and none in float32; NaN never."""
+    expected = torch.ones(5, 9)
+    flipped, shifted = expected.clone(), expected * 1.2
+    flipped[2] *= 1.3
+    assert is_same(flipped, expected, torch.bfloat16)
+    assert not is_same(flipped, expected, torch.float32)
+    for wrong in (shifted, expected * float("nan")):
+        assert not is_same(wrong, expected, torch.bfloat16)
+        assert not is_same(wrong, expected, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "deepseek-v3", "falcon", "bloom"])
+def test_truncation_has_a_reference(tiny, name):
+    """The stock model's own cache can hide tokens, whatever its positions are."""
+    reference = stock_logits(tiny(name).loaded)
+    assert reference.truncated is not None
+    assert not torch.equal(reference.truncated, reference.whole[-NOT_STORED:])

@@ -1,0 +1,90 @@
+"""How many first tokens a model leans on is found by running it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from inference_svc.core.truncation import USUAL_SINKS
+from inference_svc.demo.conversations import MODEL_DIR
+from inference_svc.runtime.calibration.calibration import calibrate
+from inference_svc.runtime.calibration.sinks import CANDIDATES, TEXT, find_sinks, sink_distances
+from inference_svc.runtime.model.model_loader import load_model
+
+
+@pytest.fixture(scope="module")
+def leaning(sink_model):
+    """A model with a sink, loaded and calibrated."""
+    loaded = load_model(sink_model)
+    return loaded, calibrate(loaded)
+
+
+def test_a_model_that_leans_on_its_first_token_keeps_it(leaning):
+    """Without it the model predicts something else; more than four bring nothing."""
+    loaded, calibration = leaning
+    assert find_sinks(loaded, calibration) == USUAL_SINKS
+    token_ids = loaded.tokenizer(TEXT).input_ids[:240]
+    far = dict(zip(CANDIDATES, sink_distances(loaded, calibration, token_ids), strict=True))
+    assert far[0] > 4 * far[4]
+    assert far[16] == pytest.approx(far[4], rel=0.5)
+
+
+def test_a_sink_is_found_where_it_stands(leaning):
+    """A text that does not begin with it has none to lose."""
+    loaded, calibration = leaning
+    token_ids = loaded.tokenizer(TEXT).input_ids[1:240]
+    far = sink_distances(loaded, calibration, token_ids)
+    assert far[0] == min(far)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+def test_the_shipped_model_leans_on_none(dtype):
+    """Nothing is kept for nothing."""
+    loaded = load_model(MODEL_DIR, dtype)
+    assert find_sinks(loaded, calibrate(loaded)) == 0
+
+
+def test_a_model_without_a_tokenizer_is_asked_by_ids(tiny):
+    """Any ids do: random weights lean on none."""
+    model = tiny("llama")
+    assert model.loaded.tokenizer is None
+    assert find_sinks(model.loaded, model.calibration) == 0
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "falcon", "bloom", "llama4", "gpt2"])
+def test_every_mode_is_measured(tiny, name):
+    """Over gathered rows, under a mask of ours, one sequence at a time; or taken as usual."""
+    model = tiny(name)
+    found = find_sinks(model.loaded, model.calibration)
+    assert found in CANDIDATES
+    assert found == USUAL_SINKS or model.calibration.positions == "decoupled"
+
+
+def test_a_model_that_predicts_the_same_whatever_it_is_fed_needs_none(tiny_model):
+    """Distances are then what rounding makes of nothing, below zero as well."""
+    loaded = load_model(tiny_model)
+    calibration = calibrate(loaded)
+    token_ids = loaded.tokenizer(TEXT).input_ids[:240]
+    least = []
+    for seed in range(20):  # how it is rounded depends on the processor and its threads
+        torch.manual_seed(seed)
+        loaded.model.lm_head.weight.uniform_(-1e-5, 1e-5)
+        least.append(min(sink_distances(loaded, calibration, token_ids)))
+        assert find_sinks(loaded, calibration) == 0
+    assert min(least) < 0
+
+
+@pytest.mark.parametrize("change", ["coupled", "short window", "no numbers"])
+def test_where_it_cannot_be_told_the_usual_number_stays(leaning, tiny_model, change):
+    """Rows that void each other, too few tokens, answers that are none."""
+    loaded, calibration = leaning
+    if change == "coupled":
+        assert find_sinks(loaded, replace(calibration, positions="coupled")) == USUAL_SINKS
+    elif change == "short window":
+        assert find_sinks(replace(loaded, context_window=79), calibration) == USUAL_SINKS
+    else:
+        broken = load_model(tiny_model)
+        found = calibrate(broken)
+        assert find_sinks(broken, found) == 0
+        broken.model.lm_head.weight.fill_(float("nan"))
+        assert find_sinks(broken, found) == USUAL_SINKS

@@ -1,0 +1,195 @@
+"""Rotary tables repeat a model's own embedding exactly."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from inference_svc.runtime.positions.pairing import RotaryNotLinearError, find_pairing
+from inference_svc.runtime.positions.rotary import RotaryTable
+from inference_svc.runtime.positions.rotation import MAX_RUNS, element_runs
+from tests.ropes import (
+    DIM,
+    SCATTERED,
+    halves,
+    interleaved,
+    partial,
+    partly_scaled,
+    permuting,
+    reordering,
+    scaled,
+    scattered,
+)
+
+CPU = torch.device("cpu")
+
+
+def table(rope, max_tokens=100_000, dtype=torch.float32, table_dtype=None):
+    return RotaryTable(
+        rope,
+        find_pairing(rope, DIM, CPU),
+        max_tokens=max_tokens,
+        table_dtype=table_dtype or dtype,
+        dtype=dtype,
+        device=CPU,
+    )
+
+
+def random_keys(num_tokens, heads=3, dtype=torch.float32, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_tokens, heads, DIM, generator=generator).to(dtype)
+
+
+def by_definition(rotary, keys, start):
+    """Rotate element by element as the module docstring defines it, in three rounded steps."""
+    end = start + keys.shape[0]
+    wide = keys.to(rotary._dtype)
+    positions = torch.arange(start, end)
+    dim = len(rotary.pairing.source)
+    source, partner = (
+        torch.tensor(side) for side in (rotary.pairing.source, rotary.pairing.partner)
+    )
+    factors = []
+    for column in range(dim):  # C and S, one unit vector at a time
+        unit = torch.zeros(1, 1, end - start, dim)
+        unit[..., column] = 1
+        factors.append(rotary._rope(unit, positions)[0, 0])
+    turned = torch.stack(factors)  # [input, position, output]
+    outputs = torch.arange(dim)
+    cosines, sines = (turned[side, :, outputs].T[:, None] for side in (source, partner))
+    sines = torch.where(source == partner, torch.zeros_like(sines), sines)
+    cosines, sines = (t.to(rotary._table_dtype).to(rotary._dtype) for t in (cosines, sines))
+    first, second = wide[..., source] * cosines, wide[..., partner] * sines
+    return (first + second).to(keys.dtype)
+
+
+ROPES = [
+    halves,
+    interleaved,
+    permuting,
+    partial,
+    scaled,
+    partly_scaled,
+    reordering,
+    scattered,
+]
+DTYPES = [
+    (torch.float32, torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32, torch.bfloat16),
+    (torch.float16, torch.float16, torch.float16),
+]
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize(("keys_dtype", "dtype", "table_dtype"), DTYPES)
+def test_bits_are_those_of_the_definition(rope, keys_dtype, dtype, table_dtype):
+    """In every dtype and pairing, also into strided places: two rounded products, one sum."""
+    rotary = table(rope, dtype=dtype, table_dtype=table_dtype)
+    keys = random_keys(130, dtype=keys_dtype)
+    expected = by_definition(rotary, keys, 900)
+    slab = torch.full((3, 200, DIM), 9.0, dtype=keys_dtype)  # head-major, with rows around
+    rotary.rotate_into(keys, 900, slab[:, 20:150].transpose(0, 1))
+    assert torch.equal(slab[:, 20:150].transpose(0, 1), expected)
+    assert torch.equal(rotary.rotate(keys, 900), expected)
+    assert (slab[:, :20] == 9).all()
+    assert (slab[:, 150:] == 9).all()
+
+
+def test_a_fused_multiply_add_would_be_noticed():
+    """The keys of these tests tell three roundings from two."""
+    rotary, keys = table(halves), random_keys(130)
+    exact = halves(keys.double().transpose(0, 1)[None], torch.arange(900, 1030))[0].transpose(0, 1)
+    assert not torch.equal(exact.float(), by_definition(rotary, keys, 900))
+
+
+def test_a_turn_is_used_again_for_other_keys():
+    """What was prepared once turns whatever its keys hold, layer after layer."""
+    rotary, keys = table(interleaved, dtype=torch.bfloat16), random_keys(40, dtype=torch.bfloat16)
+    turn, out = rotary.turn(keys, 7), torch.empty_like(keys)
+    for seed in (3, 4):
+        keys.copy_(random_keys(40, dtype=torch.bfloat16, seed=seed))
+        turn.into(out)
+        assert torch.equal(out, by_definition(rotary, keys, 7))
+
+
+def test_elements_that_do_not_turn_pass_unchanged():
+    """Even what no arithmetic would keep: infinity times a sine of zero is not a number."""
+    keys = random_keys(5)
+    keys[:, :, 4:] = torch.inf
+    turned = table(partial).rotate(keys, 3)
+    assert (turned[:, :, 4:] == torch.inf).all()
+    assert turned[:, :, :4].isfinite().all()
+
+
+def test_threads_do_not_share_intermediate_results():
+    """Several threads turning other keys with the same table each get their own."""
+    rotary = table(halves, dtype=torch.float32)
+    keys = [random_keys(300, dtype=torch.bfloat16, seed=seed) for seed in range(4)]
+    expected = [by_definition(rotary, one, 50) for one in keys]
+
+    def turn(index):
+        return all(torch.equal(rotary.rotate(keys[index], 50), expected[index]) for _ in range(50))
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(turn, range(4)))
+
+
+@pytest.mark.parametrize("num_pairs", [2, 32])
+def test_usual_pairings_need_few_slices(num_pairs):
+    """Halves, interleaved and permuting pairings are two strided runs; scattered ones are many."""
+    dim = 2 * num_pairs
+    pairings = (
+        [*range(num_pairs, dim), *range(num_pairs)],
+        [element ^ 1 for element in range(dim)],
+        [*range(0, dim, 2), *range(1, dim, 2)],
+    )
+    for indices in pairings:
+        runs = element_runs(indices)
+        assert len(runs) <= 2
+        found = torch.full((dim,), -1)
+        for run in runs:
+            found[run.outputs] = torch.arange(dim)[run.inputs]
+        assert found.tolist() == indices
+    assert len(element_runs(range(dim))) == 1
+    assert len(element_runs(SCATTERED.tolist())) > MAX_RUNS
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("start", [0, 1000, 5000])
+def test_rotation_equals_the_function(rope, start):
+    """Whatever the pairing, tables give what the function gives, also beyond the first table."""
+    keys = torch.randn(7, 3, DIM, generator=torch.Generator().manual_seed(1))
+    expected = rope(keys.transpose(0, 1)[None], torch.arange(start, start + 7))[0].transpose(0, 1)
+    torch.testing.assert_close(table(rope).rotate(keys, start), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_halves_are_exact():
+    """The usual embedding comes out bit by bit."""
+    keys = torch.randn(9, 2, DIM, generator=torch.Generator().manual_seed(2))
+    expected = halves(keys.transpose(0, 1)[None], torch.arange(30, 39))[0].transpose(0, 1)
+    assert torch.equal(table(halves).rotate(keys, 30), expected)
+
+
+def test_tables_stay_within_the_context_window():
+    """The model's function is never asked for positions beyond the window."""
+    asked = []
+
+    def watched(keys, positions):
+        asked.append(int(positions.max()))
+        return halves(keys, positions)
+
+    table(watched, max_tokens=300).rotate(torch.zeros(1, 1, DIM), 299)
+    assert max(asked) == 299
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [lambda keys, _: keys.cumsum(-1), lambda keys, _: keys[..., :1].expand_as(keys)],
+    ids=["mixes all", "copies one"],
+)
+def test_other_functions_are_recognised_as_such(rope):
+    """What is no rotation of pairs is not taken for one."""
+    with pytest.raises(RotaryNotLinearError):
+        find_pairing(rope, DIM, CPU)
