@@ -9,6 +9,7 @@ from inference_svc.core.rates.load_or_recompute import LoadPolicy
 from inference_svc.core.submission import TurnDefaults
 from inference_svc.service.turn_defaults import turn_defaults
 from shared.config.reload import LiveSettings
+from shared.config.settings import warn_of_overridden
 from shared.process.log import configure_logging
 
 
@@ -16,6 +17,7 @@ def follow(live: LiveSettings[InferenceSettings], parts: ServiceParts) -> None:
     """Have the service follow its settings from now on."""
     live.check_with(lambda settings: _check(settings, parts.front.defaults))
     live.on_change(partial(_apply, parts))
+    live.on_change(lambda _: warn_of_overridden(live.loaded))
 
 
 def _check(settings: InferenceSettings, now: TurnDefaults) -> None:

@@ -24,7 +24,7 @@ from shared.access.clients import ClientBook, Clients
 from shared.access.identity import Identity, socket_identity
 from shared.access.server_options import server_options
 from shared.config.reload import LiveSettings
-from shared.config.settings import LoadedSettings, warn_of_overridden
+from shared.config.settings import LoadedSettings
 from shared.kvd_client.client import KvdClient
 from shared.pb.inference.v1 import inference_pb2, inference_pb2_grpc
 from shared.process import systemd
@@ -144,7 +144,6 @@ async def _serve(
     parts = assemble(settings, model, transcripts)
     _tell_window(settings, model, parts)
     live_settings.follow(live, parts)
-    live.on_change(lambda _: warn_of_overridden(live.loaded))
     book = ClientBook(Clients(settings.clients))
     live.on_change(lambda changed: book.use(Clients(changed.clients)))
     calls = Calls()
