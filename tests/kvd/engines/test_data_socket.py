@@ -21,7 +21,7 @@ from tests.synthetic_engine import small_layout
 # Connects, leaves the connection to a child that outlives it, and waits to be killed.
 LEAVING_PROCESS = """
 import os, sys, time
-from shared import seqpacket
+from shared.kvd_client import seqpacket
 sock = seqpacket.connect(sys.argv[1])
 os.set_inheritable(sock.fileno(), True)
 child = os.fork()

@@ -56,7 +56,7 @@ def test_descriptors_are_sent_by_name(supervisor, environ):
 # Takes over its descriptors; says what they hold, what a child of it inherits, and what is left.
 ADOPTING = """
 import os, subprocess, sys
-from kvd import systemd
+from kvd.host import systemd
 fds = systemd.stored_fds()
 for name in sorted(fds):
     print(name, os.pread(fds[name], 9, 0).decode())
@@ -138,7 +138,7 @@ def test_descriptors_of_another_process_are_left_alone(memfds):
 def test_nonsense_announcements(variables):
     """Descriptors that are announced and not there are no descriptors."""
     script = (
-        "import os; from kvd import systemd; os.environ['LISTEN_PID'] = str(os.getpid());"
+        "import os; from kvd.host import systemd; os.environ['LISTEN_PID'] = str(os.getpid());"
         "print(systemd.stored_fds())"
     )
     answer = subprocess.run(

@@ -227,7 +227,7 @@ async def test_the_ends_of_sessions_are_told_when_kvd_is_back(tmp_path):
             kvd.mute.clear()
             await until(lambda: len(kvd.ended) > 3)
             assert kvd.ended == ["a", "b", "c", "d"]
-    assert not client._ended
+            await until(lambda: not client._ended)
 
 
 async def test_so_many_ends_are_remembered(tmp_path):
