@@ -1,0 +1,60 @@
+"""What the documents say of the code's packages, files and names is so."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.package_diagram import DOCUMENT, document
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("inference_svc", "kvd", "shared")
+# Documents, and the folders that the files they name may be given relative to.
+DOCUMENTS = {
+    "README.md": ("",),
+    "CONTRIBUTING.md": ("",),
+    "docs/architecture.md": ("",),
+    "docs/glossary.md": ("",),
+    "kvd/README.md": ("", "kvd"),
+    "kvd/FORMATS.md": ("", "kvd"),
+    "kvd/PLAN.md": ("", "kvd"),
+    "inference_svc/README.md": ("", "inference_svc"),
+}
+NAMED_FILE = re.compile(r"`([\w./-]+\.(?:py|md|proto|toml|yaml))`")
+OF_OPERATORS = {"conversations.jsonl", "kvd.toml"}  # theirs, in examples
+
+
+def test_the_diagram_is_that_of_the_imports():
+    """`python -m tests.docs.package_diagram` writes it."""
+    assert DOCUMENT.read_text(encoding="utf-8") == document()
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_files_that_are_named_are_there(name):
+    """With their path, or by a name that is found below the document's own folder."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    missing = [
+        path
+        for path in NAMED_FILE.findall(text)
+        if path not in OF_OPERATORS
+        and not any((ROOT / folder / path).exists() for folder in DOCUMENTS[name])
+        and not ("/" not in path and any((ROOT / name).parent.rglob(path)))
+    ]
+    assert missing == []
+
+
+def test_the_glossary_names_code_that_is_there():
+    """Every class, function and module in its column "code" is found in the product."""
+    code = "\n".join(
+        path.read_text(encoding="utf-8")
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+    )
+    rows = [
+        line.split(" | ")
+        for line in (ROOT / "docs/glossary.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("| ") and not line.startswith(("| term", "|---"))
+    ]
+    assert 60 <= len(rows) <= 95
+    names = [name for row in rows for name in re.findall(r"`([A-Za-z_]\w+)`", row[2])]
+    assert [name for name in names if not re.search(rf"\b{name}\b", code)] == []
