@@ -18,7 +18,8 @@ How it is counted:
    the time, but call a part of its object or a function with such a part first, or return a part's
    attribute. Those with the same arguments, which add nothing at all, are counted once more.
 6. Modules fit into their only importer, of the same folder, if all of them have at most 320 lines.
-7. tests/PATH/test_NAME.py mirrors PATH/NAME.py.
+7. tests/PATH/test_NAME.py mirrors PATH/NAME.py. A module without one is listed with test files
+   that import it.
 """
 
 import argparse
@@ -32,14 +33,13 @@ from functools import cached_property
 from pathlib import Path
 
 import grimp
-import networkx as nx
+from import_graph import GENERATED, PACKAGES, chain_of, knots_of, read_graph
 
-PACKAGES = ("inference_svc", "kvd", "shared")
-GENERATED = "shared.pb"
 MAX_LINES = 400
 MAX_MERGED_LINES = 320
 SMALL = 40  # lines of code
 WORST = 10  # classes that forward most
+COVERING = 3  # test files that are named for a module which none mirrors
 # What each figure is to be at most; the others have no bound.
 BOUNDS = {
     "longest import chain": 20,
@@ -129,72 +129,6 @@ def _docstring_lines(node: ast.AST) -> range:
     return _lines_of(node.body[0]) if has else range(0)
 
 
-# ------------------------------------------------------------------------------------- the graph
-
-
-def read_graph(root: Path, sources: dict[str, Source]) -> grimp.ImportGraph:
-    """Read who imports whom. A file outside a package would go unseen, and is refused."""
-    sys.path.insert(0, str(root))
-    packages = [package for package in PACKAGES if (root / package).is_dir()]
-    graph = grimp.build_graph(*packages, exclude_type_checking_imports=True, cache_dir=None)
-    for module in [m for m in graph.modules if f"{m}.".startswith(f"{GENERATED}.")]:
-        graph.remove_module(module)
-    unseen = sorted(set(sources) - graph.modules)
-    if unseen:
-        sys.exit(f"structure: no package holds {', '.join(unseen)}; add an __init__.py beside it")
-    return graph
-
-
-def chain_of(graph: grimp.ImportGraph) -> list[str]:
-    """Find the longest chain of modules, importer first; the modules of a circle are one."""
-    whole = nx.DiGraph()
-    modules = sorted(graph.modules)
-    whole.add_nodes_from(modules)
-    for importer in modules:
-        imported = graph.find_modules_directly_imported_by(importer)
-        whole.add_edges_from((importer, module) for module in sorted(imported))
-    parts = sorted(nx.strongly_connected_components(whole), key=min)  # the same each time
-    circles = nx.condensation(whole, parts)
-    longest = nx.dag_longest_path(circles)
-    return [" + ".join(sorted(circles.nodes[node]["members"])) for node in longest]
-
-
-def knots_of(graph: grimp.ImportGraph) -> Iterator[list[str]]:
-    """Yield for each knot its package and parts, its edges, fewest first, and what would cut it."""
-    for package in sorted(m for m in graph.modules if graph.find_children(m)):
-        edges: dict[tuple[str, str], list[str]] = {}
-        places: dict[tuple[str, str], str] = {}
-        depth = package.count(".") + 1
-        for importer, imported in _inner_imports(graph, package):
-            edge = (importer.split(".")[depth], imported.split(".")[depth])
-            if edge[0] != edge[1]:
-                places[importer, imported] = place = _place(graph, importer, imported)
-                edges.setdefault(edge, []).append(place)
-        for parts in nx.strongly_connected_components(nx.DiGraph(list(edges))):
-            if len(parts) == 1:
-                continue
-            inside = [edge for edge in edges if parts.issuperset(edge)]
-            inside.sort(key=lambda edge: (len(edges[edge]), edge))
-            cuts = sorted(graph.nominate_cycle_breakers(package))
-            yield [
-                f"{package}: {', '.join(sorted(parts))}",
-                *(f"  {a} -> {b}, {len(edges[a, b])}: {edges[a, b][0]}" for a, b in inside),
-                *(f"  cut: {places[cut]}" for cut in cuts if parts & {cut[0].split(".")[depth]}),
-            ]
-
-
-def _inner_imports(graph: grimp.ImportGraph, package: str) -> Iterator[tuple[str, str]]:
-    inside = graph.find_descendants(package)
-    for importer in sorted(inside):
-        for imported in sorted(graph.find_modules_directly_imported_by(importer) & inside):
-            yield importer, imported
-
-
-def _place(graph: grimp.ImportGraph, importer: str, imported: str) -> str:
-    details = graph.get_import_details(importer=importer, imported=imported)
-    return f"{importer}:{details[0]['line_number']} imports {imported}"
-
-
 # ----------------------------------------------------------------------------------- forwarding
 
 
@@ -269,7 +203,7 @@ def measure(root: Path) -> list[Figure]:
     sources = {s.module: s for s in all_sources if not s.module.startswith(GENERATED)}
     tests = [Source(root, path) for path in sorted((root / "tests").rglob("*.py"))]
     graph = read_graph(root, sources)
-    rows = [*_shape(root, sources, graph), *_forms(list(sources.values()))]
+    rows = [*_shape(root, sources, graph, tests), *_forms(list(sources.values()))]
     rows += _sizes(list(sources.values()), tests)
     return [Figure(name, value, BOUNDS.get(name), details) for name, value, details in rows]
 
@@ -277,7 +211,9 @@ def measure(root: Path) -> list[Figure]:
 Row = tuple[str, float, Sequence[str]]
 
 
-def _shape(root: Path, sources: dict[str, Source], graph: grimp.ImportGraph) -> Iterator[Row]:
+def _shape(
+    root: Path, sources: dict[str, Source], graph: grimp.ImportGraph, tests: Sequence[Source]
+) -> Iterator[Row]:
     chain = chain_of(graph)
     yield "longest import chain", len(chain), chain
     for folder in ("kvd", "kvd/core", "shared", "inference_svc", "inference_svc/openai"):
@@ -298,8 +234,29 @@ def _shape(root: Path, sources: dict[str, Source], graph: grimp.ImportGraph) -> 
     knots = list(knots_of(graph))
     yield "knots", len(knots), [line for knot in knots for line in knot]
     mirrors = {s: root / "tests" / s.path.with_name(f"test_{s.path.name}") for s in modules}
-    without = [str(source) for source, mirror in mirrors.items() if not mirror.exists()]
-    yield "modules without a test file that mirrors them", len(without), without
+    without = [source for source, mirror in mirrors.items() if not mirror.exists()]
+    covering = _importers(tests)
+    details = [f"{s}: {', '.join(covering.get(s.module, ['none imports it']))}" for s in without]
+    yield "modules without a test file that mirrors them", len(without), details
+    strange = [str(source) for source in without if source.module not in covering]
+    yield "modules that no test file mirrors or imports", len(strange), strange
+
+
+def _importers(tests: Sequence[Source]) -> dict[str, list[str]]:
+    """Name the first test files that import each module, by the module's name."""
+    found: dict[str, list[str]] = {}
+    for test in tests:
+        for node in ast.walk(test.tree):
+            names = {node.module or ""} if isinstance(node, ast.ImportFrom) else set()
+            if isinstance(node, ast.ImportFrom):
+                names |= {f"{node.module}.{alias.name}" for alias in node.names}
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            for name in names:
+                files = found.setdefault(name, [])
+                if str(test.path) not in files and len(files) < COVERING:
+                    files.append(str(test.path))
+    return found
 
 
 def _merged(pairs: Sequence[tuple[Source, Source]]) -> list[tuple[Source, Source]]:

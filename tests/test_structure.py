@@ -99,6 +99,8 @@ FILES = {
     "kvd/long.py": "x = 1\n" * 401,
     "kvd/full.py": "x = 1\n" * 400,
     "tests/kvd/core/test_block.py": "def test_it():\n    assert 1\n" + "\n# A comment.\n" * 300,
+    # mirrors nothing, and covers two
+    "tests/kvd/test_both.py": "import kvd.app\nfrom kvd.core import engine\n",
 }
 
 
@@ -143,6 +145,7 @@ def figures(tree):
         ("modules with exactly one importer, into which it fits", 2),
         ("knots", 2),
         ("modules without a test file that mirrors them", 13),
+        ("modules that no test file mirrors or imports", 11),
         ("methods that only forward", 4),
         ("methods that only forward, with the same arguments", 1),
         ("functions with a docstring", 4),
@@ -222,7 +225,8 @@ def test_lists_are_for_those_who_ask(tree):
     lines = run(tree, "--verbose").stdout.splitlines()
     without = lines[lines.index(title) + 1 :]
     without = without[: without.index("")]
-    assert "  kvd/app.py (2)" in without
+    assert "  kvd/app.py (2): tests/kvd/test_both.py" in without
+    assert "  kvd/long.py (401): none imports it" in without
     assert not any("block" in line for line in without)
 
 
