@@ -45,7 +45,7 @@ from inference_svc.runtime.worker_thread import WorkerThread
 from inference_svc.service.gateway import Front
 from inference_svc.service.servicer import InferenceService
 from inference_svc.service.turn_defaults import turn_defaults
-from shared.access.streams import StreamCounts
+from shared.access.clients import StreamCounts
 from shared.kvd_client.client import KvdClient
 from shared.pb.inference.v1 import inference_pb2
 from shared.version import __version__

@@ -22,7 +22,6 @@ from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.service.listening import bind_servers, prepare_sockets
 from shared.access.clients import ClientBook, Clients
 from shared.access.identity import Identity, socket_identity
-from shared.access.server_options import server_options
 from shared.config.reload import LiveSettings
 from shared.config.settings import LoadedSettings
 from shared.kvd_client.client import KvdClient
@@ -30,6 +29,7 @@ from shared.pb.inference.v1 import inference_pb2, inference_pb2_grpc
 from shared.process import systemd
 from shared.process.dumps import forbid_dumps
 from shared.process.log import get_logger
+from shared.serving.grpc_handlers import server_options
 from shared.serving.grpc_status import ReportedErrorInterceptor
 from shared.serving.interceptor import AccessInterceptor
 from shared.serving.rpc_observer import RpcMetrics, RpcObserver

@@ -4,7 +4,7 @@ A tenant is a label only if the settings name it; all others are "other". `histo
 of what a session had said before: "none" (nothing was), "reused", "partial", "recomputed".
 """
 
-from shared.serving.metric_table import Metric, MetricTable
+from shared.serving.metric_export import Metric, MetricTable
 from shared.serving.process_metrics import PROCESS_METRICS, connection_metrics
 
 METRICS = MetricTable(

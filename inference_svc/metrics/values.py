@@ -9,7 +9,7 @@ from inference_svc.metrics.table import METRICS
 from shared.serving.http_connections import ConnectionMetrics
 from shared.serving.http_observer import HttpMetrics
 from shared.serving.metric_export import MetricExporter, Scrape
-from shared.serving.process_values import fill_connections, fill_process
+from shared.serving.process_metrics import fill_connections, fill_process
 from shared.serving.rpc_observer import RpcMetrics
 
 KVD_STATES = ("attached", "detached", "off")

@@ -12,8 +12,8 @@ from inference_svc.openai.errors import MethodNotAllowedError, UnknownUrlError
 from inference_svc.openai.replies import refusal, reply, reported
 from inference_svc.openai.requests import expect_nothing_yet
 from inference_svc.openai.responses import create_response, delete_response, show_response
-from shared.access.current import act_as
-from shared.access.http import identity_of
+from shared.access.identity import act_as
+from shared.serving.http_server import identity_of
 
 ROLE = "client"
 SERVER = "inference-svc"  # not aiohttp's and Python's versions

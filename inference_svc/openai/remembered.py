@@ -26,8 +26,7 @@ from inference_svc.openai.remembered_file import FILE_NAME, open_remembered
 from inference_svc.openai.response_objects import ResponseFacts
 from inference_svc.runtime.turns.disk_trouble import RETRY_S
 from inference_svc.runtime.worker_thread import WorkerThread
-from shared.process.line_allowance import LineAllowance
-from shared.process.log import get_logger
+from shared.process.log import LineAllowance, get_logger
 from shared.types.errors import UnavailableError
 
 T = TypeVar("T")

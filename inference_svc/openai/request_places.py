@@ -17,7 +17,7 @@ from aiohttp import web
 from inference_svc.openai.errors import SlowRequestError, TooManyRequestsError
 from inference_svc.openai.requests import Body, read_body
 from inference_svc.openai_settings import OpenAISettings
-from shared.access.current import current_identity
+from shared.access.identity import current_identity
 
 RETRY_S = 1.0  # after a refusal
 

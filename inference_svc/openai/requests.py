@@ -20,7 +20,7 @@ from inference_svc.openai.history_chain import HistoryChain
 from inference_svc.openai.messages import Message
 from inference_svc.openai.places import Caller
 from inference_svc.openai.wanted_turn import WantedTurn
-from shared.access.current import current_identity
+from shared.access.identity import current_identity
 
 PROJECT = "OpenAI-Project"  # names the tenant
 SESSION = "X-Session-Id"

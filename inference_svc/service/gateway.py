@@ -16,8 +16,8 @@ from inference_svc.runtime.turns.turn import Turn
 from inference_svc.runtime.turns.turn_report import TurnReport
 from inference_svc.runtime.turns.turns import Turns
 from inference_svc.service.turn_requests import decode_discard, decode_submission
+from shared.access.clients import StreamCounts, TooManyStreamsError
 from shared.access.identity import Identity
-from shared.access.streams import StreamCounts, TooManyStreamsError
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.types.errors import ReportedError
 from shared.types.session_key import SessionKey, session_key

@@ -14,11 +14,9 @@ import grpc
 
 from inference_svc.core.errors import ListenError
 from shared.access.addresses import UNIX, is_unix
-from shared.access.credentials import server_credentials
+from shared.access.credentials import TlsConnections, server_credentials
 from shared.access.settings import TlsSettings
-from shared.access.sockets import open_to_group
-from shared.access.tls_connections import TlsConnections
-from shared.process.unix_path import SocketInUseError, claim_path
+from shared.access.sockets import SocketInUseError, claim_path, open_to_group
 
 
 def prepare_sockets(listen: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from inference_svc.service.gateway import Front
 from inference_svc.service.turn_messages import encode_event, encode_session
-from shared.access.current import current_identity
+from shared.access.identity import current_identity
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.pb.inference.v1 import inference_pb2_grpc
 

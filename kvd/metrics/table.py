@@ -4,7 +4,7 @@
 are few of them (limits.max_layouts). A tenant is a label only if the settings name it.
 """
 
-from shared.serving.metric_table import Metric, MetricTable
+from shared.serving.metric_export import Metric, MetricTable
 from shared.serving.process_metrics import PROCESS_METRICS, connection_metrics
 
 LAYOUT = ("layout",)

@@ -16,7 +16,7 @@ from kvd.runtime.cache import Cache
 from shared.config.reload import LiveSettings
 from shared.serving.http_connections import ConnectionMetrics
 from shared.serving.metric_export import MetricExporter, Scrape
-from shared.serving.process_values import fill_connections, fill_process
+from shared.serving.process_metrics import fill_connections, fill_process
 from shared.serving.rpc_observer import RpcMetrics
 from shared.version import __version__
 

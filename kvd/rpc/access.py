@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from kvd.config import Settings, check_access
 from kvd.host.engine_users import EngineUsers
 from kvd.rpc.scoping import narrow
-from shared.access.clients import ClientBook, Clients
+from shared.access.clients import ClientBook, Clients, StreamCounts
 from shared.access.identity import ANY, Identity, socket_identity
-from shared.access.streams import StreamCounts
 from shared.serving.interceptor import AccessInterceptor
 from shared.serving.rpc_observer import RpcMetrics
 

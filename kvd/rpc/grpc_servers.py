@@ -14,7 +14,6 @@ from kvd.errors import UnusableSocketError
 from kvd.rpc.access import Access
 from shared.access.addresses import UNIX, is_unix
 from shared.access.credentials import server_credentials
-from shared.access.server_options import server_options
 from shared.access.settings import TlsSettings
 from shared.access.sockets import open_to_group
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
@@ -24,6 +23,7 @@ from shared.process.runtime_dir import (
     OPERATOR_SOCKET,
     READER_SOCKET,
 )
+from shared.serving.grpc_handlers import server_options
 from shared.serving.grpc_status import ReportedErrorInterceptor
 from shared.serving.interceptor import AccessInterceptor
 from shared.serving.rpc_observer import RpcMetrics, RpcObserver

@@ -10,8 +10,7 @@ from kvd.core.records.errors import InvalidRequestError, UnknownSessionError
 from kvd.core.records.records import Tier
 from kvd.wire.events import EventFilter
 from kvd.wire.messages import ns_of
-from shared.access.current import current_identity
-from shared.access.identity import TenantDeniedError
+from shared.access.identity import TenantDeniedError, current_identity
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.session_key import SessionKey
 

@@ -20,8 +20,7 @@ from inference_svc.core.submission import Submission
 from inference_svc.core.turn_measures import TurnMeasures
 from inference_svc.core.turn_record import TurnRecord, Usage
 from shared.pb.inference.v1 import inference_pb2 as pb
-from shared.process.line_allowance import LineAllowance
-from shared.process.log import get_logger
+from shared.process.log import LineAllowance, get_logger
 from shared.serving.tracing import child_span, past_span
 from shared.types.errors import ReportedError
 from shared.types.session_key import DEFAULT_TENANT

@@ -2,7 +2,7 @@
 
 import pytest
 
-from inference_svc.cli.word_wrap import WordWrap
+from inference_svc.cli.chat import WordWrap
 
 TEXT = "The quick brown fox jumps over the lazy dog.\n\nA second  paragraph follows it."
 
