@@ -22,7 +22,7 @@ from inference_svc.bench.options import (
     Variant,
 )
 from inference_svc.runtime.model.model_directory import check_model
-from shared.config.group_help import WholeHelp
+from shared.config.lazy_commands import WholeHelp
 from shared.types.errors import InvalidInputError
 
 bench_app = typer.Typer(

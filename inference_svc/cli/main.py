@@ -17,8 +17,7 @@ from inference_svc.cli.connection import (
     client_of,
 )
 from shared.config.command_line import arranged
-from shared.config.group_help import WholeHelp
-from shared.config.lazy_commands import lazy_group
+from shared.config.lazy_commands import WholeHelp, lazy_group
 from shared.types.errors import InvalidInputError, ReportedError
 from shared.version import __version__
 

@@ -18,7 +18,7 @@ from inference_svc.eval.options import (
     Truncation,
 )
 from inference_svc.runtime.model.model_directory import check_model
-from shared.config.group_help import WholeHelp
+from shared.config.lazy_commands import WholeHelp
 from shared.process.log import configure_logging
 from shared.terminal import printing
 from shared.types.errors import InvalidInputError

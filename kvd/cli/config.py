@@ -9,7 +9,7 @@ import typer
 from kvd import config
 from kvd.cli.options import AsJson, Config, RuntimeDir, print_json
 from kvd.client.connection import open_client
-from shared.config.group_help import WholeHelp
+from shared.config.lazy_commands import WholeHelp
 from shared.config.settings import InvalidSettingsError
 from shared.terminal import printing
 from shared.terminal.tables import Column, fitted

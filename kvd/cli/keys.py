@@ -11,7 +11,7 @@ import typer
 from kvd import config
 from kvd.cli.options import AsJson, Config, print_json
 from kvd.encryption.errors import KeyFileError
-from shared.config.group_help import WholeHelp
+from shared.config.lazy_commands import WholeHelp
 
 key_app = typer.Typer(
     cls=WholeHelp,
