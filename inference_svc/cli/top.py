@@ -3,24 +3,19 @@
 import asyncio
 import sys
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 from rich.live import Live
 from rich.text import Text
 
 from inference_svc.cli.client import InferenceClient
-from shared.terminal import printing
-from shared.terminal.keyboard import keyboard
-from shared.types.errors import InvalidInputError, ReportedError
-
-if TYPE_CHECKING:
-    from shared.pb.inference.v1 import inference_pb2 as pb
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
-
 from inference_svc.cli.status_view import status_lines
 from shared.pb.inference.v1 import inference_pb2 as pb
+from shared.terminal import printing
+from shared.terminal.keyboard import keyboard
 from shared.terminal.printing import sparkline
+from shared.types.errors import InvalidInputError, ReportedError
 from shared.types.units import format_duration
 
 _LABEL_WIDTH = 13
