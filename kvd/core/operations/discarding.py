@@ -61,17 +61,19 @@ def discard(
     if not merged:
         return session.num_tokens
     state.unfold(session)
-    match = match_session(state, session, token_ids, lineage)
-    known = _known(state, key.tenant, lineage, match, token_ids)
+    chaining = Chaining(state, key.tenant, lineage)
+    match = match_session(state, session, token_ids, chaining)
+    known = _known(chaining, lineage, match, token_ids)
     change = _Change(known, known.after(token_ids, merged), merged[0][0])
     is_coupled = state.layout.position_mode == "coupled"
     if lineage is not None and _is_left_alone(session, match, change, is_coupled=is_coupled):
         state.touch(session)
         _outdate_stores(state, key, change)
-        return match_session(state, session, _without(token_ids, merged), change.after).end
+        kept = _without(token_ids, merged)
+        return match_session(state, session, kept, chaining.under(change.after)).end
     if is_coupled:
         merged = [(merged[0][0], num_tokens)]
-    remains = _Remains(state, key.tenant, change, token_ids, merged)
+    remains = _Remains(chaining, change, token_ids, merged)
     spans = [span for piece in match.pieces for span in remains.of(piece)]
     session.num_discards += 1
     session.lineage = change.after
@@ -128,13 +130,10 @@ def _replace(state: CacheState, session: Session, spans: list[Span]) -> None:
     state.note(session.key, MoveKind.DISCARDED, num_tokens=num_dropped)
 
 
-def _known(
-    state: CacheState, tenant: str, lineage: Lineage | None, match: Match, token_ids: bytes
-) -> Lineage:
+def _known(chaining: Chaining, lineage: Lineage | None, match: Match, token_ids: bytes) -> Lineage:
     """The lineage of the context; of a caller that names none, as far as the spans tell it."""
     if lineage is not None:
         return lineage
-    chaining = Chaining(state, tenant, lineage)
     chain = chaining.root
     for piece in match.pieces:
         tokens = slice_tokens(token_ids, piece.token_offset, piece.end)
@@ -168,15 +167,10 @@ class _Remains:
     """What a discard leaves of pieces, asked for in order."""
 
     def __init__(
-        self,
-        state: CacheState,
-        tenant: str,
-        change: _Change,
-        token_ids: bytes,
-        ranges: list[Range],
+        self, chaining: Chaining, change: _Change, token_ids: bytes, ranges: list[Range]
     ) -> None:
-        self._before = Chaining(state, tenant, change.before)
-        self._after = Chaining(state, tenant, change.after)
+        self._before = chaining.under(change.before)
+        self._after = chaining.under(change.after)
         self._matters = self._after.lineage != self._before.lineage
         self._token_ids = token_ids
         num_tokens = num_tokens_of(token_ids)

@@ -12,6 +12,7 @@ from kvd.core.io.reading import Reader
 from kvd.core.io.verifying import Verifier
 from kvd.core.io.writing import Writer
 from kvd.core.operations import exporting
+from kvd.core.operations.chaining import Chaining
 from kvd.core.operations.exporting import Export
 from kvd.core.operations.matching import Piece, check_from_token, match_tokens, num_tokens_of
 from kvd.core.records.actions import (
@@ -70,7 +71,7 @@ class Loader:
         session = state.sessions.get(key)
         if session is not None:
             state.touch(session)
-        match = match_tokens(state, key, token_ids, lineage)
+        match = match_tokens(state, key, token_ids, Chaining(state, key.tenant, lineage))
         if session is not None and session.lineage is None and match.covers(session):
             session.lineage = lineage
         stored = [piece for piece in match.pieces if piece.end > from_token]

@@ -27,7 +27,6 @@ from kvd.core.state.cache_state import CacheState
 from kvd.core.state.packing import plain_span
 from kvd.core.state.session import Session
 from shared.types.block_key import TOKEN_BYTES
-from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
 
 
@@ -95,10 +94,9 @@ def slice_tokens(token_ids: bytes, start: int, end: int) -> bytes:
 
 
 def match_session(
-    state: CacheState, session: Session, token_ids: bytes, lineage: Lineage | None
+    state: CacheState, session: Session, token_ids: bytes, chaining: Chaining
 ) -> Match:
     """Match the session's own spans: O(tokens matched) hashing, one digest a span."""
-    chaining = Chaining(state, session.key.tenant, lineage)
     num_tokens = len(token_ids) // TOKEN_BYTES
     pieces: list[Piece] = []
     chain = chaining.root
@@ -129,14 +127,11 @@ def _spans(state: CacheState, session: Session) -> Iterator[Span]:
     yield from session.spans[num_spans + 1 :]
 
 
-def match_tokens(
-    state: CacheState, key: SessionKey, token_ids: bytes, lineage: Lineage | None
-) -> Match:
+def match_tokens(state: CacheState, key: SessionKey, token_ids: bytes, chaining: Chaining) -> Match:
     """Find the longest stored prefix; O(tokens) hashing."""
-    chaining = Chaining(state, key.tenant, lineage)
     session = state.sessions.get(key)
     own = (
-        match_session(state, session, token_ids, lineage)
+        match_session(state, session, token_ids, chaining)
         if session
         else Match([], chaining.root, "unknown_session")
     )

@@ -74,8 +74,8 @@ class Storer:
         session = state.sessions.get(key)
         if session is not None:
             state.touch(session)
-        match = match_tokens(state, key, token_ids, lineage)
         chaining = Chaining(state, key.tenant, lineage)
+        match = match_tokens(state, key, token_ids, chaining)
         base = self._base(match.pieces, from_token, num_tokens, chaining)
         stored_end = base[-1].end if base else 0
         if from_token > stored_end:
