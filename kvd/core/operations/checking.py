@@ -7,7 +7,7 @@ daemon).
 from collections import Counter
 from itertools import pairwise
 
-from kvd.core.operations.compaction import Phase, Target
+from kvd.core.operations.compaction_plan import Phase, Target
 from kvd.core.records.records import Pin, Tier
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState

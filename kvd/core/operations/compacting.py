@@ -24,8 +24,15 @@ from dataclasses import dataclass
 from kvd.core.io.placement import Placement
 from kvd.core.io.verifying import Verifier
 from kvd.core.io.writing import Writer
-from kvd.core.operations.compaction import Compaction, Phase, Plan, Target
-from kvd.core.operations.compaction_plan import is_pending, is_wasteful, plan_compaction
+from kvd.core.operations.compaction_plan import (
+    Compaction,
+    Phase,
+    Plan,
+    Target,
+    is_pending,
+    is_wasteful,
+    plan_compaction,
+)
 from kvd.core.records.actions import (
     SESSION_COMPACTED,
     CommitRows,
