@@ -29,7 +29,7 @@ class Hasher:
         self._writer.issue()
 
     def hash_done(self, op_id: int, checksums: bytes) -> None:
-        """See CacheEngine.hash_done."""
+        """Take the checksums of a HashSlot, b"" if they could not be computed."""
         state = self._state
         block = state.hashes.pop(op_id)
         block.io = BlockIo.IDLE

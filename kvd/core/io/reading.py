@@ -1,6 +1,6 @@
 """SSD reads: begun because a load waits, or ahead of one; and how fast SSD is read.
 
-Pure. What becomes of a read that has ended is loading.py's business. Invariant: `ahead_bytes` is
+Pure. What becomes of a read that has ended is arriving.py's business. Invariant: `ahead_bytes` is
 what the reads under way amount to that no load has come to wait for.
 """
 

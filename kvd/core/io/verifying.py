@@ -2,7 +2,7 @@
 
 Pure. Adopted blocks are verified in the background, a few at a time, so that their writes and
 evictions become possible; a load of one that is not verified yet has it verified at once. The
-outcomes are taken by loading.py, because loads wait for them.
+outcomes are taken by arriving.py, because loads wait for them.
 """
 
 from kvd.core.records.actions import VerifySlot

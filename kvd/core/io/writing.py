@@ -132,7 +132,7 @@ class Writer:
         self.issue()
 
     def set_capacity(self, num_extents: int) -> None:
-        """See CacheEngine.set_ssd_capacity."""
+        """Allow that many extents from now on; the sessions first to evict make up for less."""
         state = self._state
         state.extents.set_capacity(num_extents)
         num_over = state.extents.num_used - num_extents - len(state.drops)
@@ -160,10 +160,10 @@ class Writer:
 
     def next_deadline_ns(self) -> int | None:
         """When to call `write_back`; None if nothing waits for time alone."""
-        is_held_back = self._is_resting() and len(self._state.unwritten)
-        retry_at_ns = self._retry_at_ns if is_held_back else None
-        deadlines = (self._resting.next_deadline_ns(), retry_at_ns)
-        return min((d for d in deadlines if d is not None), default=None)
+        due_ns = self._resting.next_deadline_ns()
+        if not self._is_resting() or not len(self._state.unwritten):
+            return due_ns
+        return self._retry_at_ns if due_ns is None else min(due_ns, self._retry_at_ns)
 
     def index_took_rows(self) -> None:
         """Go on with what waited until the index was less far behind."""
@@ -172,7 +172,7 @@ class Writer:
             self._go_on()
 
     def write_done(self, op_id: int, outcome: IoOutcome) -> None:
-        """See CacheEngine.write_done."""
+        """Take the outcome of a WriteBlock; OK means that it is durable."""
         state = self._state
         op = state.writes.pop(op_id)
         self._issued_bytes -= op.num_sectors * SECTOR_BYTES
@@ -197,7 +197,7 @@ class Writer:
         self._go_on()
 
     def drop_done(self, op_id: int) -> None:
-        """See CacheEngine.drop_done."""
+        """Take the commit of a DropBlock."""
         run = self._state.drops.pop(op_id)
         if run is not None:
             self._state.extents.free(*run)

@@ -137,7 +137,10 @@ class Compactor:
     # --------------------------------------------------------------------------------- completions
 
     def copied(self, op_id: int, outcome: IoOutcome, checksums: list[bytes]) -> None:
-        """See CacheEngine.compact_done."""
+        """Take the outcome of a CompactRows, and the checksums of each block it made.
+
+        CORRUPT: a source is not what was stored, and what was made of it means nothing.
+        """
         state, run = self._state, self._state.compaction
         assert run is not None and run.op_id == op_id, "one run is under way"  # noqa: PT018
         for block in run.sources:
@@ -159,7 +162,7 @@ class Compactor:
         state.outbox.space_freed()
 
     def committed(self, op_id: int) -> None:
-        """See CacheEngine.rows_committed."""
+        """Take the commit of a CommitRows."""
         run = self._state.compaction
         assert run is not None and run.op_id == op_id, "one run is under way"  # noqa: PT018
         self._state.compaction = None

@@ -52,7 +52,7 @@ def discard(
     ranges: Sequence[Range],
     lineage: Lineage | None,
 ) -> int:
-    """See CacheEngine.discard."""
+    """Drop ranges of a session's tokens; `Sessions.discard` says what is asked for."""
     num_tokens = num_tokens_of(token_ids)
     merged = _merged(ranges, num_tokens)
     session = state.sessions.get(key)

@@ -85,13 +85,12 @@ class Scrubber:
         self._counts = dict.fromkeys(ScrubReport.__slots__, 0)
         return self._last_id
 
-    def step(self, scrub_id: int, max_bytes: int, now_ns: int) -> ScrubStep:
+    def step(self, scrub_id: int, max_bytes: int) -> ScrubStep:
         """Go on with a scrub until `max_bytes` are under way; the caller sets the pace.
 
         Raises:
             ScrubError: it is over.
         """
-        self._state.advance(now_ns)
         if not self._is_current(scrub_id):
             raise ScrubError(f"scrub {scrub_id} is over", "begin another one")
         issued_bytes = 0
@@ -119,11 +118,7 @@ class Scrubber:
     def _is_current(self, scrub_id: int) -> bool:
         return self._is_under_way and scrub_id == self._last_id
 
-    def owns(self, op_id: int) -> bool:
-        """Whether a verification is one of a scrub's."""
-        return op_id in self._ops
-
-    def verify_done(self, op_id: int, outcome: IoOutcome) -> None:
+    def done(self, op_id: int, outcome: IoOutcome) -> None:
         """Take the outcome of a check."""
         op = self._ops.pop(op_id)
         self._in_flight_bytes -= op.num_bytes

@@ -13,6 +13,7 @@ from kvd.core.io.hashing import Hasher
 from kvd.core.io.placement import Placement
 from kvd.core.io.writing import Writer
 from kvd.core.operations.chaining import Chaining
+from kvd.core.operations.compacting import Compactor
 from kvd.core.operations.matching import (
     Piece,
     check_from_token,
@@ -30,6 +31,7 @@ from kvd.core.state.session import Session
 from kvd.core.state.session_history import MoveKind
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
+from shared.types.units import NS_PER_S
 
 GAP = "gap"
 WAIT = "wait"
@@ -52,12 +54,18 @@ class Storer:
     """Prepares and completes stores of one cache state."""
 
     def __init__(
-        self, state: CacheState, placement: Placement, writer: Writer, hasher: Hasher
+        self,
+        state: CacheState,
+        placement: Placement,
+        writer: Writer,
+        hasher: Hasher,
+        compactor: Compactor,
     ) -> None:
         self._state = state
         self._placement = placement
         self._writer = writer
         self._hasher = hasher
+        self._compactor = compactor
 
     def prepare(
         self,
@@ -65,9 +73,34 @@ class Storer:
         token_ids: bytes,
         from_token: int,
         owner: int,
+        *,
+        lineage: Lineage | None = None,
+    ) -> StoreAnswer:
+        """Lease slots for the KV of token_ids[from_token:] that is not stored, as far as possible.
+
+        When all of it is stored already the session adopts it at once, and there is no lease. The
+        lineage is that of the tokens: nothing else is matched. None: it is not named; then their
+        discards are taken from what is stored.
+
+        Raises:
+            InvalidRequestError: token ids or position that cannot be.
+            TooManyLeasesError: at the bound.
+            ErasingError: the tenant is being erased.
+        """
+        state = self._state
+        state.tenants.refuse_erased(key.tenant)
+        state.turns.stored(key, num_tokens_of(token_ids), state.now_ns)
+        return self.lease_slots(key, token_ids, from_token, owner, lineage)
+
+    def lease_slots(
+        self,
+        key: SessionKey,
+        token_ids: bytes,
+        from_token: int,
+        owner: int,
         lineage: Lineage | None,
     ) -> StoreAnswer:
-        """See CacheEngine.prepare_store."""
+        """Do what `prepare` says, but for what is asked of an engine's turn."""
         num_tokens = num_tokens_of(token_ids)
         check_from_token(from_token, num_tokens)
         state = self._state
@@ -106,8 +139,17 @@ class Storer:
         return answer
 
     def complete(self, lease_id: int, owner: int, *, success: bool) -> int:
-        """See CacheEngine.complete_store."""
-        lease = self._state.leases.store_of(lease_id, owner)
+        """Publish what a store lease's slots hold (or forget it), and have it written to SSD.
+
+        Returns:
+            Stored tokens of the session.
+
+        Raises:
+            LeaseLostError: if it is not the owner's (any more).
+        """
+        state = self._state
+        state.outbox.count("leases_lost", state.leases.is_lost(lease_id, owner))
+        lease = state.leases.store_of(lease_id, owner)
         if isinstance(lease, RestoredLease):
             self.release(lease)
             raise lost(lease_id)
@@ -116,10 +158,12 @@ class Storer:
             held = [part for part in lease.parts if isinstance(part[1], Block)]
             if not self._is_outdated(lease):
                 self._publish(lease.key, held, lease.lineage)
-            if self._state.placement.queue.is_running(lease.key):
-                self._state.placement.loaded(lease.key)
+            if state.placement.queue.is_running(lease.key):
+                state.placement.loaded(lease.key)
         self.release(lease)
-        session = self._state.sessions.get(lease.key)
+        session = state.sessions.get(lease.key)
+        state.measures.store_s.observe((state.now_ns - lease.since_ns) / NS_PER_S)
+        self._compactor.consider(lease.key)
         return session.num_tokens if session else 0
 
     def release(self, lease: StoreLease | RestoredLease) -> None:

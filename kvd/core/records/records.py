@@ -193,10 +193,10 @@ class LoadSpan:
 
 @dataclass(frozen=True, slots=True)
 class LoadAnswer:
-    """Answer of `prepare_load` and `settle_load`.
+    """Answer of `loads.prepare` and `loads.settle`.
 
-    Unless it is a MISS the caller owes `complete_load(lease_id)`. On PENDING the spans may not be
-    read before `settle_load` has returned them.
+    Unless it is a MISS the caller owes `loads.complete`. On PENDING the spans may not be
+    read before `loads.settle` has returned them.
 
     Attributes:
         miss_reason: "" unless MISS; then one of "unknown_session", "tokens_differ", "not_stored",
@@ -235,7 +235,7 @@ class StoreBlock:
 
 @dataclass(frozen=True, slots=True)
 class StoreAnswer:
-    """Answer of `prepare_store`; with a lease_id the caller owes `complete_store(lease_id)`.
+    """Answer of `stores.prepare`; with a lease_id the caller owes `stores.complete`.
 
     Attributes:
         refused: "" (granted, or all stored already), "gap" (from_token lies beyond what is stored:

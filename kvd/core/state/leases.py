@@ -36,8 +36,8 @@ class LoadLease:
     owner: int
     key: SessionKey
     from_token: int
-    entries: list[tuple[Block, LoadSpan]]
-    more: bool
+    entries: list[tuple[Block, LoadSpan]] = field(default_factory=list)
+    more: bool = False
     since_ns: int = 0
     num_waiting: int = 0
     failure: str = ""
@@ -210,6 +210,11 @@ class LeaseTable:
     def get(self, lease_id: int) -> Lease | None:
         """Find a lease."""
         return self._leases.get(lease_id)
+
+    def is_lost(self, lease_id: int, owner: int) -> bool:
+        """Whether an owner does not have a lease (any more) that it means to complete."""
+        lease = self._leases.get(lease_id)
+        return lease is None or lease.owner != owner or isinstance(lease, RestoredLease)
 
     def load_of(self, lease_id: int, owner: int | None = None) -> LoadLease:
         """Find a load lease, of this owner if one is given.

@@ -7,7 +7,7 @@ whole one: what a quota bounds can be told from the tokens stored, and does not 
 moves.
 
 A quota that begins while sessions are stored bounds nobody until all of them are in order: they are
-put there some at a time (kvd/core/operations/relimiting.py), from the warmest on, and uses
+put there some at a time (kvd/core/operations/reconfiguring.py), from the warmest on, and uses
 meanwhile count.
 
 Invariant: a session of a tenant whose quota has begun is in that tenant's order, unless it is
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvd.core.eviction.lru_order import LruOrder
+from kvd.core.records.errors import ErasingError
 from kvd.core.records.records import TenantUsage
 from shared.types.session_key import SessionKey
 
@@ -38,6 +39,11 @@ def no_limits(tenant: str) -> TenantLimits:  # noqa: ARG001
     return NO_LIMITS
 
 
+def nobody(tenant: str) -> bool:  # noqa: ARG001
+    """Name no tenant as one that is being erased."""
+    return False
+
+
 @dataclass(slots=True)
 class _Tenant:
     limits: TenantLimits
@@ -48,12 +54,17 @@ class _Tenant:
 
 
 class TenantTable:
-    """Every tenant that has a block or a session, or had one."""
+    """Every tenant that has a block or a session, or had one.
+
+    Attributes:
+        is_erased: which tenants are being erased just now, and are refused.
+    """
 
     def __init__(self, limits_of: Callable[[str], TenantLimits], block_bytes: int) -> None:
         self._limits_of = limits_of
         self._block_bytes = block_bytes
         self._tenants: dict[str, _Tenant] = {}
+        self.is_erased: Callable[[str], bool] = nobody
 
     def __iter__(self) -> Iterator[TenantUsage]:
         """Say what each tenant that stores something has."""
@@ -62,6 +73,11 @@ class TenantTable:
                 used_bytes = tenant.num_blocks * self._block_bytes
                 quota_bytes = tenant.limits.quota_bytes
                 yield TenantUsage(name, used_bytes, quota_bytes, tenant.num_sessions)
+
+    def refuse_erased(self, tenant: str) -> None:
+        """Raise ErasingError if the tenant is being erased."""
+        if self.is_erased(tenant):
+            raise ErasingError(f"tenant {tenant!r} is being erased", "try again in a moment")
 
     def limits(self, tenant: str) -> TenantLimits:
         """What is configured for it."""

@@ -28,8 +28,8 @@ _ENDED = 1 << 62  # nanoseconds by which a session that has ended is colder than
 _Use = tuple[int, SessionKey]  # how warm a session is
 
 
-class Relimiter:
-    """Changes the limits of one cache state."""
+class Reconfigurer:
+    """Brings other limits about in one cache state."""
 
     def __init__(self, state: CacheState, placement: Placement, writer: Writer) -> None:
         self._state = state
@@ -42,7 +42,7 @@ class Relimiter:
         self._is_trimming = False
 
     def change(self, limits: Limits) -> None:
-        """See CacheEngine.set_limits."""
+        """Hold other limits from now on; what they ask of stored sessions comes by `go_on`."""
         state = self._state
         before, state.limits = state.limits, limits
         state.leases.set_bound(limits.max_leases)
