@@ -76,9 +76,10 @@ class TimedEngine:
             max_sessions=num_sessions + SPARE_SESSIONS,
         )
         self.engine = CacheEngine(SMALL_LAYOUT, limits, lambda _tenant: SALT)
-        self.engine.restore(population(num_sessions), (), (), 1, self._now_ns)
+        self.engine.advance(self._now_ns)
+        self.engine.restore(population(num_sessions), (), (), 1)
         self._performer = MemoryPerformer(self.engine)
-        self._performer.settle(self._now_ns, {})
+        self._performer.settle({})
 
     def take(self, operations: tuple[str, ...], num_calls: int, rounds: Rounds) -> None:
         """Do one turn."""
@@ -88,51 +89,52 @@ class TimedEngine:
             self._load(turn)
             stored.append(self._store(turn))
         for name in stored:
-            self.engine.flush(bench_key(name), dry_run=False, now_ns=self._tick())
-            self._performer.settle(self._now_ns, {})
+            self._tick()
+            self.engine.sessions.flush(bench_key(name), dry_run=False)
+            self._performer.settle({})
 
     def _load(self, turn: dict[str, list[float]]) -> None:
         number = self._random.randrange(self._num_sessions)
         token_ids = dict(zip(block_keys_of(number), block_tokens_of(number), strict=True))
         request = token_ids_of(number, TOKENS_PER_SESSION)
-        now_ns = self._tick()
+        self._tick()
         answer = _timed(
             turn["prepare_load"],
-            lambda: self.engine.prepare_load(idle_key(number), request, 0, OWNER, now_ns),
+            lambda: self.engine.loads.prepare(idle_key(number), request, 0, OWNER),
         )
-        self._performer.settle(now_ns, token_ids)
+        self._performer.settle(token_ids)
         if answer.lookup is Lookup.PENDING:
-            answer = self.engine.settle_load(answer.lease_id)
+            answer = self.engine.loads.settle(answer.lease_id)
         if answer.end_token != TOKENS_PER_SESSION:
             raise ChildFailedError(
                 f"session {number} is not found ({answer.miss_reason})", "report it as a bug"
             )
         _timed(
             turn["complete_load"],
-            lambda: self.engine.complete_load(answer.lease_id, OWNER, now_ns),
+            lambda: self.engine.loads.complete(answer.lease_id, OWNER),
         )
-        self._performer.settle(now_ns, {})
+        self._performer.settle({})
 
     def _store(self, turn: dict[str, list[float]]) -> str:
         self._num_new += 1
         name = f"new-{self._num_new}"
         request = token_ids_of(NEW_SEED + self._num_new, TOKENS_PER_SESSION)
-        now_ns = self._tick()
+        self._tick()
         answer = _timed(
             turn["prepare_store"],
-            lambda: self.engine.prepare_store(bench_key(name), request, 0, OWNER, now_ns),
+            lambda: self.engine.stores.prepare(bench_key(name), request, 0, OWNER),
         )
-        self._performer.settle(now_ns, {})
+        self._performer.settle({})
         _timed(
             turn["complete_store"],
-            lambda: self.engine.complete_store(answer.lease_id, OWNER, success=True, now_ns=now_ns),
+            lambda: self.engine.stores.complete(answer.lease_id, OWNER, success=True),
         )
-        self._performer.settle(now_ns, {})
+        self._performer.settle({})
         return name
 
-    def _tick(self) -> int:
+    def _tick(self) -> None:
         self._now_ns += 1_000_000
-        return self._now_ns
+        self.engine.advance(self._now_ns)
 
 
 def _timed(seconds: list[float], call: Callable[[], T]) -> T:

@@ -29,41 +29,38 @@ class MemoryPerformer:
         self._engine = engine
         self._checksums = bytes(CHECKSUM_BYTES * len(engine.layout.layers))
 
-    def settle(self, now_ns: int, token_ids: Mapping[bytes, bytes]) -> None:
+    def settle(self, token_ids: Mapping[bytes, bytes]) -> None:
         """Perform until the engine asks for nothing more.
 
         Args:
-            now_ns: of the completions.
             token_ids: of the blocks that may be read, by key.
         """
         while actions := self._engine.drain():
-            self.perform(actions, now_ns, token_ids)
+            self.perform(actions, token_ids)
 
-    def perform(
-        self, actions: Sequence[Action], now_ns: int, token_ids: Mapping[bytes, bytes]
-    ) -> None:
+    def perform(self, actions: Sequence[Action], token_ids: Mapping[bytes, bytes]) -> None:
         """Perform what was drained; what comes of it is to be drained again."""
         for action in actions:
-            self._perform(action, now_ns, token_ids)
+            self._perform(action, token_ids)
 
-    def _perform(self, action: Action, now_ns: int, token_ids: Mapping[bytes, bytes]) -> None:
+    def _perform(self, action: Action, token_ids: Mapping[bytes, bytes]) -> None:
         engine = self._engine
         match action:
             case ReadBlock():
                 stored = StoredBlock(token_ids[action.key], self._checksums)
-                engine.read_done(action.op_id, IoOutcome.OK, stored, now_ns)
+                engine.arrivals.read_done(action.op_id, IoOutcome.OK, stored)
             case VerifySlot() | VerifyExtent():
-                engine.verify_done(action.op_id, IoOutcome.OK, now_ns)
+                engine.arrivals.verify_done(action.op_id, IoOutcome.OK)
             case HashSlot():
-                engine.hash_done(action.op_id, self._checksums, now_ns)
+                engine.hashes.hash_done(action.op_id, self._checksums)
             case WriteBlock():
-                engine.write_done(action.op_id, IoOutcome.OK, now_ns)
+                engine.writes.write_done(action.op_id, IoOutcome.OK)
             case CompactRows():
                 made = [self._checksums] * len(action.blocks)
-                engine.compact_done(action.op_id, IoOutcome.OK, made, now_ns)
+                engine.compactions.copied(action.op_id, IoOutcome.OK, made)
             case CommitRows():
-                engine.rows_committed(action.op_id, now_ns)
+                engine.compactions.committed(action.op_id)
             case DropBlock():
-                engine.drop_done(action.op_id, now_ns)
+                engine.writes.drop_done(action.op_id)
             case _:
                 pass

@@ -77,8 +77,9 @@ class _Telling:
         self._feed.waits((0, tag, number), bench_key(f"queued-{number}"), 1000)
 
     def _apply(self, update: QueueUpdate) -> int:
-        take = self._engine.change_queue if update.base_sequence else self._engine.replace_queue
-        return take(OWNER, update.change, 1)
+        engines = self._engine.engines
+        take = engines.change_queue if update.base_sequence else engines.replace_queue
+        return take(OWNER, update.change)
 
 
 @contextmanager

@@ -224,7 +224,7 @@ class Caches:
         self._is_erased = is_erased
         for cache in self:
             if is_erased is None:
-                cache.act(lambda core, _: core.erasing.end())
+                cache.act(lambda core: core.erasing.end())
             else:
                 cache.act(partial(_shut_out, is_erased))
 
@@ -398,13 +398,13 @@ class Caches:
         return self.secrets.salt_of(tenant, self._settings.limits.max_tenants)
 
 
-def _shut_out(is_erased: Callable[[str], bool], engine: CacheEngine, now_ns: int) -> None:
-    engine.erasing.begin(is_erased, now_ns)
+def _shut_out(is_erased: Callable[[str], bool], engine: CacheEngine) -> None:
+    engine.erasing.begin(is_erased)
 
 
-def _set_limits(limits: Limits, engine: CacheEngine, now_ns: int) -> None:
-    engine.set_limits(limits, now_ns)
+def _set_limits(limits: Limits, engine: CacheEngine) -> None:
+    engine.set_limits(limits)
 
 
-def _is_stored(key: SessionKey, engine: CacheEngine, _now_ns: int) -> bool:
-    return engine.session_info(key) is not None
+def _is_stored(key: SessionKey, engine: CacheEngine) -> bool:
+    return engine.inspection.info(key) is not None

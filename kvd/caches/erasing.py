@@ -101,7 +101,7 @@ class TenantEraser:
     def _forget(self, tenant: str | None) -> None:
         """What happened to the sessions is remembered by their ids; these go, too."""
         for cache in self._caches:
-            cache.act(lambda core, _: core.forget_history(tenant))
+            cache.act(lambda core: core.inspection.history.forget(tenant))
         self._events.forget(tenant)
 
     async def _clear(self, cache: Cache) -> FlushAnswer:
@@ -111,14 +111,14 @@ class TenantEraser:
             dropped = cache.act(_step)
             num_sessions += dropped.num_sessions
             freed_bytes += dropped.freed_bytes
-            if cache.act(lambda core, _: core.erasing.is_gone()):
+            if cache.act(lambda core: core.erasing.is_gone()):
                 break
-            is_dropping = dropped.num_sessions or cache.act(lambda core, _: core.erasing.is_looking)
+            is_dropping = dropped.num_sessions or cache.act(lambda core: core.erasing.is_looking)
             await (asyncio.sleep(0) if is_dropping else cache.changed(POLL_S))
-        cache.act(lambda core, now_ns: core.erasing.wipe(now_ns))
-        while cache.act(lambda core, _: core.erasing.is_wiping()):
+        cache.act(lambda core: core.erasing.wipe())
+        while cache.act(lambda core: core.erasing.is_wiping()):
             await cache.changed(POLL_S)
-        if not cache.act(lambda core, _: core.erasing.is_wiped()):
+        if not cache.act(lambda core: core.erasing.is_wiped()):
             raise NotDurableError(
                 "memory of the sessions that were dropped could not be zeroed",
                 "see the log of kvd, and stop it with SIGINT, which gives the memory up",
@@ -160,5 +160,5 @@ class TenantEraser:
             ) from error
 
 
-def _step(core: CacheEngine, now_ns: int) -> FlushAnswer:
-    return core.erasing.step(STEP_SESSIONS, now_ns)
+def _step(core: CacheEngine) -> FlushAnswer:
+    return core.erasing.step(STEP_SESSIONS)

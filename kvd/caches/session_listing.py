@@ -33,7 +33,7 @@ async def look_through(
 ) -> AsyncIterator[tuple[Cache, list[tuple[int, SessionKey]]]]:
     """Yield the sessions that are meant, with their ranks, cache by cache and bit by bit."""
     for cache in caches:
-        keys = cache.act(lambda core, _: core.session_keys())
+        keys = cache.act(lambda core: core.inspection.keys())
         for start in range(0, len(keys), BIT_SESSIONS):
             bit = keys[start : start + BIT_SESSIONS]
             yield cache, cache.act(partial(_ranked, bit, wanted, order))
@@ -105,12 +105,11 @@ def _ranked(
     wanted: SessionFilter,
     order: SessionOrder,
     core: CacheEngine,
-    now_ns: int,
 ) -> list[tuple[int, SessionKey]]:
-    return core.ranked(keys, wanted, order, now_ns)
+    return core.inspection.ranked(keys, wanted, order)
 
 
 def _infos(
-    keys: list[SessionKey], wanted: SessionFilter, core: CacheEngine, now_ns: int
+    keys: list[SessionKey], wanted: SessionFilter, core: CacheEngine
 ) -> tuple[list[SessionInfo], int]:
-    return core.session_infos(keys, wanted, now_ns), now_ns
+    return core.inspection.infos(keys, wanted), core.now_ns

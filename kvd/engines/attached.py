@@ -322,20 +322,18 @@ def _instance(text: str) -> bytes:
     return instance
 
 
-def _owner_gone(owner: int, core: CacheEngine, now_ns: int) -> None:
-    core.owner_gone(owner, now_ns)
+def _owner_gone(owner: int, core: CacheEngine) -> None:
+    core.engines.gone(owner)
 
 
-def _detach(owner: int, core: CacheEngine, now_ns: int) -> bool:
+def _detach(owner: int, core: CacheEngine) -> bool:
     """Tell the core, and return whether slots stay with the process."""
-    core.detach(owner, now_ns)
-    return any(lease.owner == owner for lease in core.leases())
+    core.engines.detach(owner)
+    return any(lease.owner == owner for lease in core.inspection.leases())
 
 
-def _reattach(
-    old: int, new: int, held: Sequence[int], core: CacheEngine, now_ns: int
-) -> Sequence[int]:
-    confirmed, _lost = core.reattach(old, new, held, now_ns)
+def _reattach(old: int, new: int, held: Sequence[int], core: CacheEngine) -> Sequence[int]:
+    confirmed, _lost = core.engines.reattach(old, new, held)
     return list(confirmed)
 
 

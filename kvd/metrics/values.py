@@ -155,17 +155,17 @@ def _fill_tenants(
             scrape.put("kvd_tenant_quota_bytes", usage.quota_bytes, layout, usage.tenant)
 
 
-def _measures(core: CacheEngine, _now_ns: int) -> Measures:
-    return core.measures
+def _measures(core: CacheEngine) -> Measures:
+    return core.inspection.measures
 
 
-def _queue_stats(core: CacheEngine, _now_ns: int) -> QueueStats:
-    return core.queue_stats()
+def _queue_stats(core: CacheEngine) -> QueueStats:
+    return core.inspection.queue_stats()
 
 
-def _leases(core: CacheEngine, _now_ns: int) -> tuple[LeaseInfo, ...]:
-    return core.leases()
+def _leases(core: CacheEngine) -> tuple[LeaseInfo, ...]:
+    return core.inspection.leases()
 
 
-def _tenants(core: CacheEngine, _now_ns: int) -> tuple[TenantUsage, ...]:
-    return core.tenants()
+def _tenants(core: CacheEngine) -> tuple[TenantUsage, ...]:
+    return tuple(core.inspection.tenants)

@@ -22,7 +22,7 @@ from kvd.core.eviction.policy import EvictionPolicy, PolicyContext
 from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
 from kvd.core.eviction.registry import make_policy
 from kvd.core.eviction.ttl import TtlClock
-from kvd.core.operations.retention import RECHECK_NS
+from kvd.core.operations.sessions import RECHECK_NS
 from kvd.core.records.records import Tier
 from kvd.core.state.session_placement import SessionPlacement
 from kvd.plan.belady import BeladyPolicy

@@ -77,7 +77,7 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
         """Protect a session from eviction and expiry."""
         pin = Pin.SOFT if request.soft else Pin.HARD
         cache, key = self._found(request.session)
-        cache.act(lambda core, now_ns: core.pin(key, pin, now_ns))
+        cache.act(lambda core: core.sessions.pin(key, pin))
         await self._caches.committed()
         return kvd_pb2.PinResponse()
 
@@ -86,7 +86,7 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
     ) -> kvd_pb2.PinResponse:
         """Take the protection away."""
         cache, key = self._found(request.session)
-        cache.act(lambda core, now_ns: core.unpin(key, now_ns))
+        cache.act(lambda core: core.sessions.pin(key, Pin.NONE))
         await self._caches.committed()
         return kvd_pb2.PinResponse()
 
@@ -97,8 +97,8 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
         cache, key = self._found(request.session)
         ttl_ns = ttl_ns_of(request.ttl_s)
         message = cache.act(
-            lambda core, now_ns: session_message(
-                core.set_ttl(key, ttl_ns, now_ns), cache.layout, now_ns
+            lambda core: session_message(
+                core.sessions.set_ttl(key, ttl_ns), cache.layout, core.now_ns
             )
         )
         await self._caches.committed()
@@ -209,7 +209,7 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
         return [
             (cache, lease)
             for cache in self._caches
-            for lease in cache.act(lambda core, _: core.leases())
+            for lease in cache.act(lambda core: core.inspection.leases())
             if lease.owner in owners
         ]
 
@@ -259,24 +259,23 @@ def _bits(keys: list[SessionKey]) -> Iterator[list[SessionKey]]:
 
 
 def _flush_selected(
-    keys: list[SessionKey], wanted: SessionFilter, core: CacheEngine, now_ns: int
+    keys: list[SessionKey], wanted: SessionFilter, core: CacheEngine
 ) -> FlushAnswer:
-    return core.flush_selected(keys, wanted, now_ns)
+    return core.sessions.flush_selected(keys, wanted)
 
 
 def _flushable(
-    keys: list[SessionKey], wanted: SessionFilter, core: CacheEngine, now_ns: int
+    keys: list[SessionKey], wanted: SessionFilter, core: CacheEngine
 ) -> tuple[tuple[SessionKey, ...], tuple[SessionKey, ...]]:
-    return core.flushable(keys, wanted, now_ns)
+    return core.sessions.flushable(keys, wanted)
 
 
 def _freed_bytes(
     keys: list[SessionKey],
     counted: Counter[bytes],
     core: CacheEngine,
-    _now_ns: int,
 ) -> int:
-    return core.freed_bytes(keys, counted)
+    return core.sessions.freed_bytes(keys, counted)
 
 
 def _add(response: kvd_pb2.FlushResponse, answer: FlushAnswer) -> None:
@@ -285,5 +284,5 @@ def _add(response: kvd_pb2.FlushResponse, answer: FlushAnswer) -> None:
     response.skipped_leased.extend(key_message(key) for key in answer.skipped_leased)
 
 
-def _flush(key: SessionKey | None, dry_run: bool, core: CacheEngine, now_ns: int) -> FlushAnswer:
-    return core.flush(key, dry_run, now_ns)
+def _flush(key: SessionKey | None, dry_run: bool, core: CacheEngine) -> FlushAnswer:
+    return core.sessions.flush(key, dry_run=dry_run)

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import AsyncIterator, Iterator
-from functools import partial
 from typing import Any
 
 from kvd.caches.caches import Caches
@@ -13,7 +12,7 @@ from kvd.core.engine import CacheEngine
 from kvd.core.records.errors import UnknownSessionError
 from kvd.core.records.records import LeaseInfo, TenantUsage
 from kvd.core.state.turn_log import RecordedTurn
-from kvd.engines.attached import Engines
+from kvd.engines.attached import AttachedEngine, Engines
 from kvd.engines.process_stats import engine_message, process_message
 from kvd.rpc.operator_messages import (
     encryption_message,
@@ -77,13 +76,15 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
             cache, key = self._caches.find(asked)
         except UnknownSessionError as error:
             raise gone_error(self._caches, asked) or error from error
-        detail, now_ns = cache.act(lambda core, now_ns: (core.describe(key), now_ns))
+        detail, now_ns = cache.act(lambda core: (core.inspection.describe(key), core.now_ns))
         owners = {facts.owner: facts for facts in self._engines.owners()}
-        leases = cache.act(lambda core, _: core.leases())
+        leases = cache.act(lambda core: core.inspection.leases())
         return kvd_pb2.DescribeSessionResponse(
             info=session_message(detail.info, cache.layout, now_ns),
             blocks=[block_message(block) for block in detail.blocks],
-            history=history_messages(cache.act(lambda core, _: core.history(key)), now_ns),
+            history=history_messages(
+                cache.act(lambda core: core.inspection.history.of(key)), now_ns
+            ),
             leases=[
                 lease_message(lease, cache.layout, owners.get(lease.owner), now_ns)
                 for lease in leases
@@ -113,10 +114,7 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
         return kvd_pb2.GetStatsResponse(
             version=__version__,
             layouts=[self._layout_message(cache) for cache in self._caches.of_model("")],
-            engines=[
-                engine_message(engine, *engine.cache.act(partial(_num_jobs, engine.engine_id)))
-                for engine in self._engines
-            ],
+            engines=[self._engine_message(engine) for engine in self._engines],
             process=process_message(),
             verifying=self._scrubber.is_running,
             encryption=encryption_message(self._caches.secrets.facts()),
@@ -164,6 +162,10 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
             while True:
                 yield await watcher.next()
 
+    def _engine_message(self, engine: AttachedEngine) -> kvd_pb2.EngineInfo:
+        num_jobs = engine.cache.act(lambda core: core.engines.num_jobs(engine.engine_id))
+        return engine_message(engine, *num_jobs)
+
     def _layout_message(self, cache: Cache) -> kvd_pb2.LayoutStats:
         return layout_stats_message(
             cache.stats(),
@@ -172,22 +174,17 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
             cache.volume_facts(),
             self._settings.ssd.admission,
             cache.act(_tenants),
-            cache.act(lambda core, _: core.queue_stats()),
+            cache.act(lambda core: core.inspection.queue_stats()),
         )
 
 
-def _num_jobs(owner: int, core: CacheEngine, _now_ns: int) -> tuple[int, int]:
-    """Of an engine: those that wait, those that run."""
-    return core.num_queued(owner), core.num_running(owner)
+def _leases(core: CacheEngine) -> tuple[tuple[LeaseInfo, ...], int]:
+    return core.inspection.leases(), core.now_ns
 
 
-def _leases(core: CacheEngine, now_ns: int) -> tuple[tuple[LeaseInfo, ...], int]:
-    return core.leases(), now_ns
+def _recent_turns(core: CacheEngine) -> tuple[Iterator[RecordedTurn], int]:
+    return iter(core.inspection.turns), core.now_ns
 
 
-def _recent_turns(core: CacheEngine, now_ns: int) -> tuple[Iterator[RecordedTurn], int]:
-    return core.recent_turns(), now_ns
-
-
-def _tenants(core: CacheEngine, _now_ns: int) -> tuple[TenantUsage, ...]:
-    return core.tenants()
+def _tenants(core: CacheEngine) -> tuple[TenantUsage, ...]:
+    return tuple(core.inspection.tenants)

@@ -139,9 +139,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
     ) -> kvd_pb2.CompleteLoadResponse:
         """End a load lease."""
         engine = self._engines.of(request.engine_id)
-        engine.cache.act(
-            lambda core, now_ns: core.complete_load(request.lease_id, engine.engine_id, now_ns)
-        )
+        engine.cache.act(lambda core: core.loads.complete(request.lease_id, engine.engine_id))
         return kvd_pb2.CompleteLoadResponse()
 
     async def PrepareStore(  # noqa: N802
@@ -166,8 +164,8 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         """Publish or forget what was written."""
         engine = self._engines.of(request.engine_id)
         stored = engine.cache.act(
-            lambda core, now_ns: core.complete_store(
-                request.lease_id, engine.engine_id, request.success, now_ns
+            lambda core: core.stores.complete(
+                request.lease_id, engine.engine_id, success=request.success
             )
         )
         return kvd_pb2.CompleteStoreResponse(stored_tokens=stored)
@@ -180,9 +178,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         ranges = [(item.start, item.end) for item in request.ranges]
         lineage = lineage_of(request)
         kept = engine.cache.act(
-            lambda core, now_ns: core.discard(
-                key, request.token_ids, ranges, now_ns, lineage=lineage
-            )
+            lambda core: core.sessions.discard(key, request.token_ids, ranges, lineage=lineage)
         )
         return kvd_pb2.DiscardResponse(kept_tokens=kept)
 
@@ -198,7 +194,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
     ) -> kvd_pb2.EndSessionResponse:
         """Note that a session will not come back."""
         engine, key = self._who(request)
-        engine.cache.act(lambda core, now_ns: core.end_session(key, now_ns))
+        engine.cache.act(lambda core: core.sessions.end(key))
         return kvd_pb2.EndSessionResponse()
 
     async def PushQueue(  # noqa: N802
@@ -221,7 +217,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         self._users.check(engine.peer.uid, key.tenant)
         return engine, key
 
-    def _act(self, engine: AttachedEngine, step: Callable[[CacheEngine, int], T]) -> T:
+    def _act(self, engine: AttachedEngine, step: Callable[[CacheEngine], T]) -> T:
         """Act for an engine that must still be attached, which each wait puts in doubt."""
         return self._engines.of(engine.engine_id).cache.act(step)
 
@@ -229,52 +225,46 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         """Wait for a load's reads, until the deadline; what has not arrived by then is cut off."""
         cache = engine.cache
         try:
-            while cache.act(lambda core, _: core.lease_state(lease_id)) is LeaseState.PENDING:
+            while cache.act(lambda core: core.loads.state_of(lease_id)) is LeaseState.PENDING:
                 if not await cache.changed(_left_s(until)):
                     break
         except asyncio.CancelledError:  # the caller has given up: nobody else will complete it
-            if cache.act(lambda core, _: core.lease_state(lease_id)) is not LeaseState.LOST:
-                cache.act(
-                    lambda core, now_ns: core.complete_load(lease_id, engine.engine_id, now_ns)
-                )
+            if cache.act(lambda core: core.loads.state_of(lease_id)) is not LeaseState.LOST:
+                cache.act(lambda core: core.loads.complete(lease_id, engine.engine_id))
             raise
-        return cache.act(lambda core, _: core.settle_load(lease_id))
+        return cache.act(lambda core: core.loads.settle(lease_id))
 
 
 def _prepare_load(
-    request: kvd_pb2.PrepareLoadRequest, key: SessionKey, core: CacheEngine, now_ns: int
+    request: kvd_pb2.PrepareLoadRequest, key: SessionKey, core: CacheEngine
 ) -> LoadAnswer:
-    return core.prepare_load(
+    return core.loads.prepare(
         key,
         request.token_ids,
         request.from_token,
         request.engine_id,
-        now_ns,
         dram_only=request.dram_only,
         lineage=lineage_of(request),
     )
 
 
 def _prepare_store(
-    request: kvd_pb2.PrepareStoreRequest, key: SessionKey, core: CacheEngine, now_ns: int
+    request: kvd_pb2.PrepareStoreRequest, key: SessionKey, core: CacheEngine
 ) -> StoreAnswer:
-    return core.prepare_store(
+    return core.stores.prepare(
         key,
         request.token_ids,
         request.from_token,
         request.engine_id,
-        now_ns,
         lineage=lineage_of(request),
     )
 
 
-def _session_message(
-    cache: Cache, key: SessionKey, core: CacheEngine, now_ns: int
-) -> kvd_pb2.SessionInfo:
-    info = core.session_info(key)
+def _session_message(cache: Cache, key: SessionKey, core: CacheEngine) -> kvd_pb2.SessionInfo:
+    info = core.inspection.info(key)
     if info is None:
         raise UnknownSessionError(f"session {key} is not stored", "store it first")
-    return session_message(info, cache.layout, now_ns)
+    return session_message(info, cache.layout, core.now_ns)
 
 
 def _until(wait_s: float) -> float:

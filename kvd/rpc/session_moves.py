@@ -50,5 +50,5 @@ def gone_error(caches: Caches, key: SessionKey) -> UnknownSessionError | None:
     return None
 
 
-def _history(key: SessionKey, core: CacheEngine, now_ns: int) -> tuple[tuple[Move, ...], int]:
-    return core.history(key), now_ns
+def _history(key: SessionKey, core: CacheEngine) -> tuple[tuple[Move, ...], int]:
+    return core.inspection.history.of(key), core.now_ns

@@ -88,7 +88,7 @@ class Cache:
         """
         self._num_adopted = len(adopted)
         first_lease_id = 1 if self.arena is None else self.arena.first_lease_id
-        self.act(lambda core, now_ns: core.restore(rows, adopted, orphans, first_lease_id, now_ns))
+        self.act(lambda core: core.restore(rows, adopted, orphans, first_lease_id))
 
     def use_arena(self, arena: Arena) -> None:
         """Take an arena into use whose slots the engine knows of."""
@@ -98,7 +98,7 @@ class Cache:
     def mount(self, arena: Arena) -> None:
         """Take a new arena into use."""
         self.use_arena(arena)
-        self.act(lambda core, _: core.add_slots(arena.slots.num_slots, arena.first_lease_id))
+        self.act(lambda core: core.add_slots(arena.slots.num_slots, arena.first_lease_id))
 
     async def unmount(self, timeout_s: float) -> bool:
         """Write what is dirty, as far as SSD takes it in time, and give the arena up.
@@ -109,13 +109,13 @@ class Cache:
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_s
         while self.arena is not None:
-            if self.act(lambda core, now_ns: core.release_dram(now_ns)):
+            if self.act(CacheEngine.release_dram):
                 if self._prefault is not None:
                     await self._stop_prefault()
                     continue  # others had their turn meanwhile
                 # Nothing is awaited from here on: our caller may be cancelled at any await.
                 arena = self.arena
-                self.act(lambda core, _: core.drop_slots())
+                self.act(CacheEngine.drop_slots)
                 self._performer.use_arena(None)
                 self.arena = None
                 arena.close()
@@ -125,8 +125,8 @@ class Cache:
 
     # -------------------------------------------------------------------------------------- acting
 
-    def act(self, step: Callable[[CacheEngine, int], T]) -> T:
-        """Call the engine with now_ns, then carry out its actions.
+    def act(self, step: Callable[[CacheEngine], T]) -> T:
+        """Tell the engine the time, call it, then carry out its actions.
 
         Raises:
             ReportedError: the engine refuses the call.
@@ -135,7 +135,8 @@ class Cache:
         """
         try:
             try:
-                return step(self._engine, self._clock.now_ns())
+                self._engine.advance(self._clock.now_ns())
+                return step(self._engine)
             finally:
                 self._carry_out()
         except ReportedError:
@@ -166,7 +167,7 @@ class Cache:
     @property
     def is_idle(self) -> bool:
         """Whether no engine holds a lease, and it is still."""
-        return self.is_still and not self._engine.stats().num_leases
+        return self.is_still and not self._engine.inspection.stats().num_leases
 
     @property
     def is_still(self) -> bool:
@@ -180,13 +181,14 @@ class Cache:
 
     @property
     def rows_waiting(self) -> tuple[int, int]:
-        """See CacheEngine.num_rows_waiting."""
-        return self._engine.num_rows_waiting
+        """Rows for the index that are to be handed out yet, and uses of sessions beside them."""
+        index_line = self._engine.index_line
+        return len(index_line), index_line.num_uses
 
     def stats(self) -> EngineStats:
         """The engine's statistics; what a restart would not find counts as dirty."""
-        stats = self._engine.stats()
-        num_uncommitted = self._performer.num_uncommitted + self._engine.num_blocks_waiting
+        stats = self._engine.inspection.stats()
+        num_uncommitted = self._performer.num_uncommitted + self._engine.index_line.num_blocks
         uncommitted_bytes = num_uncommitted * self.layout.block_bytes
         return replace(stats, dirty_bytes=stats.dirty_bytes + uncommitted_bytes)
 
@@ -227,7 +229,7 @@ class Cache:
     def measure_space(self) -> None:
         """Tell the engine how much the file system really has left for it."""
         num_extents = min(self.max_extents, self.volume.physical_extents())
-        self.act(lambda core, now_ns: core.set_ssd_capacity(num_extents, now_ns))
+        self.act(lambda core: core.writes.set_capacity(num_extents))
 
     def remove_segments(self) -> None:
         """Remove the volume's files: no extent is in use, and nothing is under way."""
@@ -236,7 +238,7 @@ class Cache:
 
     def write_dirty(self) -> None:
         """Have everything written that is not on SSD yet: the end is near."""
-        self.act(lambda core, now_ns: core.write_dirty(now_ns))
+        self.act(CacheEngine.write_dirty)
 
     async def close(self, *, keep_dram: bool) -> None:
         """Stop threads and give up the memory; what is under way ends, what waits is dropped.
@@ -301,7 +303,7 @@ class Cache:
 
     def _expire(self) -> None:
         self._timer = self._timer_at_ns = None
-        self.act(_expire)
+        self.act(CacheEngine.expire)
 
     async def _stop_prefault(self) -> None:
         if self.arena is not None:
@@ -321,7 +323,3 @@ class Cache:
                 arena_bytes=arena.num_bytes,
                 allocated_bytes=done.result(),
             )
-
-
-def _expire(engine: CacheEngine, now_ns: int) -> None:
-    engine.expire(now_ns)

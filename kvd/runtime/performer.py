@@ -79,7 +79,7 @@ Performable: TypeAlias = (
     | DropBlock
     | CommitRows
 )
-Completion: TypeAlias = Callable[[CacheEngine, int], None]  # called with the engine and now_ns
+Completion: TypeAlias = Callable[[CacheEngine], None]
 
 MAX_ROW_BYTES = 1 << 20  # of index rows at once: a few milliseconds of the loop
 
@@ -257,10 +257,10 @@ class Performer:
             case WipeSlots():
                 self._io_pool.submit(Priority.WRITE, 0, lambda _: self._wipe(action))
             case CommitRows(op_id):
-                committed = _Ended(lambda engine, now_ns: engine.rows_committed(op_id, now_ns))
+                committed = _Ended(lambda engine: engine.compactions.committed(op_id))
                 self._manifest.when_committed(lambda: self._report(committed))
             case DropBlock(op_id, key):
-                dropped = _Ended(lambda engine, now_ns: engine.drop_done(op_id, now_ns))
+                dropped = _Ended(lambda engine: engine.writes.drop_done(op_id))
                 self._manifest.drop_block(
                     self._layout.fingerprint, key, lambda: self._report(dropped)
                 )
@@ -277,10 +277,10 @@ class Performer:
         )
 
         def done(outcome: IoOutcome, stored: StoredBlock | None) -> None:
-            def complete(engine: CacheEngine, now_ns: int) -> None:
+            def complete(engine: CacheEngine) -> None:
                 purpose = AHEAD if action.ahead else LOAD
                 self.measures.read_s.observe(time.monotonic() - began_s, purpose)
-                engine.read_done(op_id, outcome, stored, now_ns)
+                engine.arrivals.read_done(op_id, outcome, stored)
 
             self._report(_Ended(complete, op_id, outcome is IoOutcome.OK))
 
@@ -347,9 +347,9 @@ class Performer:
     def _hash(self, actions: Sequence[HashSlot]) -> None:
         hashed = [(action.op_id, self._checksums(action)) for action in actions]
 
-        def complete(engine: CacheEngine, now_ns: int) -> None:
+        def complete(engine: CacheEngine) -> None:
             for op_id, checksums in hashed:
-                engine.hash_done(op_id, checksums, now_ns)
+                engine.hashes.hash_done(op_id, checksums)
 
         self._report(_Ended(complete, num_ops=len(hashed)))
 
@@ -385,8 +385,8 @@ class Performer:
             log.exception("compact_failed_unexpectedly", blocks=len(action.blocks))
             outcome = IoOutcome.TRANSIENT
 
-        def complete(engine: CacheEngine, now_ns: int) -> None:
-            engine.compact_done(action.op_id, outcome, checksums, now_ns)
+        def complete(engine: CacheEngine) -> None:
+            engine.compactions.copied(action.op_id, outcome, checksums)
 
         self._report(_Ended(complete))
 
@@ -401,17 +401,17 @@ class Performer:
             log.exception("wipe_failed_unexpectedly", slots=len(action.slot_ids))
             outcome = IoOutcome.TRANSIENT
 
-        def complete(engine: CacheEngine, now_ns: int) -> None:
-            engine.wipe_done(action.op_id, outcome, now_ns)
+        def complete(engine: CacheEngine) -> None:
+            engine.erasing.wipe_done(action.op_id, outcome)
 
         self._report(_Ended(complete))
 
     def _writes_done(self, outcomes: Sequence[tuple[int, IoOutcome]]) -> None:
-        def complete(engine: CacheEngine, now_ns: int) -> None:
+        def complete(engine: CacheEngine) -> None:
             now_s = time.monotonic()
             for op_id, outcome in outcomes:
                 self.measures.write_s.observe(now_s - self._write_began_s.pop(op_id))
-                engine.write_done(op_id, outcome, now_ns)
+                engine.writes.write_done(op_id, outcome)
 
         self._report(_Ended(complete, num_ops=len(outcomes)))
 
@@ -423,7 +423,7 @@ class Performer:
 
     # ------------------------------------------------------------------------------ on the loop
 
-    def _has_room(self, _engine: CacheEngine, _now_ns: int) -> None:
+    def _has_room(self, _engine: CacheEngine) -> None:
         self._awaits_room = False  # it is drained after this call, as after any
 
     def _handle(self, ended: _Ended | None) -> None:
@@ -442,8 +442,8 @@ class Performer:
 
 
 def _verified(op_id: int, outcome: IoOutcome) -> _Ended:
-    def complete(engine: CacheEngine, now_ns: int) -> None:
-        engine.verify_done(op_id, outcome, now_ns)
+    def complete(engine: CacheEngine) -> None:
+        engine.arrivals.verify_done(op_id, outcome)
 
     return _Ended(complete, op_id, outcome is IoOutcome.OK)
 

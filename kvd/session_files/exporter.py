@@ -13,7 +13,7 @@ from functools import partial
 
 from kvd.caches.caches import Caches
 from kvd.core.engine import CacheEngine
-from kvd.core.operations.exporting import Export
+from kvd.core.operations.session_files import Export
 from kvd.core.records.errors import LeaseLostError, UnknownLineageError
 from kvd.core.records.records import ExportedRows, LeaseState, LoadAnswer, Lookup
 from kvd.errors import BusyTransferError
@@ -68,10 +68,10 @@ class Exporter:
         with _ending(cache, owner):
             answer = await self._granted(cache, export, max_spans, owner)
             token_offset = export.num_tokens
-            rows = cache.act(lambda core, _: core.session_files.exported(export, answer.lease_id))
+            rows = cache.act(lambda core: core.session_files.exported(export, answer.lease_id))
             piece = await finished_in_thread(_copied, cache, runs, token_offset, rows)
             # What raises here was given to somebody else, or is corrupt: nothing of it is sent.
-            cache.act(lambda core, now_ns: core.complete_load(answer.lease_id, owner, now_ns))
+            cache.act(lambda core: core.loads.complete(answer.lease_id, owner))
         return piece
 
     async def _granted(
@@ -83,9 +83,7 @@ class Exporter:
         while True:
             await self._caches.open(cache.layout, prefault=False)
             answer = cache.act(
-                lambda core, now_ns: core.session_files.prepare_export(
-                    export, max_spans, owner, now_ns
-                )
+                lambda core: core.session_files.prepare_export(export, max_spans, owner)
             )
             if answer.lookup is Lookup.PENDING:
                 answer = await _settled(cache, answer.lease_id, until)
@@ -105,17 +103,17 @@ def _ending(cache: Cache, owner: int) -> Iterator[None]:
     try:
         yield
     finally:
-        cache.act(lambda core, now_ns: core.owner_gone(owner, now_ns))
+        cache.act(lambda core: core.engines.gone(owner))
 
 
 async def _settled(cache: Cache, lease_id: int, until: float) -> LoadAnswer:
     """Wait for a lease's reads, until the deadline."""
     loop = asyncio.get_running_loop()
-    while cache.act(lambda core, _: core.lease_state(lease_id)) is LeaseState.PENDING:
+    while cache.act(lambda core: core.loads.state_of(lease_id)) is LeaseState.PENDING:
         if not await cache.changed(max(0.0, until - loop.time())):
             break
     try:
-        return cache.act(lambda core, _: core.settle_load(lease_id))
+        return cache.act(lambda core: core.loads.settle(lease_id))
     except LeaseLostError:  # a copy turned out corrupt; there may be another one
         return LoadAnswer(Lookup.MISS, miss_reason="corrupt")
 
@@ -132,5 +130,5 @@ def _copied(cache: Cache, runs: SlotRuns, token_offset: int, rows: list[Exported
     return b"".join(frames)
 
 
-def _begin(key: SessionKey, core: CacheEngine, _now_ns: int) -> Export:
+def _begin(key: SessionKey, core: CacheEngine) -> Export:
     return core.session_files.begin_export(key)

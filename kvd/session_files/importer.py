@@ -164,7 +164,7 @@ class Import:
 
     def give_up(self) -> None:
         """Leave nothing."""
-        self._cache.act(lambda core, now_ns: core.owner_gone(self._owner, now_ns))
+        self._cache.act(lambda core: core.engines.gone(self._owner))
         self._forget()
 
     # -------------------------------------------------------------------------------------- inside
@@ -208,13 +208,11 @@ class Import:
             if left_s <= 0 or not await self._cache.changed(left_s):
                 raise BusyTransferError("no slot comes free", "try again when less is under way")
 
-    def _prepare(self, end: int, core: CacheEngine, now_ns: int) -> StoreAnswer:
+    def _prepare(self, end: int, core: CacheEngine) -> StoreAnswer:
         token_ids = bytes(self._token_ids[: end * TOKEN_BYTES])
         start = self._buffer.token_offset
         key = self._unfinished
-        return core.session_files.prepare_import(
-            key, token_ids, start, self._owner, self._lineage, now_ns
-        )
+        return core.session_files.prepare_import(key, token_ids, start, self._owner, self._lineage)
 
     def _fill(self, answer: StoreAnswer) -> None:
         arena = self._cache.arena
@@ -224,33 +222,31 @@ class Import:
             slot = arena.slots.slot(block.slot_id)
             self._runs.write(slot, first, block.num_tokens, self._buffer.runs)
 
-    def _complete(self, lease_id: int, core: CacheEngine, now_ns: int) -> None:
-        core.complete_store(lease_id, self._owner, True, now_ns)
-        if core.session_info(self._unfinished) is not None:
-            core.set_ttl(self._unfinished, UNFINISHED_NS, now_ns)
+    def _complete(self, lease_id: int, core: CacheEngine) -> None:
+        core.stores.complete(lease_id, self._owner, success=True)
+        if core.inspection.info(self._unfinished) is not None:
+            core.sessions.set_ttl(self._unfinished, UNFINISHED_NS)
 
-    def _name_it(self, core: CacheEngine, now_ns: int) -> int:
+    def _name_it(self, core: CacheEngine) -> int:
         """Let the session have what is stored; it takes the place of an earlier one."""
-        stored = core.session_info(self._unfinished)
+        stored = core.inspection.info(self._unfinished)
         if stored is None or stored.num_tokens * TOKEN_BYTES != len(self._token_ids):
             raise self._lost()
-        if self._replaces and core.session_info(self.key) is not None:
-            if core.flush(self.key, False, now_ns).skipped_leased:
+        if self._replaces and core.inspection.info(self.key) is not None:
+            if core.sessions.flush(self.key, dry_run=False).skipped_leased:
                 raise InUseError(
                     f"session {self.key} is in use",
                     "wait for the end of its turn, or see kvd leases",
                 )
-        elif core.session_info(self.key) is not None:
+        elif core.inspection.info(self.key) is not None:
             raise SessionExistsError(
                 f"session {self.key} came meanwhile", "say --replace, or name it with --session"
             )
         token_ids, owner = bytes(self._token_ids), self._owner
-        answer = core.session_files.prepare_import(
-            self.key, token_ids, 0, owner, self._lineage, now_ns
-        )
-        info = core.session_info(self.key)
+        answer = core.session_files.prepare_import(self.key, token_ids, 0, owner, self._lineage)
+        info = core.inspection.info(self.key)
         if answer.lease_id or answer.refused or info is None:
-            core.owner_gone(owner, now_ns)
+            core.engines.gone(owner)
             raise self._lost()
         return info.num_tokens
 
@@ -263,7 +259,7 @@ class Import:
     def _forget(self) -> None:
         """Drop the name of the unfinished session; the blocks stay with the finished one."""
         try:
-            self._cache.act(lambda core, now_ns: core.flush(self._unfinished, False, now_ns))
+            self._cache.act(lambda core: core.sessions.flush(self._unfinished, dry_run=False))
         except UnknownSessionError:
             return  # nothing was stored, or it has given way to others
 
@@ -305,5 +301,5 @@ def _header(reader: FileReader) -> FileHeader:
     return reader.header
 
 
-def _is_stored(key: SessionKey, core: CacheEngine, _now_ns: int) -> bool:
-    return core.session_info(key) is not None
+def _is_stored(key: SessionKey, core: CacheEngine) -> bool:
+    return core.inspection.info(key) is not None

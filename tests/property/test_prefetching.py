@@ -49,7 +49,7 @@ def test_what_is_needed_sooner_never_gives_way(
     for key in used:
         load(world, key, tokens_of(key, size_of[key]))
     before = {key: num_in_dram(world, key) for key in KEYS}
-    world.engine.replace_queue(OWNER, queue_of(*queued), world.now_ns)
+    world.engine.engines.replace_queue(OWNER, queue_of(*queued))
     world.pump()
     world.quiesce()
     after = {key: num_in_dram(world, key) for key in KEYS}

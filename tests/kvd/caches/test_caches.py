@@ -82,7 +82,7 @@ async def test_an_action_that_cannot_be_begun_ends_the_daemon(tmp_path):
         cache._on_broken = reported.append
         before, cache._on_event = cache._on_event, _fail
         with pytest.raises(ZeroDivisionError):
-            cache.act(lambda core, now_ns: core.owner_gone(1, now_ns))
+            cache.act(lambda core: core.engines.gone(1))
         cache._on_event = before
     assert [type(error) for error in reported] == [ZeroDivisionError]
 
@@ -115,8 +115,8 @@ async def test_an_empty_layout_makes_room_for_a_new_one(tmp_path):
 def _store(cache, name="a", first_token=0):
     """Have one session in a cache; returns its key."""
     key, tokens = key_of(name), encode(range(first_token, first_token + 16))
-    answer = cache.act(lambda core, now_ns: core.prepare_store(key, tokens, 0, 1, now_ns))
-    cache.act(lambda core, now_ns: core.complete_store(answer.lease_id, 1, True, now_ns))
+    answer = cache.act(lambda core: core.stores.prepare(key, tokens, 0, 1))
+    cache.act(lambda core: core.stores.complete(answer.lease_id, 1, success=True))
     return key
 
 
@@ -146,9 +146,9 @@ async def test_an_index_that_takes_nothing_is_told_little_and_then_all(tmp_path,
         assert [info.ttl_ns for info in infos] == [LONG_NS + 396 + number for number in range(4)]
 
 
-def _set_ttl(key, ttl_ns, core, now_ns):
-    core.set_ttl(key, ttl_ns, now_ns)
+def _set_ttl(key, ttl_ns, core):
+    core.sessions.set_ttl(key, ttl_ns)
 
 
-def _info(key, core, _now_ns):
-    return core.session_info(key)
+def _info(key, core):
+    return core.inspection.info(key)

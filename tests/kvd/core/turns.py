@@ -32,7 +32,7 @@ def prepare_store(
     world: CacheWorld, key: SessionKey, tokens: list[int], from_token: int = 0
 ) -> StoreAnswer:
     """Ask for slots and fill those granted."""
-    answer = world.engine.prepare_store(key, to_bytes(tokens), from_token, OWNER, world.now_ns)
+    answer = world.engine.stores.prepare(key, to_bytes(tokens), from_token, OWNER)
     rows = compute([], tokens)
     for block in answer.blocks:
         end = block.token_offset + block.num_tokens
@@ -42,7 +42,7 @@ def prepare_store(
 
 
 def complete_store(world: CacheWorld, answer: StoreAnswer, *, success: bool = True) -> int:
-    stored = world.engine.complete_store(answer.lease_id, OWNER, success, world.now_ns)
+    stored = world.engine.stores.complete(answer.lease_id, OWNER, success=success)
     world.pump()
     return stored
 
@@ -68,8 +68,8 @@ def prepare_load(
     *,
     dram_only: bool = False,
 ) -> LoadAnswer:
-    answer = world.engine.prepare_load(
-        key, to_bytes(tokens), from_token, OWNER, world.now_ns, dram_only=dram_only
+    answer = world.engine.loads.prepare(
+        key, to_bytes(tokens), from_token, OWNER, dram_only=dram_only
     )
     world.pump()
     return answer
@@ -80,23 +80,26 @@ def load(world: CacheWorld, key: SessionKey, tokens: list[int], from_token: int 
     answer = prepare_load(world, key, tokens, from_token)
     if answer.lookup is Lookup.PENDING:
         world.quiesce()
-        answer = world.engine.settle_load(answer.lease_id)
+        answer = world.engine.loads.settle(answer.lease_id)
     if answer.lookup is Lookup.HIT:
-        world.engine.complete_load(answer.lease_id, OWNER, world.now_ns)
+        world.engine.loads.complete(answer.lease_id, OWNER)
     world.pump()
     return answer
 
 
 def infos(engine: CacheEngine) -> list[SessionInfo]:
     """Every session as operators see it, in no particular order."""
-    return engine.session_infos(engine.session_keys(), EVERYTHING, 0)
+    return engine.inspection.infos(engine.inspection.keys(), EVERYTHING)
 
 
 def tiers_of(world: CacheWorld, key: SessionKey) -> list[str]:
     """Where each block of a session is: "D", "S", "DS"."""
     names = {Tier.DRAM: "D", Tier.SSD: "S"}
-    return ["".join(names[tier] for tier in b.tiers) for b in world.engine.describe(key).blocks]
+    return [
+        "".join(names[tier] for tier in b.tiers)
+        for b in world.engine.inspection.describe(key).blocks
+    ]
 
 
 def counter(world: CacheWorld, name: str) -> int:
-    return world.engine.stats().counters[name]
+    return world.engine.inspection.stats().counters[name]

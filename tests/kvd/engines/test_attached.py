@@ -36,7 +36,7 @@ class LiveCache:
         self.engine = CacheEngine(LAYOUT, limits, salt_of)
 
     def act(self, step):
-        answer = step(self.engine, 1000)
+        answer = step(self.engine)
         self.engine.drain()
         self.engine.check()
         return answer
@@ -44,12 +44,10 @@ class LiveCache:
     def store(self, engine, key=A):
         """Lease slots for a store; return the lease."""
         tokens = to_bytes([1, 2, 3, 4])
-        return self.act(
-            lambda core, now: core.prepare_store(key, tokens, 0, engine.engine_id, now)
-        ).lease_id
+        return self.act(lambda core: core.stores.prepare(key, tokens, 0, engine.engine_id)).lease_id
 
     def leases(self):
-        return [(info.lease_id, info.is_orphan) for info in self.engine.leases()]
+        return [(info.lease_id, info.is_orphan) for info in self.engine.inspection.leases()]
 
 
 @contextmanager
@@ -117,7 +115,7 @@ async def test_a_store_outlives_its_connection(engines, cache):
         assert (confirmed, lost) == ([lease], [12345])
         assert cache.leases() == [(lease, False)]
         assert [facts.quarantined for facts in engines.owners()] == [False]
-        done = cache.act(lambda core, now: core.complete_store(lease, engine.engine_id, True, now))
+        done = cache.act(lambda core: core.stores.complete(lease, engine.engine_id, success=True))
         assert done == 4
         end(engines, again)
         assert not engines.owners()

@@ -31,7 +31,7 @@ FOURS = [4] * 4
 
 
 def discard(world, tokens, *ranges) -> int:
-    kept = world.engine.discard(A, to_bytes(tokens), ranges, world.now_ns)
+    kept = world.engine.sessions.discard(A, to_bytes(tokens), ranges)
     world.pump()
     return kept
 
@@ -44,7 +44,7 @@ def test_the_oldest_tokens_go_and_the_rest_moves_up():
     assert (counter(world, "discards"), counter(world, "discarded_tokens")) == (1, 6)
     answer = load(world, A, [2, 2, *THREES])
     assert [(s.start, s.num_tokens, s.token_offset) for s in answer.spans] == [(2, 2, 0), (0, 4, 2)]
-    assert world.engine.session_info(A).num_blocks == 2
+    assert world.engine.inspection.info(A).num_blocks == 2
 
 
 @pytest.mark.parametrize("is_named", [False, True])
@@ -54,17 +54,15 @@ def test_other_tokens_do_not_match_what_a_discard_has_left(is_named):
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]
     lineage = WHOLE.after(to_bytes(tokens), [(0, 2)]) if is_named else None
     store(world, A, tokens)
-    world.engine.discard(
-        A, to_bytes(tokens), [(0, 2)], world.now_ns, lineage=WHOLE if is_named else None
+    world.engine.sessions.discard(
+        A, to_bytes(tokens), [(0, 2)], lineage=WHOLE if is_named else None
     )
     world.pump()
     for asked, num_found in (([3, 9, 5, 6, 7, 8], 0), ([3, 4, 5, 6, 7, 9], 2), (tokens[2:], 6)):
-        answer = world.engine.prepare_load(
-            A, to_bytes(asked), 0, OWNER, world.now_ns, lineage=lineage
-        )
+        answer = world.engine.loads.prepare(A, to_bytes(asked), 0, OWNER, lineage=lineage)
         assert answer.end_token == num_found
         if answer.lease_id:
-            world.engine.complete_load(answer.lease_id, OWNER, world.now_ns)
+            world.engine.loads.complete(answer.lease_id, OWNER)
         world.pump()
 
 
@@ -84,7 +82,7 @@ def test_nothing_to_discard_changes_nothing():
     store(world, A, ONES)
     assert discard(world, ONES) == 4
     assert discard(world, ONES + TWOS, (4, 8)) == 4
-    assert world.engine.describe(A).info.num_blocks == 1
+    assert world.engine.inspection.describe(A).info.num_blocks == 1
 
 
 def test_discarding_everything_drops_the_session():
@@ -92,7 +90,7 @@ def test_discarding_everything_drops_the_session():
     world = new_world()
     store(world, A, ONES)
     assert discard(world, ONES, (0, 4)) == 0
-    assert world.engine.session_info(A) is None
+    assert world.engine.inspection.info(A) is None
 
 
 def test_blocks_computed_after_a_discard_are_not_shared():
@@ -143,7 +141,7 @@ def test_coupled_positions_keep_the_prefix_only():
 
 
 def _keys(world, key) -> list[bytes]:
-    return [block.key for block in world.engine.describe(key).blocks]
+    return [block.key for block in world.engine.inspection.describe(key).blocks]
 
 
 def test_a_truncated_session_never_shares_later_blocks_with_an_untruncated_one():
@@ -186,7 +184,7 @@ def test_a_discard_that_kvd_has_not_heard_of_shows_in_the_lineage():
     store(world, A, tokens)
     lineage = WHOLE.after(to_bytes(tokens), [(4, 8)])
     kept = to_bytes([*ONES, *TWOS])
-    answer = world.engine.prepare_load(A, kept, 0, OWNER, world.now_ns, lineage=lineage)
+    answer = world.engine.loads.prepare(A, kept, 0, OWNER, lineage=lineage)
     assert answer.end_token == 4
     assert load(world, A, [*ONES, *TWOS]).end_token == 8, "who does not say is not to know"
 
@@ -198,9 +196,9 @@ def test_a_block_ends_where_the_first_discard_was():
     lineage = WHOLE.after(to_bytes(tokens), [(6, 8)])
     kept = [*ONES, 2, 2, *THREES]
     _store_named(world, A, kept, lineage)
-    blocks = world.engine.describe(A).blocks
+    blocks = world.engine.inspection.describe(A).blocks
     assert [block.num_tokens for block in blocks] == [4, 2, 4]
-    answer = world.engine.prepare_load(B, to_bytes(kept), 0, OWNER, world.now_ns, lineage=lineage)
+    answer = world.engine.loads.prepare(B, to_bytes(kept), 0, OWNER, lineage=lineage)
     assert answer.end_token == len(kept), "a fork with the same discards finds all of it"
 
 
@@ -221,19 +219,17 @@ def test_discards_add_up():
     tokens, lineage = list(range(40, 60)), WHOLE
     store(world, A, tokens)
     for ranges in ([(9, 11)], [(1, 2), (5, 12)], [(0, 3)], [(2, 3), (4, 6)]):
-        world.engine.discard(A, to_bytes(tokens), ranges, world.now_ns, lineage=lineage)
+        world.engine.sessions.discard(A, to_bytes(tokens), ranges, lineage=lineage)
         world.pump()
         lineage = lineage.after(to_bytes(tokens), ranges)
         for start, end in reversed(ranges):
             del tokens[start:end]
-        answer = world.engine.prepare_load(
-            A, to_bytes(tokens), 0, OWNER, world.now_ns, lineage=lineage
-        )
+        answer = world.engine.loads.prepare(A, to_bytes(tokens), 0, OWNER, lineage=lineage)
         assert answer.end_token == len(tokens)
         rows = [r for s in answer.spans for r in world.slots[s.slot_id][s.start :][: s.num_tokens]]
         first = compute([], list(range(40, 60)))
         assert rows == [first[token - 40] for token in tokens]
-        world.engine.complete_load(answer.lease_id, OWNER, world.now_ns)
+        world.engine.loads.complete(answer.lease_id, OWNER)
 
 
 def test_a_discard_outlives_a_restart():
@@ -251,9 +247,9 @@ def test_a_folded_session_is_unfolded_for_it():
     """What lies on SSD only is edited like the rest."""
     world = new_world()
     store(world, A, ONES + TWOS)
-    world.engine.release_dram(world.now_ns)
+    world.engine.release_dram()
     world.pump()
-    assert world.engine.describe(A).info.dram_bytes == 0
+    assert world.engine.inspection.describe(A).info.dram_bytes == 0
     assert discard(world, ONES + TWOS, (0, 2)) == 6
     world.quiesce()
     assert load(world, A, [1, 1, *TWOS]).end_token == 6
@@ -268,10 +264,10 @@ def test_a_load_under_way_keeps_what_it_reads():
     world.quiesce()
     rows = [row for span in answer.spans for row in world.slots[span.slot_id]]
     assert rows == compute([], ONES + TWOS)
-    world.engine.complete_load(answer.lease_id, OWNER, world.now_ns)
+    world.engine.loads.complete(answer.lease_id, OWNER)
     world.pump()
     world.quiesce()
-    assert world.engine.stats().tiers[0].num_blocks == 1
+    assert world.engine.inspection.stats().tiers[0].num_blocks == 1
 
 
 def test_a_store_under_way_does_not_bring_back_what_was_discarded():
@@ -283,7 +279,7 @@ def test_a_store_under_way_does_not_bring_back_what_was_discarded():
     assert complete_store(world, answer) == 4
     world.quiesce()
     assert load(world, A, TWOS).end_token == 4
-    assert world.engine.stats().tiers[0].num_blocks == 1
+    assert world.engine.inspection.stats().tiers[0].num_blocks == 1
 
 
 def test_blocks_on_their_way_to_ssd_are_discarded_when_they_arrive():
@@ -297,7 +293,7 @@ def test_blocks_on_their_way_to_ssd_are_discarded_when_they_arrive():
         assert world.io_of(kind)
         discard(world, ONES + TWOS, (0, 4))
         world.quiesce()
-        assert [tier.num_blocks for tier in world.engine.stats().tiers] == [1, 1]
+        assert [tier.num_blocks for tier in world.engine.inspection.stats().tiers] == [1, 1]
 
 
 def test_shared_blocks_stay_whole_for_the_others():
@@ -305,9 +301,9 @@ def test_shared_blocks_stay_whole_for_the_others():
     world = new_world()
     store(world, A, ONES + TWOS)
     store(world, B, ONES + TWOS)
-    before = world.engine.describe(B).blocks
+    before = world.engine.inspection.describe(B).blocks
     discard(world, ONES + TWOS, (0, 1), (2, 3), (5, 8))
-    assert world.engine.describe(B).blocks == before
+    assert world.engine.inspection.describe(B).blocks == before
     assert load(world, B, ONES + TWOS).end_token == 8
 
 
@@ -392,7 +388,7 @@ def test_a_discard_may_be_told_again(restarts):
         num_discards = 0
     assert _discard_named(world, OLD, CUT, WHOLE) == 12, "of what the discard leaves"
     assert counter(world, "discards") == num_discards
-    assert world.engine.session_info(A).num_tokens == 14
+    assert world.engine.inspection.info(A).num_tokens == 14
     assert [span.chain for span in _spans(world)] == [span.chain for span in spans]
     assert _num_found(world, [*KEPT, 5, 6], AFTER) == 14
 
@@ -424,10 +420,12 @@ def test_a_turn_that_goes_back_to_the_old_context_replaces_the_session():
     _discard_named(world, OLD, CUT, WHOLE)
     assert _num_found(world, OLD, WHOLE) == 4
     _store_named(world, A, [*OLD, 5], WHOLE)
-    assert world.engine.session_info(A).num_tokens == 17
+    assert world.engine.inspection.info(A).num_tokens == 17
     assert _num_found(world, [*OLD, 5], WHOLE) == 17
     assert _num_found(world, KEPT, AFTER) == 4
-    assert world.engine.stats().tiers[0].num_blocks == 5, "of the truncated one nothing is left"
+    assert world.engine.inspection.stats().tiers[0].num_blocks == 5, (
+        "of the truncated one nothing is left"
+    )
     assert _discard_named(world, [*OLD, 5], CUT, WHOLE) == 13, "and it can be truncated in turn"
     assert _num_found(world, [*KEPT, 5], WHOLE.after(to_bytes([*OLD, 5]), CUT)) == 13
 
@@ -438,13 +436,11 @@ def test_a_store_of_the_old_context_does_not_outlive_a_discard_told_again():
         world = new_world()
         _store_named(world, A, OLD, WHOLE)
         _discard_named(world, OLD, CUT, WHOLE)
-        answer = world.engine.prepare_store(
-            A, to_bytes(tokens), 0, OWNER, world.now_ns, lineage=lineage
-        )
+        answer = world.engine.stores.prepare(A, to_bytes(tokens), 0, OWNER, lineage=lineage)
         _discard_named(world, OLD, CUT, WHOLE)
         complete_store(world, answer)
         world.quiesce()
-        assert world.engine.session_info(A).num_tokens == num_left
+        assert world.engine.inspection.info(A).num_tokens == num_left
         assert _num_found(world, KEPT, AFTER) == 12
 
 
@@ -453,7 +449,7 @@ def test_a_session_that_grew_past_the_context_is_cut_with_it():
     world = new_world()
     _store_named(world, A, [*OLD, *ONES], WHOLE)
     assert _discard_named(world, OLD, CUT, WHOLE) == 12
-    assert world.engine.session_info(A).num_tokens == 12
+    assert world.engine.inspection.info(A).num_tokens == 12
 
 
 def test_dropping_the_end_again_spares_what_has_come_since():
@@ -477,33 +473,31 @@ def test_coupled_sessions_are_left_alone_as_well():
     after = WHOLE.after(to_bytes(old), CUT)
     _store_named(world, A, old[4:], after)
     assert _discard_named(world, old, CUT, WHOLE) == 12
-    assert world.engine.session_info(A).num_tokens == 12
+    assert world.engine.inspection.info(A).num_tokens == 12
 
 
 def _discard_named(world, tokens, ranges, lineage) -> int:
-    kept = world.engine.discard(A, to_bytes(tokens), ranges, world.now_ns, lineage=lineage)
+    kept = world.engine.sessions.discard(A, to_bytes(tokens), ranges, lineage=lineage)
     world.pump()
     return kept
 
 
 def _num_found(world, tokens, lineage) -> int:
     """How many tokens a load is granted that names this lineage."""
-    answer = world.engine.prepare_load(A, to_bytes(tokens), 0, OWNER, world.now_ns, lineage=lineage)
+    answer = world.engine.loads.prepare(A, to_bytes(tokens), 0, OWNER, lineage=lineage)
     world.pump()
     if answer.lookup is Lookup.PENDING:
         world.quiesce()
-        answer = world.engine.settle_load(answer.lease_id)
+        answer = world.engine.loads.settle(answer.lease_id)
     if answer.lookup is Lookup.HIT:
-        world.engine.complete_load(answer.lease_id, OWNER, world.now_ns)
+        world.engine.loads.complete(answer.lease_id, OWNER)
     world.pump()
     return answer.end_token
 
 
 def _store_named(world, key, tokens, lineage) -> None:
     """Store a sequence whose discards are named."""
-    answer = world.engine.prepare_store(
-        key, to_bytes(tokens), 0, OWNER, world.now_ns, lineage=lineage
-    )
+    answer = world.engine.stores.prepare(key, to_bytes(tokens), 0, OWNER, lineage=lineage)
     for block in answer.blocks:
         world.slots[block.slot_id] = compute([0], tokens)[1:][block.token_offset :][
             : block.num_tokens

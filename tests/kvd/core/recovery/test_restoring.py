@@ -36,14 +36,14 @@ def test_every_stored_session_survives_a_restart():
     store(world, A, [*ONES, 2])
     store(world, B, TWOS)
     store(world, C, THREES)
-    world.engine.pin(A, Pin.HARD, world.now_ns)
-    world.engine.set_ttl(A, 10**13, world.now_ns)
-    world.engine.end_session(B, world.now_ns)
+    world.engine.sessions.pin(A, Pin.HARD)
+    world.engine.sessions.set_ttl(A, 10**13)
+    world.engine.sessions.end(B)
     world.pump()
     world.commit(len(world.index.uncommitted))
-    before = [world.engine.session_info(key) for key in (A, B, C)]
+    before = [world.engine.inspection.info(key) for key in (A, B, C)]
     world.start()
-    after = [world.engine.session_info(key) for key in (A, B, C)]
+    after = [world.engine.inspection.info(key) for key in (A, B, C)]
     assert after == [dataclasses.replace(info, dram_bytes=0) for info in before]
     assert load(world, A, [*ONES, 2, 9]).end_token == 5
 
@@ -57,8 +57,8 @@ def test_unwritten_blocks_cut_their_session():
     world.finish_io(third, IoOutcome.OK)
     world.commit(len(world.index.uncommitted))
     world.start()
-    assert world.engine.session_info(A).num_tokens == 4
-    assert len(world.engine.describe(A).blocks) == 1
+    assert world.engine.inspection.info(A).num_tokens == 4
+    assert len(world.engine.inspection.describe(A).blocks) == 1
     world.commit(len(world.index.uncommitted))
     assert len(world.index.blocks) == 1, "the orphan's row is removed"
     assert second
@@ -96,11 +96,11 @@ def test_rows_that_cannot_be_are_removed():
         [4, 4, 4, 0],
     )
     engine = CacheEngine(LAYOUT, Limits(4, 8), salt_of)
-    engine.restore(rows, (), (), 1, world.now_ns)
+    engine.restore(rows, (), (), 1)
     engine.check()
-    assert engine.session_info(B) is None
-    assert engine.session_info(C).num_tokens == 4
-    assert engine.stats().tiers[1].num_blocks == 1
+    assert engine.inspection.info(B) is None
+    assert engine.inspection.info(C).num_tokens == 4
+    assert engine.inspection.stats().tiers[1].num_blocks == 1
     actions = engine.drain()
     dropped = {action.key for action in actions if isinstance(action, DropBlock)}
     assert dropped == {second.key, third.key, b"?" * 16}
@@ -114,9 +114,9 @@ def test_blocks_that_sessions_share_are_in_memory_once(folds_sessions):
     world = new_world(folds_sessions=folds_sessions)
     store(world, A, ONES + TWOS + THREES)
     store(world, B, ONES + THREES)
-    before = world.engine.describe(A)
+    before = world.engine.inspection.describe(A)
     world.start()
-    after = world.engine.describe(A)
+    after = world.engine.inspection.describe(A)
     places = [(block.key, block.extent, block.num_sessions) for block in after.blocks]
     assert places == [(block.key, block.extent, block.num_sessions) for block in before.blocks]
     assert len(world.engine._state.blocks) == (1 if folds_sessions else 4)
@@ -129,12 +129,12 @@ def test_a_session_with_a_discard_is_folded_too():
     world = new_world()
     store(world, A, ONES + TWOS + THREES)
     tokens = ONES + TWOS[:2] + THREES
-    assert world.engine.discard(A, to_bytes(ONES + TWOS + THREES), [(4, 6)], world.now_ns) == 10
+    assert world.engine.sessions.discard(A, to_bytes(ONES + TWOS + THREES), [(4, 6)]) == 10
     world.pump()
     world.commit(len(world.index.uncommitted))
     world.start()
     assert not len(world.engine._state.blocks)
-    assert world.engine.session_info(A).num_tokens == 10
+    assert world.engine.inspection.info(A).num_tokens == 10
     assert load(world, B, ONES + TWOS + THREES).end_token == 12, "its blocks are what they were"
     assert load(world, A, tokens).end_token == 10
 
@@ -156,9 +156,9 @@ def test_rows_are_damaged_in_any_way():
     ]:
         world.index.sessions[A] = dataclasses.replace(record, spans=spans)
         engine = CacheEngine(LAYOUT, world.limits, salt_of)
-        engine.restore(world.index.rows(), (), (), 1, world.now_ns)
+        engine.restore(world.index.rows(), (), (), 1)
         engine.check()
-        info = engine.session_info(A)
+        info = engine.inspection.info(A)
         assert (info.num_tokens if info else 0) == num_tokens
         puts = [a for a in engine.drain() if isinstance(a, PutSession | DropSession)]
         assert len(puts) == 1, "the row is written anew"
@@ -172,9 +172,9 @@ def test_two_blocks_of_one_key_or_half_a_key():
         [columns_of([SessionRecord(A, spans, 1)])], b"".join(keys), [0, 5, 10], [4, 4, 4]
     )
     engine = CacheEngine(LAYOUT, Limits(4, 8), salt_of)
-    engine.restore(rows, (), (), 1, 10)
+    engine.restore(rows, (), (), 1)
     engine.check()
-    assert engine.session_info(A).num_tokens == 4
+    assert engine.inspection.info(A).num_tokens == 4
     dropped = [action.key for action in engine.drain() if isinstance(action, DropBlock)]
     assert dropped == [keys[2]]
 
@@ -186,10 +186,10 @@ def test_a_block_in_dram_is_believed_only_if_its_row_agrees():
     (record,) = world.journal.values()
     shorter = dataclasses.replace(record, num_tokens=2, token_ids=record.token_ids[:8])
     engine = CacheEngine(LAYOUT, world.limits, salt_of)
-    engine.restore(world.index.rows(), [AdoptedSlot(0, shorter)], (), 1, world.now_ns)
+    engine.restore(world.index.rows(), [AdoptedSlot(0, shorter)], (), 1)
     engine.check()
-    assert engine.stats().tiers[0].num_blocks == 0
-    assert engine.session_info(A).ssd_bytes == LAYOUT.block_bytes
+    assert engine.inspection.stats().tiers[0].num_blocks == 0
+    assert engine.inspection.info(A).ssd_bytes == LAYOUT.block_bytes
     assert ClearSlot(0) in engine.drain()
 
 
@@ -200,10 +200,10 @@ def test_of_half_equal_keys_the_one_on_ssd_is_found():
     spans = pack_spans([plain_span(b"a" * 16, 4)])
     rows = IndexRows([columns_of([SessionRecord(A, spans, 1)])], b"a" * 16, [0], [4])
     engine = CacheEngine(LAYOUT, Limits(4, 8), salt_of)
-    engine.restore(rows, [adopted], (), 1, 10)
+    engine.restore(rows, [adopted], (), 1)
     engine.check()
-    assert engine.stats().tiers[0].num_blocks == 0
-    assert engine.session_info(A).num_tokens == 4
+    assert engine.inspection.stats().tiers[0].num_blocks == 0
+    assert engine.inspection.info(A).num_tokens == 4
 
 
 def test_pins_and_quotas_survive():
@@ -213,20 +213,20 @@ def test_pins_and_quotas_survive():
     store(world, A, ONES)
     store(world, B, TWOS)
     store(world, C, THREES)
-    world.engine.pin(A, Pin.SOFT, world.now_ns)
-    world.engine.end_session(C, world.now_ns)
+    world.engine.sessions.pin(A, Pin.SOFT)
+    world.engine.sessions.end(C)
     world.pump()
     world.commit(len(world.index.uncommitted))
-    before = world.engine.tenants()
+    before = tuple(world.engine.inspection.tenants)
     world.start()
-    assert world.engine.tenants() == before
-    assert world.engine.stats().num_soft_pins == 1
+    assert tuple(world.engine.inspection.tenants) == before
+    assert world.engine.inspection.stats().num_soft_pins == 1
     fourth = A._replace(session_id="d")
     store(world, fourth, [7] * 8)
-    assert world.engine.session_info(C) is None, "the ended session goes first"
+    assert world.engine.inspection.info(C) is None, "the ended session goes first"
     store(world, fourth, [7] * 12)
-    assert world.engine.session_info(B) is None, "then the other one that is not pinned"
-    assert world.engine.session_info(A) is not None
+    assert world.engine.inspection.info(B) is None, "then the other one that is not pinned"
+    assert world.engine.inspection.info(A) is not None
 
 
 def test_thousands_of_sessions_are_restored():
@@ -253,14 +253,15 @@ def test_thousands_of_sessions_are_restored():
     for folds_sessions in (True, False):
         limits = Limits(4, len(kept), max_sessions=1_900, folds_sessions=folds_sessions)
         engine = CacheEngine(LAYOUT, limits, salt_of)
-        engine.restore(replace(rows), (), (), 1, 100)
+        engine.advance(100)
+        engine.restore(replace(rows), (), (), 1)
         engine.check()
         engines.append(engine)
     folded, plain = engines
     listed = [infos(engine) for engine in engines]
     assert listed[0] == listed[1]
     for info in listed[0]:
-        assert folded.describe(info.key) == plain.describe(info.key)
+        assert folded.inspection.describe(info.key) == plain.inspection.describe(info.key)
     assert folded.drain() == plain.drain()
     assert len(folded._state.blocks) < len(plain._state.blocks) / 20
 
@@ -279,7 +280,8 @@ def test_a_start_lets_the_columns_go_and_joins_spans_a_part_at_a_time(monkeypatc
     kept = [key for index, key in enumerate(keys) if index != missing]
     rows = IndexRows([columns_of(sessions)], b"".join(kept), [5 * i for i in range(29)], [4] * 29)
     engine = CacheEngine(LAYOUT, Limits(4, 40), salt_of)
-    engine.restore(rows, (), (), 1, 100)
+    engine.advance(100)
+    engine.restore(rows, (), (), 1)
     assert (rows.block_keys, rows.extents, rows.block_tokens) == (b"", (), ())
     assert not engine._state.policy._facts
     victims = engine._state.placement.victims(None, 100)
@@ -303,7 +305,7 @@ def test_the_oldest_sessions_beyond_the_bound_are_not_restored():
         store(world, key, tokens)
     world.limits = Limits(4, 64, max_sessions=1)
     world.start()
-    assert world.engine.session_info(A) is None
+    assert world.engine.inspection.info(A) is None
     assert tiers_of(world, B) == ["S"]
 
 
@@ -318,5 +320,5 @@ def test_order_of_last_access_survives():
     world.commit(len(world.index.uncommitted))
     world.start()
     store(world, C, THREES)
-    assert world.engine.session_info(B) is None
+    assert world.engine.inspection.info(B) is None
     assert tiers_of(world, A) == ["S"]

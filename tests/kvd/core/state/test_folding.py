@@ -47,10 +47,10 @@ def test_a_session_is_folded_when_it_has_left_dram():
     world = idle_world([*ONES, *TWOS, 4])
     assert num_objects(world) == 4
     assert tiers_of(world, A) == ["S"] * 3
-    info = world.engine.session_info(A)
+    info = world.engine.inspection.info(A)
     assert (info.num_tokens, info.num_blocks, info.shared_blocks) == (9, 3, 0)
     assert info.ssd_bytes == info.total_bytes > info.dram_bytes == 0
-    assert world.engine.stats().tiers[1].num_blocks == 7
+    assert world.engine.inspection.stats().tiers[1].num_blocks == 7
     world.start()
     assert num_objects(world) == 0
     assert tiers_of(world, A) == ["S"] * 3
@@ -70,7 +70,7 @@ def test_a_folded_session_is_found_along_the_chain():
     """By a session that forks from it, which shares what it stores of it."""
     world = idle_world()
     store(world, C, ONES + TWOS)
-    blocks = world.engine.describe(A).blocks
+    blocks = world.engine.inspection.describe(A).blocks
     assert [block.num_sessions for block in blocks] == [2, 2, 1]
     assert load(world, C, ONES + TWOS + THREES).end_token == 12
 
@@ -84,7 +84,7 @@ def test_a_look_that_came_to_nothing_is_forgotten():
     lease = prepare_load(world, B, [7] * 4)
     assert prepare_load(world, A, TOKENS).miss_reason == "busy"
     assert num_objects(world) == before
-    world.engine.complete_load(lease.lease_id, OWNER, world.now_ns)
+    world.engine.loads.complete(lease.lease_id, OWNER)
 
 
 def test_a_block_that_becomes_private_is_folded():
@@ -93,7 +93,7 @@ def test_a_block_that_becomes_private_is_folded():
     store(world, C, ONES)
     store(world, B, [7] * 12 + [9])
     assert len(world.engine._state.sessions[A].spans) == 1
-    world.engine.flush(C, False, world.now_ns)
+    world.engine.sessions.flush(C, dry_run=False)
     world.pump()
     world.pump()
     assert world.engine._state.sessions[A].num_folded == 3
@@ -102,11 +102,11 @@ def test_a_block_that_becomes_private_is_folded():
 def test_a_held_block_is_folded_later():
     """While a store builds on it, it stays as it is."""
     world = idle_world()
-    world.engine.flush(B, False, world.now_ns)
+    world.engine.sessions.flush(B, dry_run=False)
     answer = prepare_store(world, A, [*TOKENS, 5], from_token=12)
     world.pump()
     assert world.engine._state.sessions[A].num_folded == 0
-    world.engine.complete_store(answer.lease_id, OWNER, False, world.now_ns)
+    world.engine.stores.complete(answer.lease_id, OWNER, success=False)
     world.pump()
     world.pump()
     assert world.engine._state.sessions[A].num_folded == 3
@@ -119,9 +119,9 @@ def test_a_store_that_lags_behind_leaves_a_longer_session_as_it_is():
     answer = prepare_store(world, A, ONES + [9] * 4)
     assert answer.lease_id
     assert state.sessions[A].num_folded, "what the store does not build on"
-    world.engine.complete_store(answer.lease_id, OWNER, True, world.now_ns)
+    world.engine.stores.complete(answer.lease_id, OWNER, success=True)
     world.pump()
-    assert world.engine.session_info(A).num_tokens == 8
+    assert world.engine.inspection.info(A).num_tokens == 8
     assert load(world, A, ONES + [9] * 4).end_token == 8
 
 
@@ -136,17 +136,17 @@ def test_the_tail_of_a_folded_session_is_evicted_first():
     world.now_ns += 1
     store(world, B, [7] * 12 + [8])
     store(world, C, [4] * 8 + [5] * 8)
-    assert world.engine.session_info(A) is None
+    assert world.engine.inspection.info(A) is None
 
 
 def test_blocks_behind_a_discard_are_found_one_by_one():
     """Their keys do not follow from each other; so each of them can be looked up."""
     world = idle_world()
-    world.engine.discard(A, to_bytes(TOKENS), [(0, 4)], world.now_ns)
+    world.engine.sessions.discard(A, to_bytes(TOKENS), [(0, 4)])
     world.pump()
     state = world.engine._state
     assert state.sessions[A].num_folded == 2
-    assert set(state.tails.heads) == {b.key for b in world.engine.describe(A).blocks}
+    assert set(state.tails.heads) == {b.key for b in world.engine.inspection.describe(A).blocks}
     store(world, C, ONES)
     assert load(world, C, TOKENS).end_token == 12, "the chain goes on into another's folded blocks"
     assert load(world, A, TWOS + THREES).end_token == 8
@@ -155,7 +155,7 @@ def test_blocks_behind_a_discard_are_found_one_by_one():
 def test_two_spans_of_one_block_are_not_folded():
     """A discard inside a block leaves two; the session stays as it is."""
     world = idle_world()
-    world.engine.discard(A, to_bytes(TOKENS), [(1, 2)], world.now_ns)
+    world.engine.sessions.discard(A, to_bytes(TOKENS), [(1, 2)])
     world.pump()
     assert world.engine._state.sessions[A].num_folded == 0
     assert load(world, A, [1, 1, 1, *TWOS, *THREES]).end_token == 11
@@ -193,7 +193,7 @@ class Twin:
     def step(self, what, key, argument) -> object:
         """Do one thing; returns what can be seen of it."""
         self.world.now_ns += 1
-        if what in ("pin", "flush") and not self.world.engine.session_info(key):
+        if what in ("pin", "flush") and not self.world.engine.inspection.info(key):
             return None
         answer = getattr(self, f"_{what}")(key, argument)
         self.world.pump()
@@ -218,40 +218,40 @@ class Twin:
         if start >= len(tokens):
             return None
         ranges = [(start, min(start + 4, len(tokens)))]
-        kept = self.world.engine.discard(key, to_bytes(tokens), ranges, self.world.now_ns)
+        kept = self.world.engine.sessions.discard(key, to_bytes(tokens), ranges)
         if kept:
             self.tokens[key] = tokens[:start] + tokens[start + 4 :]
         return kept
 
     def _wait(self, _, elapsed_ns) -> None:
         self.world.now_ns += elapsed_ns
-        self.world.engine.expire(self.world.now_ns)
+        self.world.engine.expire()
 
     def _queue(self, key, _) -> None:
-        self.world.engine.replace_queue(OWNER, queue_of(key), self.world.now_ns)
+        self.world.engine.engines.replace_queue(OWNER, queue_of(key))
 
     def _end(self, key, _) -> object:
-        return self.world.engine.end_session(key, self.world.now_ns)
+        return self.world.engine.sessions.end(key)
 
     def _restart(self, _, keep_dram) -> None:
         self.world.commit(len(self.world.index.uncommitted))
         self.world.start(keep_dram=keep_dram)
 
     def _pin(self, key, pin) -> None:
-        self.world.engine.pin(key, pin, self.world.now_ns)
+        self.world.engine.sessions.pin(key, pin)
 
     def _flush(self, key, dry_run) -> object:
-        return self.world.engine.flush(key, dry_run, self.world.now_ns)
+        return self.world.engine.sessions.flush(key, dry_run=dry_run)
 
     def look(self) -> tuple[object, ...]:
         """Everything an operator can see, but for where on SSD it is."""
         engine = self.world.engine
         listed = infos(engine)
-        details = [engine.describe(info.key).blocks for info in listed]
+        details = [engine.inspection.describe(info.key).blocks for info in listed]
         blocks = [tuple(replace(b, extent=None, slot_id=None) for b in d) for d in details]
-        stats = replace(engine.stats(), counters={})
-        evictions = engine.stats().counters["evictions_ssd"]
-        return listed, blocks, stats, evictions, engine.tenants()
+        stats = replace(engine.inspection.stats(), counters={})
+        evictions = engine.inspection.stats().counters["evictions_ssd"]
+        return listed, blocks, stats, evictions, tuple(engine.inspection.tenants)
 
 
 def _seen(answer: LoadAnswer) -> object:

@@ -205,10 +205,10 @@ def test_what_the_engine_notes_of_a_turn() -> None:
     store(world, B, THREES * 2)  # A is on SSD only
     load(world, A, [*ONES, *TWOS, 9])
     store(world, A, [*ONES, *TWOS, 9, 9])
-    world.engine.discard(A, to_bytes([*ONES, *TWOS, 9, 9]), [(8, 10)], world.now_ns)
+    world.engine.sessions.discard(A, to_bytes([*ONES, *TWOS, 9, 9]), [(8, 10)])
     load(world, A, [*ONES, *TWOS, 7])
-    world.engine.end_session(A, world.now_ns)
-    turns = [turn for turn in world.engine.recent_turns() if turn.session == 1]
+    world.engine.sessions.end(A)
+    turns = [turn for turn in world.engine.inspection.turns if turn.session == 1]
     assert [turn.is_ended for turn in turns] == [False, False, True]
     assert [(t.turn, t.wanted_tokens, t.dram_tokens, t.ssd_tokens) for t in turns] == [
         (1, 0, 0, 0),
@@ -223,14 +223,20 @@ def test_a_job_reaches_the_log_through_the_engine() -> None:
     """A full queue and its changes; the engine's end ends what was known of it."""
     world = new_world()
     key_job = QueueChange([QueuedJob((0, 0.0, 5), A, 3)])
-    world.engine.replace_queue(OWNER, key_job, now_ns=1000)
+    world.now_ns = 1000
+    world.engine.engines.replace_queue(OWNER, key_job)
+    world.now_ns = 2000
     change = QueueChange(running=[RunningJob(5, A)])
-    world.engine.change_queue(OWNER, change, now_ns=2000)
-    world.engine.prepare_load(A, to_bytes(ONES), 0, OWNER, 3000)
-    (turn,) = world.engine.recent_turns()
+    world.engine.engines.change_queue(OWNER, change)
+    world.now_ns = 3000
+    world.engine.loads.prepare(A, to_bytes(ONES), 0, OWNER)
+    (turn,) = world.engine.inspection.turns
     assert (turn.arrived_ns, turn.started_ns, turn.wanted_tokens) == (1000, 2000, 3)
-    world.engine.replace_queue(OWNER, QueueChange([QueuedJob((0, 0.0, 6), B, 3)]), now_ns=4000)
-    world.engine.owner_gone(OWNER, now_ns=5000)
-    world.engine.change_queue(OWNER, QueueChange(running=[RunningJob(6, B)]), now_ns=6000)
-    world.engine.prepare_load(B, to_bytes(ONES), 0, OWNER, 6000)
-    assert [turn.arrived_ns for turn in world.engine.recent_turns()] == [1000, 6000]
+    world.now_ns = 4000
+    world.engine.engines.replace_queue(OWNER, QueueChange([QueuedJob((0, 0.0, 6), B, 3)]))
+    world.now_ns = 5000
+    world.engine.engines.gone(OWNER)
+    world.now_ns = 6000
+    world.engine.engines.change_queue(OWNER, QueueChange(running=[RunningJob(6, B)]))
+    world.engine.loads.prepare(B, to_bytes(ONES), 0, OWNER)
+    assert [turn.arrived_ns for turn in world.engine.inspection.turns] == [1000, 6000]

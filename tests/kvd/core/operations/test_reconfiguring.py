@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvd.core.operations import relimiting
-from kvd.core.operations.relimiting import DROP_BATCH, RESCHEDULE_BATCH
+from kvd.core.operations import reconfiguring
+from kvd.core.operations.reconfiguring import DROP_BATCH, RESCHEDULE_BATCH
 from kvd.core.records.actions import WriteBlock
 from kvd.core.records.errors import TooManyLeasesError
 from kvd.core.records.records import TTL_NEVER_NS, Admission, Pin
@@ -32,15 +32,15 @@ from tests.property.cache_world import LAYOUT, MODEL, CacheWorld, to_bytes
 def relimit(world: CacheWorld, **changed) -> None:
     """Change limits, and let everything come about that follows without time passing."""
     world.limits = replace(world.limits, **changed)
-    world.engine.set_limits(world.limits, world.now_ns)
+    world.engine.set_limits(world.limits)
     world.pump()
     while (due_ns := world.engine.next_deadline_ns()) is not None and due_ns <= world.now_ns:
-        world.engine.expire(world.now_ns)
+        world.engine.expire()
         world.pump()
 
 
 def is_stored(world: CacheWorld, key: SessionKey) -> bool:
-    return world.engine.session_info(key) is not None
+    return world.engine.inspection.info(key) is not None
 
 
 def test_a_shorter_ttl_holds_for_sessions_that_are_stored():
@@ -55,7 +55,7 @@ def test_a_shorter_ttl_holds_for_sessions_that_are_stored():
     relimit(world)
     assert not is_stored(world, A)
     assert is_stored(world, OTHER_TENANT)
-    assert world.engine.session_info(OTHER_TENANT).expires_at_ns == world.now_ns + 90
+    assert world.engine.inspection.info(OTHER_TENANT).expires_at_ns == world.now_ns + 90
 
 
 def test_a_longer_ttl_keeps_what_would_have_gone():
@@ -63,10 +63,10 @@ def test_a_longer_ttl_keeps_what_would_have_gone():
     world = new_world(default_ttl_ns=100)
     store(world, A, ONES)
     store(world, B, TWOS)
-    world.engine.set_ttl(B, 100, world.now_ns)
+    world.engine.sessions.set_ttl(B, 100)
     relimit(world, default_ttl_ns=1000, tenant_limits=lambda _: TenantLimits())
     world.now_ns += 500
-    world.engine.expire(world.now_ns)
+    world.engine.expire()
     world.pump()
     assert is_stored(world, A)
     assert not is_stored(world, B)
@@ -83,11 +83,11 @@ def test_many_sessions_are_rescheduled_in_bounded_steps():
     store(world, A, ONES)
     for index in range(1, num_sessions):  # they share their block: there is nothing to write
         key = SessionKey("a", MODEL, str(index))
-        world.engine.prepare_store(key, to_bytes(ONES), 0, OWNER, world.now_ns)
+        world.engine.stores.prepare(key, to_bytes(ONES), 0, OWNER)
     world.pump()
-    assert world.engine.stats().num_sessions == num_sessions
+    assert world.engine.inspection.stats().num_sessions == num_sessions
     world.limits = replace(world.limits, default_ttl_ns=100)
-    world.engine.set_limits(world.limits, world.now_ns)
+    world.engine.set_limits(world.limits)
     assert world.engine.next_deadline_ns() == world.now_ns
     relimit(world)
     assert world.engine.next_deadline_ns() == world.now_ns + 100
@@ -99,9 +99,9 @@ def test_fewer_sessions_are_kept_the_coldest_go():
     keys = [SessionKey("a", MODEL, str(index)) for index in range(DROP_BATCH + 5)]
     for key in keys:
         store(world, key, ONES)
-    world.engine.pin(keys[0], Pin.HARD, world.now_ns)
-    world.engine.set_limits(replace(world.limits, max_sessions=2), world.now_ns)
-    assert world.engine.stats().num_sessions == 5, "a batch is gone at once"
+    world.engine.sessions.pin(keys[0], Pin.HARD)
+    world.engine.set_limits(replace(world.limits, max_sessions=2))
+    assert world.engine.inspection.stats().num_sessions == 5, "a batch is gone at once"
     relimit(world, max_sessions=2)
     assert [key for key in keys if is_stored(world, key)] == [keys[0], keys[-1]]
 
@@ -121,7 +121,7 @@ def test_a_quota_that_begins_counts_what_is_stored():
 
 def test_a_quota_begins_in_bounded_steps_and_what_happens_meanwhile_counts(monkeypatch):
     """Until all are in order it bounds nobody; those used since are the warmest."""
-    monkeypatch.setattr(relimiting, "RESCHEDULE_BATCH", 3)
+    monkeypatch.setattr(reconfiguring, "RESCHEDULE_BATCH", 3)
     world = new_world(num_slots=32)
     keys = [SessionKey("a", MODEL, str(number)) for number in range(8)]
     for number, key in enumerate(keys):
@@ -129,18 +129,18 @@ def test_a_quota_begins_in_bounded_steps_and_what_happens_meanwhile_counts(monke
         store(world, key, [number] * 4)
     quota = TenantLimits(quota_bytes=8 * LAYOUT.block_bytes)
     world.limits = replace(world.limits, tenant_limits=lambda _: quota)
-    world.engine.set_limits(world.limits, world.now_ns)
+    world.engine.set_limits(world.limits)
     num_steps = 0
     while (due_ns := world.engine.next_deadline_ns()) is not None and due_ns <= world.now_ns:
         world.engine.check()
         if num_steps == 0:
             load(world, keys[1], [1] * 4)
         if num_steps == 3:
-            world.engine.flush(keys[5], False, world.now_ns)
+            world.engine.sessions.flush(keys[5], dry_run=False)
             load(world, keys[2], [2] * 4)
         if num_steps == 1:
             store(world, SessionKey("a", MODEL, "new"), [9] * 4)
-        world.engine.expire(world.now_ns)
+        world.engine.expire()
         num_steps += 1
     assert num_steps >= 2 * len(keys) // 3
     world.engine.check()
@@ -153,7 +153,7 @@ def test_a_quota_begins_in_bounded_steps_and_what_happens_meanwhile_counts(monke
 
 def test_what_waits_for_a_quota_is_nothing_for_the_garbage_collector(monkeypatch):
     """Its passes would stop every engine for longer, the more sessions are to be put in order."""
-    monkeypatch.setattr(relimiting, "RESCHEDULE_BATCH", 64)
+    monkeypatch.setattr(reconfiguring, "RESCHEDULE_BATCH", 64)
     world = new_world(num_slots=256)
     for number in range(150):
         store(world, SessionKey("a", MODEL, str(number)), [number] * 4)
@@ -161,8 +161,8 @@ def test_what_waits_for_a_quota_is_nothing_for_the_garbage_collector(monkeypatch
     limits = replace(world.limits, tenant_limits=lambda _: quota)
     gc.collect()
     num_before = len(gc.get_objects())
-    world.engine.set_limits(limits, world.now_ns)
-    world.engine.expire(world.now_ns)
+    world.engine.set_limits(limits)
+    world.engine.expire()
     assert len(gc.get_objects()) - num_before < 64
 
 
@@ -173,9 +173,9 @@ def test_a_quota_that_begins_keeps_pins_and_ends():
     for token, key in enumerate(keys):
         world.now_ns += 1
         store(world, key, [token] * 4)
-    world.engine.pin(keys[0], Pin.HARD, world.now_ns)
-    world.engine.pin(keys[1], Pin.SOFT, world.now_ns)
-    world.engine.end_session(keys[3], world.now_ns)
+    world.engine.sessions.pin(keys[0], Pin.HARD)
+    world.engine.sessions.pin(keys[1], Pin.SOFT)
+    world.engine.sessions.end(keys[3])
     relimit(world, tenant_limits=lambda _: TenantLimits(quota_bytes=4 * LAYOUT.block_bytes))
     kept = []
     for token in range(10, 13):
@@ -198,11 +198,11 @@ def test_write_through_writes_what_was_left_to_rest(before):
     """Blocks that waited for an eviction, or for their session to rest, are written at once."""
     world = new_world(admission=before, write_back_delay_ns=10**9)
     store(world, A, ONES)
-    assert not world.engine.stats().tiers[1].num_blocks
+    assert not world.engine.inspection.stats().tiers[1].num_blocks
     relimit(world, admission=Admission.WRITE_THROUGH)
     assert any(isinstance(io, WriteBlock) for io in world.io.values())
     world.quiesce()
-    assert world.engine.stats().tiers[1].num_blocks == 1
+    assert world.engine.inspection.stats().tiers[1].num_blocks == 1
 
 
 def test_a_shorter_rest_writes_back_sooner():
@@ -218,9 +218,9 @@ def test_a_higher_watermark_is_kept_at_once():
     world = new_world(num_slots=10)
     for token in range(10):
         store(world, SessionKey("a", MODEL, str(token)), [token] * 4)
-    assert world.engine.stats().tiers[0].num_blocks == 10
+    assert world.engine.inspection.stats().tiers[0].num_blocks == 10
     relimit(world, watermark=0.3)
-    assert world.engine.stats().tiers[0].num_blocks == 7
+    assert world.engine.inspection.stats().tiers[0].num_blocks == 7
 
 
 def test_fewer_leases_bound_the_next_ones():
@@ -232,5 +232,5 @@ def test_fewer_leases_bound_the_next_ones():
     with pytest.raises(TooManyLeasesError):
         prepare_load(world, A, ONES)
     for lease in leases:
-        world.engine.complete_load(lease.lease_id, 1, world.now_ns)
+        world.engine.loads.complete(lease.lease_id, 1)
     prepare_load(world, A, ONES)

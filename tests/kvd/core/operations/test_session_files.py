@@ -31,11 +31,11 @@ def idle_world(**limits):
 
 def lease(world, export, max_spans=1):
     """Lease the next spans, and have them there; a miss, or a hit that is settled."""
-    answer = world.engine.session_files.prepare_export(export, max_spans, OPERATOR, world.now_ns)
+    answer = world.engine.session_files.prepare_export(export, max_spans, OPERATOR)
     world.pump()
     if answer.lookup is Lookup.PENDING:
         world.quiesce()
-        answer = world.engine.settle_load(answer.lease_id)
+        answer = world.engine.loads.settle(answer.lease_id)
     return answer
 
 
@@ -46,7 +46,7 @@ def take(world, export, max_spans=1):
     for part in world.engine.session_files.exported(export, answer.lease_id):
         rows += world.slots[part.slot_id][part.start : part.start + part.num_tokens]
         tokens += struct.unpack(f"<{part.num_tokens}I", part.token_ids)
-    world.engine.complete_load(answer.lease_id, OPERATOR, world.now_ns)
+    world.engine.loads.complete(answer.lease_id, OPERATOR)
     world.pump()
     return tokens, rows
 
@@ -80,18 +80,18 @@ def test_spans_are_at_their_places_in_the_session():
 def test_an_export_is_no_use():
     """Neither the session's age nor the counts of loads change."""
     world = idle_world()
-    before = world.engine.session_info(A).last_access_ns
+    before = world.engine.inspection.info(A).last_access_ns
     world.now_ns += 5
     export = begin(world)
     take(world, export, 9)
-    assert world.engine.session_info(A).last_access_ns == before
+    assert world.engine.inspection.info(A).last_access_ns == before
     assert counter(world, "load_hits") == 0
 
 
 def test_what_a_discard_left_is_given_out_with_its_lineage():
     """The rows are those of what was computed before it."""
     world = idle_world()
-    world.engine.discard(A, to_bytes(TOKENS), [(0, 6)], world.now_ns)
+    world.engine.sessions.discard(A, to_bytes(TOKENS), [(0, 6)])
     world.pump()
     export = begin(world)
     assert export.lineage == WHOLE.after(to_bytes(TOKENS), [(0, 6)])
@@ -102,7 +102,7 @@ def test_what_a_discard_left_is_given_out_with_its_lineage():
 def test_a_lineage_that_is_not_known_ends_the_export():
     """A kvd that has started since knows the rows, not what they follow from."""
     world = idle_world()
-    world.engine.discard(A, to_bytes(TOKENS), [(4, 6)], world.now_ns)
+    world.engine.sessions.discard(A, to_bytes(TOKENS), [(4, 6)])
     world.pump()
     world.quiesce()
     world.start()
@@ -117,7 +117,7 @@ def test_memory_is_verified_before_it_is_given_out():
     """What is wrong in DRAM comes from SSD; a file would keep it for years."""
     world = new_world()
     store(world, A, TOKENS)
-    world.damage_slot(world.engine.describe(A).blocks[1].slot_id)
+    world.damage_slot(world.engine.inspection.describe(A).blocks[1].slot_id)
     assert take(world, begin(world), 9) == (TOKENS, compute([], TOKENS))
     assert counter(world, "blocks_corrupt_dram") == 1
 
@@ -128,11 +128,11 @@ def test_a_session_that_changes_meanwhile_is_refused():
     store(world, A, TOKENS)
     export = begin(world)
     take(world, export)
-    world.engine.discard(A, to_bytes(TOKENS), [(0, 6)], world.now_ns)
+    world.engine.sessions.discard(A, to_bytes(TOKENS), [(0, 6)])
     world.pump()
     with pytest.raises(SessionChangedError, match="changed meanwhile"):
         lease(world, export)
-    world.engine.flush(A, False, world.now_ns)
+    world.engine.sessions.flush(A, dry_run=False)
     world.pump()
     with pytest.raises(SessionChangedError, match="gone meanwhile"):
         lease(world, export)
@@ -144,7 +144,7 @@ def test_rows_that_turn_out_corrupt_are_not_given_out():
     """The lease is lost before anything is written to a file."""
     world = new_world(num_extents=0)
     store(world, A, ONES)
-    world.damage_slot(world.engine.describe(A).blocks[0].slot_id)
+    world.damage_slot(world.engine.inspection.describe(A).blocks[0].slot_id)
     export = begin(world)
     answer = lease(world, export)
     assert (answer.lookup, answer.miss_reason) == (Lookup.MISS, "corrupt")
@@ -157,12 +157,12 @@ def test_a_tenant_that_is_erased_is_neither_exported_nor_imported():
     world = new_world()
     store(world, A, ONES)
     files, export = world.engine.session_files, begin(world)
-    world.engine.erasing.begin(lambda tenant: tenant == A.tenant, world.now_ns)
+    world.engine.erasing.begin(lambda tenant: tenant == A.tenant)
     world.pump()
     for call in (
         lambda: begin(world),
         lambda: lease(world, export),
-        lambda: files.prepare_import(C, to_bytes(ONES), 0, OPERATOR, WHOLE, world.now_ns),
+        lambda: files.prepare_import(C, to_bytes(ONES), 0, OPERATOR, WHOLE),
     ):
         with pytest.raises(ErasingError):
             call()
@@ -173,13 +173,13 @@ def test_an_import_is_a_store_of_what_no_turn_has_computed():
     world = new_world()
     world.now_ns += 5
     files, token_ids = world.engine.session_files, to_bytes(THREES)
-    answer = files.prepare_import(C, token_ids, 0, OPERATOR, WHOLE, world.now_ns)
-    assert [lease.since_ns for lease in world.engine.leases()] == [world.now_ns]
+    answer = files.prepare_import(C, token_ids, 0, OPERATOR, WHOLE)
+    assert [lease.since_ns for lease in world.engine.inspection.leases()] == [world.now_ns]
     world.slots[answer.blocks[0].slot_id] = compute([], THREES)
-    world.engine.complete_store(answer.lease_id, OPERATOR, True, world.now_ns)
+    world.engine.stores.complete(answer.lease_id, OPERATOR, success=True)
     world.pump()
     world.quiesce()
     assert tiers_of(world, C) == ["DS"]
-    assert world.engine.session_info(C).last_access_ns == world.now_ns
+    assert world.engine.inspection.info(C).last_access_ns == world.now_ns
     with pytest.raises(InvalidRequestError):
-        files.prepare_import(C, token_ids, 5, OPERATOR, WHOLE, world.now_ns)
+        files.prepare_import(C, token_ids, 5, OPERATOR, WHOLE)

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from kvd.core.inspection.session_filter import SessionFilter
-from kvd.core.operations.retention import EXPIRE_BATCH, RECHECK_NS
+from kvd.core.operations.sessions import EXPIRE_BATCH, RECHECK_NS
 from kvd.core.records.errors import InvalidRequestError, UnknownSessionError
 from kvd.core.records.records import TTL_NEVER_NS, Admission, Pin
 from kvd.core.state.tenants import TenantLimits
@@ -26,7 +26,7 @@ from tests.kvd.core.turns import (
 
 def expire(world, elapsed_ns: int) -> None:
     world.now_ns += elapsed_ns
-    world.engine.expire(world.now_ns)
+    world.engine.expire()
     world.pump()
 
 
@@ -39,7 +39,7 @@ def test_sessions_that_are_gone_leave_every_clock():
     for _ in range(20):
         store(world, A, ONES)
         assert {len(clock) for clock in clocks} >= {1}
-        world.engine.flush(A, dry_run=False, now_ns=world.now_ns)
+        world.engine.sessions.flush(A, dry_run=False)
         world.pump()
         assert sum(map(len, clocks)) == 0
     assert world.engine.next_deadline_ns() is None
@@ -53,9 +53,9 @@ def test_a_session_expires_after_its_last_use():
     expire(world, 60)
     load(world, A, ONES)
     expire(world, 60)
-    assert world.engine.session_info(A).expires_at_ns == world.now_ns + 40
+    assert world.engine.inspection.info(A).expires_at_ns == world.now_ns + 40
     expire(world, 40)
-    assert world.engine.session_info(A) is None
+    assert world.engine.inspection.info(A) is None
     assert world.engine.next_deadline_ns() is None
 
 
@@ -63,12 +63,12 @@ def test_a_session_has_its_own_ttl():
     """Shorter, never, and back to the default."""
     world = new_world(default_ttl_ns=1000)
     store(world, A, ONES)
-    assert world.engine.set_ttl(A, 10, world.now_ns).expires_at_ns == world.now_ns + 10
-    assert world.engine.set_ttl(A, TTL_NEVER_NS, world.now_ns).expires_at_ns is None
+    assert world.engine.sessions.set_ttl(A, 10).expires_at_ns == world.now_ns + 10
+    assert world.engine.sessions.set_ttl(A, TTL_NEVER_NS).expires_at_ns is None
     expire(world, 500)
-    assert world.engine.set_ttl(A, None, world.now_ns).expires_at_ns == world.now_ns + 500
+    assert world.engine.sessions.set_ttl(A, None).expires_at_ns == world.now_ns + 500
     with pytest.raises(InvalidRequestError):
-        world.engine.set_ttl(A, 0, world.now_ns)
+        world.engine.sessions.set_ttl(A, 0)
 
 
 def test_sessions_in_use_do_not_expire():
@@ -78,16 +78,16 @@ def test_sessions_in_use_do_not_expire():
     lease = prepare_load(world, A, ONES)
     expire(world, 200)
     assert world.engine.next_deadline_ns() == world.now_ns + RECHECK_NS
-    world.engine.complete_load(lease.lease_id, OWNER, world.now_ns)
-    world.engine.replace_queue(OWNER, queue_of(A), world.now_ns)
+    world.engine.loads.complete(lease.lease_id, OWNER)
+    world.engine.engines.replace_queue(OWNER, queue_of(A))
     expire(world, RECHECK_NS)
-    world.engine.replace_queue(OWNER, queue_of(), world.now_ns)
-    world.engine.pin(A, Pin.HARD, world.now_ns)
+    world.engine.engines.replace_queue(OWNER, queue_of())
+    world.engine.sessions.pin(A, Pin.HARD)
     expire(world, RECHECK_NS)
-    assert world.engine.session_info(A).expires_at_ns is None
-    world.engine.unpin(A, world.now_ns)
+    assert world.engine.inspection.info(A).expires_at_ns is None
+    world.engine.sessions.pin(A, Pin.NONE)
     expire(world, 100)
-    assert world.engine.session_info(A) is None
+    assert world.engine.inspection.info(A) is None
 
 
 def test_many_sessions_expire_in_batches():
@@ -96,17 +96,17 @@ def test_many_sessions_expire_in_batches():
     for number in range(EXPIRE_BATCH + 1):
         store(world, A._replace(session_id=str(number)), ONES)
     expire(world, 200)
-    assert world.engine.stats().num_sessions == 1
+    assert world.engine.inspection.stats().num_sessions == 1
     assert world.engine.next_deadline_ns() <= world.now_ns
     expire(world, 0)
-    assert world.engine.stats().num_sessions == 0
+    assert world.engine.inspection.stats().num_sessions == 0
 
 
 def test_a_deadline_of_a_session_that_is_gone_means_nothing():
     """The TTL clock may remember flushed sessions; it does no harm."""
     world = new_world(default_ttl_ns=100)
     store(world, A, ONES)
-    world.engine.flush(A, False, world.now_ns)
+    world.engine.sessions.flush(A, dry_run=False)
     expire(world, 100)
     assert world.engine.next_deadline_ns() is None
 
@@ -117,12 +117,12 @@ def test_a_flush_frees_what_nobody_else_uses():
     store(world, A, ONES + TWOS)
     store(world, B, ONES)
     block_bytes = world.engine.layout.block_bytes
-    dry = world.engine.flush(A, True, world.now_ns)
-    assert world.engine.session_info(A) is not None
-    wet = world.engine.flush(A, False, world.now_ns)
+    dry = world.engine.sessions.flush(A, dry_run=True)
+    assert world.engine.inspection.info(A) is not None
+    wet = world.engine.sessions.flush(A, dry_run=False)
     assert dry == wet
     assert (wet.num_sessions, wet.freed_bytes) == (1, 2 * block_bytes)
-    assert world.engine.session_info(B).num_tokens == 4
+    assert world.engine.inspection.info(B).num_tokens == 4
 
 
 def test_a_flush_of_all_skips_leased_sessions():
@@ -131,25 +131,25 @@ def test_a_flush_of_all_skips_leased_sessions():
     store(world, A, ONES)
     store(world, B, TWOS)
     prepare_load(world, A, ONES)
-    answer = world.engine.flush(None, False, world.now_ns)
+    answer = world.engine.sessions.flush(None, dry_run=False)
     assert (answer.num_sessions, answer.skipped_leased) == (1, (A,))
-    assert world.engine.session_info(B) is None
+    assert world.engine.inspection.info(B) is None
 
 
 def test_operators_hear_about_unknown_sessions():
     """Naming a session that is not stored is an error with a remedy, except for engines."""
     world = new_world()
     for call in (
-        lambda: world.engine.pin(A, Pin.SOFT, 0),
-        lambda: world.engine.unpin(A, 0),
-        lambda: world.engine.set_ttl(A, None, 0),
-        lambda: world.engine.flush(A, True, 0),
-        lambda: world.engine.describe(A),
+        lambda: world.engine.sessions.pin(A, Pin.SOFT),
+        lambda: world.engine.sessions.pin(A, Pin.NONE),
+        lambda: world.engine.sessions.set_ttl(A, None),
+        lambda: world.engine.sessions.flush(A, dry_run=True),
+        lambda: world.engine.inspection.describe(A),
     ):
         with pytest.raises(UnknownSessionError, match="kvd ls"):
             call()
-    assert not world.engine.end_session(A, 0)
-    assert world.engine.discard(A, b"", [], 0) == 0
+    assert not world.engine.sessions.end(A)
+    assert world.engine.sessions.discard(A, b"", []) == 0
 
 
 def test_the_nearest_ttl_holds():
@@ -159,13 +159,13 @@ def test_the_nearest_ttl_holds():
     third = A._replace(tenant="third")
     for key in (A, B, OTHER_TENANT, third):
         store(world, key, ONES)
-    world.engine.set_ttl(B, 20, world.now_ns)
-    infos = [world.engine.session_info(key) for key in (A, B, OTHER_TENANT, third)]
+    world.engine.sessions.set_ttl(B, 20)
+    infos = [world.engine.inspection.info(key) for key in (A, B, OTHER_TENANT, third)]
     left = [info.expires_at_ns and info.expires_at_ns - world.now_ns for info in infos]
     assert left == [50, 20, None, 100]
     assert [info.ttl_source for info in infos] == ["tenant", "session", "tenant", "default"]
     expire(world, 60)
-    assert world.engine.stats().num_sessions == 2
+    assert world.engine.inspection.stats().num_sessions == 2
 
 
 @pytest.mark.parametrize("pin", [Pin.SOFT, Pin.HARD])
@@ -173,15 +173,15 @@ def test_a_pin_of_either_kind_stops_the_clock(pin):
     """Ending it counts as a use; changing its kind does not."""
     world = new_world(default_ttl_ns=100)
     store(world, A, ONES)
-    world.engine.pin(A, pin, world.now_ns)
+    world.engine.sessions.pin(A, pin)
     expire(world, 200)
-    assert world.engine.session_info(A).pin is pin
+    assert world.engine.inspection.info(A).pin is pin
     other = Pin.HARD if pin is Pin.SOFT else Pin.SOFT
-    world.engine.pin(A, other, world.now_ns)
-    assert world.engine.session_info(A).last_access_ns == world.now_ns - 200
-    world.engine.unpin(A, world.now_ns)
-    assert world.engine.session_info(A).expires_at_ns == world.now_ns + 100
-    stats = world.engine.stats()
+    world.engine.sessions.pin(A, other)
+    assert world.engine.inspection.info(A).last_access_ns == world.now_ns - 200
+    world.engine.sessions.pin(A, Pin.NONE)
+    assert world.engine.inspection.info(A).expires_at_ns == world.now_ns + 100
+    stats = world.engine.inspection.stats()
     assert (stats.num_soft_pins, stats.num_hard_pins) == (0, 0)
 
 
@@ -190,11 +190,11 @@ def test_pins_are_counted():
     world = new_world()
     for key, pin in ((A, Pin.SOFT), (B, Pin.HARD)):
         store(world, key, ONES)
-        world.engine.pin(key, pin, world.now_ns)
-    stats = world.engine.stats()
+        world.engine.sessions.pin(key, pin)
+    stats = world.engine.inspection.stats()
     assert (stats.num_soft_pins, stats.num_hard_pins) == (1, 1)
-    world.engine.flush(None, False, world.now_ns)
-    stats = world.engine.stats()
+    world.engine.sessions.flush(None, dry_run=False)
+    stats = world.engine.inspection.stats()
     assert (stats.num_soft_pins, stats.num_hard_pins) == (0, 0)
 
 
@@ -208,14 +208,14 @@ def test_chosen_sessions_are_flushed_bit_by_bit():
     world.now_ns += 100
     load(world, keys[3], ONES)
     idle = SessionFilter(idle_ns=100)
-    assert world.engine.flushable(keys, idle, world.now_ns) == ((keys[1], keys[2]), (keys[0],))
-    answers = [world.engine.flush_selected(keys[2:], idle, world.now_ns) for _ in range(2)]
+    assert world.engine.sessions.flushable(keys, idle) == ((keys[1], keys[2]), (keys[0],))
+    answers = [world.engine.sessions.flush_selected(keys[2:], idle) for _ in range(2)]
     assert [answer.num_sessions for answer in answers] == [1, 0]
     everything = SessionFilter()
-    rest = world.engine.flush_selected(keys, everything, world.now_ns)
+    rest = world.engine.sessions.flush_selected(keys, everything)
     assert (rest.num_sessions, rest.skipped_leased) == (2, (keys[0],))
     world.pump()
-    assert world.engine.session_keys() == [keys[0]]
+    assert world.engine.inspection.keys() == [keys[0]]
 
 
 def test_what_a_flush_would_free_is_summed_up_bit_by_bit():
@@ -225,8 +225,8 @@ def test_what_a_flush_would_free_is_summed_up_bit_by_bit():
     for number, key in enumerate(keys):
         store(world, key, ONES + [number] * 4)
     counted: Counter[bytes] = Counter()
-    bits = [world.engine.freed_bytes([key], counted) for key in keys]
+    bits = [world.engine.sessions.freed_bytes([key], counted) for key in keys]
     assert bits[3] > bits[0] == bits[1] == bits[2] > 0
-    assert sum(bits) == world.engine.flush(None, True, world.now_ns).freed_bytes
+    assert sum(bits) == world.engine.sessions.flush(None, dry_run=True).freed_bytes
     counted = Counter()
-    assert [world.engine.freed_bytes([key], counted) for key in keys[:2]] == bits[:2]
+    assert [world.engine.sessions.freed_bytes([key], counted) for key in keys[:2]] == bits[:2]
