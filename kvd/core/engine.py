@@ -98,10 +98,10 @@ class CacheEngine:
         compactor = Compactor(state, placement, writer, verifier)
         self._reconfigurer = Reconfigurer(state, placement, writer)
         self.layout = layout
-        self.loads = Loader(state, reader, writer, verifier, compactor)
-        self.stores = Storer(state, placement, writer, hasher, compactor)
+        self.loads = Loader(state, reader, writer, verifier, compactor.consider)
+        self.stores = Storer(state, placement, writer, hasher, compactor.consider)
         self.inspection = Inspector(state)
-        self.sessions = Sessions(state, self.inspection, compactor, prefetcher)
+        self.sessions = Sessions(state, self.inspection, compactor.consider, prefetcher)
         self.engines = KnownEngines(state, self.loads, self.stores, prefetcher)
         self.scrubs = Scrubber(state, self.loads, writer)
         self.erasing = Eraser(state, self.loads, self.stores, self.sessions)
@@ -125,7 +125,7 @@ class CacheEngine:
 
     def expire(self) -> None:
         """Do what is due, a bounded amount: expiries, write-backs, what is to be tried again."""
-        self._reconfigurer.go_on()
+        self._reconfigurer.resume()
         self.sessions.expire()
         self.writes.write_back()
         self._verifier.issue()
@@ -157,7 +157,7 @@ class CacheEngine:
         state = self._state
         self._prefetcher.go_on()
         if state.compaction is not None or state.wasteful:
-            self.compactions.go_on()
+            self.compactions.resume()
         if state.tails.waiting:
             state.fold_idle()
         rows = self.take_rows(max_row_bytes)

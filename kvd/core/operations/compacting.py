@@ -109,8 +109,8 @@ class Compactor:
             elif is_wasteful(state, session):
                 self._waiting[key] = None
 
-    def go_on(self) -> None:
-        """Go on with the run under way, or begin one. No other call is under way."""
+    def resume(self) -> None:
+        """Resume the run under way, or begin one. No other call is under way."""
         state = self._state
         if state.compaction is not None:
             if state.compaction.phase is Phase.WRITING:
@@ -128,7 +128,7 @@ class Compactor:
         self._is_over |= for_good
         run = self._state.compaction
         if run is not None and run.phase is Phase.WRITING:
-            self._give_up(run)
+            self._cancel(run)
 
     def next_deadline_ns(self) -> int | None:
         """When to call `look`."""
@@ -150,10 +150,10 @@ class Compactor:
             self._write(run)
         else:
             for target in run.targets:
-                self._give_back(run, target)
+                self._free(run, target)
             if outcome is IoOutcome.CORRUPT:
                 self._doubt(run.sources)
-            self._give_up(run)
+            self._cancel(run)
         for block in run.sources:
             state.settle(block)
             if block.users:
@@ -270,7 +270,7 @@ class Compactor:
             span = target.dense.span
             block = state.find_block(span.block_key)
             if block is not None:
-                self._give_back(run, target)
+                self._free(run, target)
             else:
                 block = Block(span.block_key, span.num_tokens, run.key.tenant)
                 state.slots.commit(target.slot_id)
@@ -295,7 +295,7 @@ class Compactor:
 
     def _look_at_writes(self, run: Compaction) -> None:
         if not self._is_as_it_was(run):
-            self._give_up(run)
+            self._cancel(run)
             return
         state = self._state
         first = next((block for block in run.made if not block.resides(Tier.SSD)), None)
@@ -304,7 +304,7 @@ class Compactor:
         elif state.ssd_degraded or not (
             state.unwritten.holds(first) or first.io is BlockIo.WRITING
         ):
-            self._give_up(run)  # it was refused: there is no room, or none of this session's rank
+            self._cancel(run)  # it was refused: there is no room, or none of this session's rank
 
     def _replace(self, run: Compaction) -> None:
         """Give the session its new spans; the old blocks stay until that is durable."""
@@ -340,9 +340,9 @@ class Compactor:
         num_blocks = len(run.made)
         self._state.note(run.key, MoveKind.COMPACTED, num_blocks=num_blocks, num_tokens=num_tokens)
 
-    # ---------------------------------------------------------------------------------- giving up
+    # ------------------------------------------------------------------------------------- the end
 
-    def _give_up(self, run: Compaction) -> None:
+    def _cancel(self, run: Compaction) -> None:
         """Leave the session as it is; what was made goes."""
         state = self._state
         state.compaction = None
@@ -355,7 +355,7 @@ class Compactor:
             self._resting.schedule(run.key, state.now_ns + RETRY_NS)
         state.outbox.space_freed()
 
-    def _give_back(self, run: Compaction, target: Target) -> None:
+    def _free(self, run: Compaction, target: Target) -> None:
         self._state.free_slot(target.slot_id)
         self._state.tenants.charge(run.key.tenant, -1)
 

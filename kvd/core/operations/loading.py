@@ -6,13 +6,13 @@ arrivals' `waiting`; 3. loading creates no session; 4. a lease that was PENDING 
 progress word until it ends.
 """
 
+from collections.abc import Callable
 from itertools import takewhile
 
 from kvd.core.io.reading import Reader
 from kvd.core.io.verifying import Verifier
 from kvd.core.io.writing import Writer
 from kvd.core.operations.chaining import Chaining
-from kvd.core.operations.compacting import Compactor
 from kvd.core.operations.matching import Piece, check_from_token, match_tokens, num_tokens_of
 from kvd.core.records.actions import (
     LeaseReady,
@@ -41,7 +41,15 @@ ON_SSD = "on_ssd"
 
 
 class Loader:
-    """Prepares, settles and completes loads of one cache state."""
+    """Prepares, settles and completes loads of one cache state.
+
+    Args:
+        state: of the cache.
+        reader: begins the reads.
+        writer: makes room.
+        verifier: begins the verifications.
+        consider_compaction: called with each session that was loaded.
+    """
 
     def __init__(
         self,
@@ -49,13 +57,13 @@ class Loader:
         reader: Reader,
         writer: Writer,
         verifier: Verifier,
-        compactor: Compactor,
+        consider_compaction: Callable[[SessionKey], None],
     ) -> None:
         self._state = state
         self._reader = reader
         self._writer = writer
         self._verifier = verifier
-        self._compactor = compactor
+        self._consider_compaction = consider_compaction
 
     def prepare(
         self,
@@ -161,7 +169,7 @@ class Loader:
         else:
             self._end(lease)
         state.measures.load_s.observe((state.now_ns - lease.since_ns) / NS_PER_S)
-        self._compactor.consider(lease.key)
+        self._consider_compaction(lease.key)
 
     def _end(self, lease: LoadLease) -> None:
         """Count a load that is over, which is a use of its session."""

@@ -42,7 +42,7 @@ class Reconfigurer:
         self._is_trimming = False
 
     def change(self, limits: Limits) -> None:
-        """Hold other limits from now on; what they ask of stored sessions comes by `go_on`."""
+        """Hold other limits from now on; what they ask of stored sessions comes by `resume`."""
         state = self._state
         before, state.limits = state.limits, limits
         state.leases.set_bound(limits.max_leases)
@@ -56,9 +56,9 @@ class Reconfigurer:
         ):
             self._writer.admission_changed()
         self._writer.watermark_changed()
-        self.go_on()
+        self.resume()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Do a bounded amount of what is left to do."""
         if self._rescheduled is not None:
             self._reschedule(self._rescheduled)
@@ -73,7 +73,7 @@ class Reconfigurer:
                 break
 
     def next_deadline_ns(self) -> int | None:
-        """When to call `go_on`; None: nothing is left to do."""
+        """When to call `resume`; None: nothing is left to do."""
         is_looking = self._rescheduled is not None or self._to_enter is not None
         return self._state.now_ns if is_looking or self._is_trimming else None
 

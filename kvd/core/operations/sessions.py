@@ -6,13 +6,12 @@ session.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvd.core.inspection.descriptions import Inspector
 from kvd.core.inspection.session_filter import SessionFilter, find_session, selects
 from kvd.core.io.prefetching import Prefetcher
 from kvd.core.operations import discarding
-from kvd.core.operations.compacting import Compactor
 from kvd.core.records.actions import SESSION_ENDED, SESSION_EXPIRED, SESSION_FLUSHED
 from kvd.core.records.errors import InvalidRequestError
 from kvd.core.records.records import TTL_NEVER_NS, FlushAnswer, Pin, SessionInfo, Tier
@@ -30,18 +29,25 @@ RECHECK_NS = NS_PER_S  # when to look again at a session whose TTL passed while 
 
 
 class Sessions:
-    """Changes sessions of one cache state, as engines and operators ask for it."""
+    """Changes sessions of one cache state, as engines and operators ask for it.
+
+    Args:
+        state: of the cache.
+        inspector: describes what was changed.
+        consider_compaction: called with each session of which something was discarded.
+        prefetcher: looks for room again, where sessions have ended.
+    """
 
     def __init__(
         self,
         state: CacheState,
         inspector: Inspector,
-        compactor: Compactor,
+        consider_compaction: Callable[[SessionKey], None],
         prefetcher: Prefetcher,
     ) -> None:
         self._state = state
         self._inspector = inspector
-        self._compactor = compactor
+        self._consider_compaction = consider_compaction
         self._prefetcher = prefetcher
 
     def discard(
@@ -71,7 +77,7 @@ class Sessions:
         session = state.sessions.get(key)
         if session is not None:
             state.turns.discarded(key, session.num_tokens)
-            self._compactor.consider(key)
+            self._consider_compaction(key)
         return num_kept
 
     def end(self, key: SessionKey) -> bool:

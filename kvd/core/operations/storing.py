@@ -6,14 +6,13 @@ committed slot never changes: growing a partial block replaces it by a new one t
 tokens (D9); 4. what was prepared before a discard and is completed after it publishes nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvd.core.io.hashing import Hasher
 from kvd.core.io.placement import Placement
 from kvd.core.io.writing import Writer
 from kvd.core.operations.chaining import Chaining
-from kvd.core.operations.compacting import Compactor
 from kvd.core.operations.matching import (
     Piece,
     check_from_token,
@@ -51,7 +50,15 @@ class _Planned:
 
 
 class Storer:
-    """Prepares and completes stores of one cache state."""
+    """Prepares and completes stores of one cache state.
+
+    Args:
+        state: of the cache.
+        placement: keeps quotas and the bound on sessions.
+        writer: makes room.
+        hasher: takes what was stored.
+        consider_compaction: called with each session that was stored.
+    """
 
     def __init__(
         self,
@@ -59,13 +66,13 @@ class Storer:
         placement: Placement,
         writer: Writer,
         hasher: Hasher,
-        compactor: Compactor,
+        consider_compaction: Callable[[SessionKey], None],
     ) -> None:
         self._state = state
         self._placement = placement
         self._writer = writer
         self._hasher = hasher
-        self._compactor = compactor
+        self._consider_compaction = consider_compaction
 
     def prepare(
         self,
@@ -163,7 +170,7 @@ class Storer:
         self.release(lease)
         session = state.sessions.get(lease.key)
         state.measures.store_s.observe((state.now_ns - lease.since_ns) / NS_PER_S)
-        self._compactor.consider(lease.key)
+        self._consider_compaction(lease.key)
         return session.num_tokens if session else 0
 
     def release(self, lease: StoreLease | RestoredLease) -> None:
@@ -172,7 +179,7 @@ class Storer:
         if isinstance(lease, StoreLease):
             for _, part in lease.parts:
                 if isinstance(part, NewBlock):
-                    self._give_back(lease, part)
+                    self._free(lease, part)
             self._release(lease.parts)
         else:
             for slot_id, _ in lease.slots():
@@ -280,14 +287,14 @@ class Storer:
         for index, (span, part) in enumerate(lease.parts):
             if isinstance(part, Block):
                 if not state.blocks.holds(part):  # found corrupt meanwhile
-                    self._let_go(lease, index)
+                    self._shorten(lease, index)
                     return
                 continue
             block = state.find_block(span.block_key)
             if block is None:
                 block = self._committed(lease.key, span, part)
             else:  # another session has committed the same meanwhile
-                self._give_back(lease, part)
+                self._free(lease, part)
             block.holders += 1
             lease.parts[index] = (span, block)
 
@@ -304,16 +311,16 @@ class Storer:
         state.note(key, MoveKind.STORED, num_blocks=1, num_tokens=span.num_tokens)
         return block
 
-    def _let_go(self, lease: StoreLease, index: int) -> None:
+    def _shorten(self, lease: StoreLease, index: int) -> None:
         """Shorten a lease to its first parts."""
         released = lease.parts[index:]
         del lease.parts[index:]
         for _, part in released:
             if isinstance(part, NewBlock):
-                self._give_back(lease, part)
+                self._free(lease, part)
         self._release(released)
 
-    def _give_back(self, lease: StoreLease, part: NewBlock) -> None:
+    def _free(self, lease: StoreLease, part: NewBlock) -> None:
         """Free a slot that does not become a block."""
         self._state.free_slot(part.slot_id)
         self._state.tenants.charge(lease.key.tenant, -1)

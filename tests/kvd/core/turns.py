@@ -87,6 +87,14 @@ def load(world: CacheWorld, key: SessionKey, tokens: list[int], from_token: int 
     return answer
 
 
+def world_with_a_on_ssd(num_slots: int = 2):
+    """A has two blocks on SSD only; B fills the arena and is clean."""
+    world = new_world(num_slots=num_slots)
+    store(world, A, ONES + TWOS)
+    store(world, B, THREES * num_slots)
+    return world
+
+
 def infos(engine: CacheEngine) -> list[SessionInfo]:
     """Every session as operators see it, in no particular order."""
     return engine.inspection.infos(engine.inspection.keys(), EVERYTHING)

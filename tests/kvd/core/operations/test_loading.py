@@ -21,15 +21,8 @@ from tests.kvd.core.turns import (
     prepare_store,
     store,
     tiers_of,
+    world_with_a_on_ssd,
 )
-
-
-def world_with_a_on_ssd(num_slots: int = 2):
-    """A has two blocks on SSD only; B fills the arena and is clean."""
-    world = new_world(num_slots=num_slots)
-    store(world, A, ONES + TWOS)
-    store(world, B, THREES * num_slots)
-    return world
 
 
 def test_a_hit_covers_what_was_asked_for():
@@ -97,42 +90,6 @@ def test_two_loads_share_a_read():
         assert world.engine.loads.settle(answer.lease_id).lookup is Lookup.HIT
 
 
-def test_a_corrupt_block_cuts_the_answer_and_the_session():
-    """The prefix before it is served; the block and what follows it is gone; it is counted."""
-    world = world_with_a_on_ssd()
-    answer = prepare_load(world, A, ONES + TWOS)
-    first, second = sorted(world.io)
-    world.finish_io(first, IoOutcome.OK)
-    world.finish_io(second, IoOutcome.CORRUPT)
-    settled = world.engine.loads.settle(answer.lease_id)
-    assert (settled.lookup, settled.end_token, settled.more) == (Lookup.HIT, 4, False)
-    world.engine.loads.complete(answer.lease_id, OWNER)
-    assert load(world, A, ONES + TWOS, from_token=4).miss_reason == "corrupt"
-    assert counter(world, "blocks_corrupt") == 1
-
-
-def test_a_load_that_is_corrupt_from_the_start_is_a_miss():
-    """Nothing survives: MISS, nothing owed, and reads behind it serve nobody."""
-    world = world_with_a_on_ssd()
-    answer = prepare_load(world, A, ONES + TWOS)
-    world.finish_io(min(world.io), IoOutcome.CORRUPT)
-    settled = world.engine.loads.settle(answer.lease_id)
-    assert (settled.lookup, settled.miss_reason) == (Lookup.MISS, "corrupt")
-    assert world.engine.loads.state_of(answer.lease_id) is LeaseState.LOST
-    assert world.engine.inspection.info(A) is None
-    world.quiesce()
-
-
-def test_a_transient_error_keeps_the_block_on_ssd():
-    """The answer is cut, and the next load may succeed."""
-    world = world_with_a_on_ssd()
-    answer = prepare_load(world, A, ONES)
-    world.finish_io(min(world.io), IoOutcome.TRANSIENT)
-    assert world.engine.loads.settle(answer.lease_id).miss_reason == "read_error"
-    assert tiers_of(world, A) == ["S", "S"]
-    assert load(world, A, ONES).end_token == 4
-
-
 def test_at_a_deadline_what_has_arrived_is_served():
     """Settling early gives up on the reads under way; they go on for the cache."""
     world = world_with_a_on_ssd()
@@ -184,18 +141,6 @@ def test_a_gone_owner_loses_its_leases():
     with pytest.raises(LeaseLostError):
         world.engine.stores.complete(storing.lease_id, OWNER, success=True)
     assert world.engine.inspection.stats().num_leases == 0
-
-
-def test_an_abandoned_read_of_a_flushed_session_leaves_nothing():
-    """The block goes when its read ends: nobody wants it."""
-    world = world_with_a_on_ssd()
-    answer = prepare_load(world, A, ONES)
-    world.engine.loads.complete(answer.lease_id, OWNER)
-    world.engine.sessions.flush(A, dry_run=False)
-    world.pump()
-    world.quiesce()
-    assert tiers_of(world, B) == ["DS", "S"]
-    assert [tier.num_blocks for tier in world.engine.inspection.stats().tiers] == [1, 2]
 
 
 def test_a_pending_load_is_tracked_until_it_ends():
@@ -281,21 +226,6 @@ def test_large_loads_are_read_layer_by_layer():
     load(world, B, THREES * 2)
     prepare_load(world, A, ONES + TWOS)
     assert [world.io[op_id].layered for op_id in world.io_of(ReadBlock)] == [True, True]
-
-
-def test_what_was_read_may_be_written_again():
-    """Token ids come from the extent's header, so a block that left SSD is stored anew."""
-    world = world_with_a_on_ssd()
-    load(world, A, ONES + TWOS)
-    world.engine.writes.set_capacity(0)
-    world.pump()
-    world.quiesce()
-    assert tiers_of(world, A) == ["D", "D"]
-    world.engine.writes.set_capacity(4)
-    world.engine.write_dirty()
-    world.pump()
-    world.quiesce()
-    assert tiers_of(world, A) == ["DS", "DS"]
 
 
 @pytest.mark.parametrize("from_token", [-1, 9])
