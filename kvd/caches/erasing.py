@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 from kvd.caches.caches import Caches
 from kvd.caches.tenant_secrets import has_segments
-from kvd.core.engine import CacheEngine
 from kvd.core.records.records import FlushAnswer
 from kvd.encryption.errors import NotErasableError
 from kvd.errors import NotDurableError
@@ -108,7 +107,7 @@ class TenantEraser:
         """Drop the tenants' sessions of one cache, and zero what is free of its memory."""
         num_sessions = freed_bytes = 0
         while True:
-            dropped = cache.act(_step)
+            dropped = cache.act(lambda core: core.erasing.step(STEP_SESSIONS))
             num_sessions += dropped.num_sessions
             freed_bytes += dropped.freed_bytes
             if cache.act(lambda core: core.erasing.is_gone()):
@@ -158,7 +157,3 @@ class TenantEraser:
                 "see the log of kvd: the disk may be full, or somebody reads manifest.db; "
                 "then do it again",
             ) from error
-
-
-def _step(core: CacheEngine) -> FlushAnswer:
-    return core.erasing.step(STEP_SESSIONS)

@@ -8,7 +8,7 @@ from functools import partial
 from kvd.caches.caches import Caches
 from kvd.config import Settings
 from kvd.core.engine import CacheEngine
-from kvd.core.records.records import LeaseInfo, QueueStats, TenantUsage
+from kvd.core.records.records import TenantUsage
 from kvd.core.state.measures import Measures
 from kvd.engines.attached import Engines
 from kvd.metrics.table import METRICS
@@ -50,7 +50,12 @@ def _fill(sources: Sources, scrape: Scrape) -> None:
         _fill_counters(scrape, layout, cache)
         _fill_gauges(scrape, layout, cache, sources)
         _fill_histograms(scrape, layout, cache)
-        _fill_tenants(scrape, layout, cache.act(_tenants), sources.live.settings.tenants)
+        _fill_tenants(
+            scrape,
+            layout,
+            cache.act(lambda core: tuple(core.inspection.tenants)),
+            sources.live.settings.tenants,
+        )
     for unavailable in sources.caches.unavailable:
         scrape.put("kvd_layout_unavailable", 1, unavailable.fingerprint[:LAYOUT_CHARS])
     encryption = sources.caches.secrets.facts()
@@ -116,12 +121,12 @@ def _fill_gauges(scrape: Scrape, layout: str, cache: Cache, sources: Sources) ->
     scrape.put("kvd_sessions", stats.num_sessions, layout)
     scrape.put("kvd_pinned_sessions", stats.num_soft_pins, layout, "soft")
     scrape.put("kvd_pinned_sessions", stats.num_hard_pins, layout, "hard")
-    kinds = Counter(lease.kind for lease in cache.act(_leases))
+    kinds = Counter(lease.kind for lease in cache.act(lambda core: core.inspection.leases()))
     for kind in ("load", "store"):
         scrape.put("kvd_leases", kinds[kind], layout, kind)
     scrape.put("kvd_quarantined_leases", stats.num_orphan_leases, layout)
     scrape.put("kvd_quarantined_slots", stats.num_quarantined_slots, layout)
-    queue = cache.act(_queue_stats)
+    queue = cache.act(lambda core: core.inspection.queue_stats())
     scrape.put("kvd_queue_waiting_jobs", queue.waiting_jobs, layout)
     scrape.put("kvd_queue_running_sessions", queue.running_sessions, layout)
     scrape.put("kvd_prefetch_window_jobs", queue.prefetch_window, layout)
@@ -157,15 +162,3 @@ def _fill_tenants(
 
 def _measures(core: CacheEngine) -> Measures:
     return core.inspection.measures
-
-
-def _queue_stats(core: CacheEngine) -> QueueStats:
-    return core.inspection.queue_stats()
-
-
-def _leases(core: CacheEngine) -> tuple[LeaseInfo, ...]:
-    return core.inspection.leases()
-
-
-def _tenants(core: CacheEngine) -> tuple[TenantUsage, ...]:
-    return tuple(core.inspection.tenants)

@@ -62,7 +62,9 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
         response = kvd_pb2.FlushResponse(unavailable_layouts=len(self._caches.unavailable))
         if is_one:
             cache, key = self._found(request.session)
-            _add(response, cache.act(partial(_flush, key, request.dry_run)))
+            _add(
+                response, cache.act(lambda core: core.sessions.flush(key, dry_run=request.dry_run))
+            )
         else:
             caches = self._caches.of_model(request.filter.model)
             wanted = filter_of(request.filter, allowed_tenants())
@@ -282,7 +284,3 @@ def _add(response: kvd_pb2.FlushResponse, answer: FlushAnswer) -> None:
     response.sessions += answer.num_sessions
     response.bytes += answer.freed_bytes
     response.skipped_leased.extend(key_message(key) for key in answer.skipped_leased)
-
-
-def _flush(key: SessionKey | None, dry_run: bool, core: CacheEngine) -> FlushAnswer:
-    return core.sessions.flush(key, dry_run=dry_run)

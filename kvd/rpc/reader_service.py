@@ -1,17 +1,14 @@
 """The Reader service: sessions, leases, statistics and events, for monitors and operators."""
 
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 from kvd.caches.caches import Caches
 from kvd.caches.scrubber import Scrubber
 from kvd.caches.session_listing import SessionLister
 from kvd.config import Settings
-from kvd.core.engine import CacheEngine
 from kvd.core.records.errors import UnknownSessionError
-from kvd.core.records.records import LeaseInfo, TenantUsage
-from kvd.core.state.turn_log import RecordedTurn
 from kvd.engines.attached import AttachedEngine, Engines
 from kvd.engines.process_stats import engine_message, process_message
 from kvd.rpc.operator_messages import (
@@ -99,7 +96,7 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
         owners = {facts.owner: facts for facts in self._engines.owners()}
         messages = []
         for cache in self._caches.of_model(request.model):
-            leases, now_ns = cache.act(_leases)
+            leases, now_ns = cache.act(lambda core: (core.inspection.leases(), core.now_ns))
             messages += [
                 lease_message(lease, cache.layout, owners.get(lease.owner), now_ns)
                 for lease in leases
@@ -135,7 +132,7 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
         """The turns of the last while, layout by layout."""
         settings = self._settings
         for cache in self._caches.of_model(request.model):
-            turns, now_ns = cache.act(_recent_turns)
+            turns, now_ns = cache.act(lambda core: (iter(core.inspection.turns), core.now_ns))
             for message in recent_turns_messages(
                 turns,
                 cache.layout,
@@ -173,18 +170,6 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
             cache.arena_facts(self._caches.keep),
             cache.volume_facts(),
             self._settings.ssd.admission,
-            cache.act(_tenants),
+            cache.act(lambda core: tuple(core.inspection.tenants)),
             cache.act(lambda core: core.inspection.queue_stats()),
         )
-
-
-def _leases(core: CacheEngine) -> tuple[tuple[LeaseInfo, ...], int]:
-    return core.inspection.leases(), core.now_ns
-
-
-def _recent_turns(core: CacheEngine) -> tuple[Iterator[RecordedTurn], int]:
-    return iter(core.inspection.turns), core.now_ns
-
-
-def _tenants(core: CacheEngine) -> tuple[TenantUsage, ...]:
-    return tuple(core.inspection.tenants)

@@ -9,10 +9,8 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 from kvd.caches.caches import Caches
-from kvd.core.engine import CacheEngine
 from kvd.core.operations.session_files import Export
 from kvd.core.records.errors import LeaseLostError, UnknownLineageError
 from kvd.core.records.records import ExportedRows, LeaseState, LoadAnswer, Lookup
@@ -48,7 +46,7 @@ class Exporter:
             BusyTransferError: its blocks do not come.
         """
         cache, key = self._caches.find(asked)
-        export = cache.act(partial(_begin, key))
+        export = cache.act(lambda core: core.session_files.begin_export(key))
         runs = SlotRuns(cache.layout)
         yield header_bytes(FileHeader(key, cache.layout, export.lineage, __version__, time.time()))
         max_spans = max(1, BATCH_BYTES // cache.layout.block_bytes)
@@ -128,7 +126,3 @@ def _copied(cache: Cache, runs: SlotRuns, token_offset: int, rows: list[Exported
         frames.append(frame_bytes(token_offset, row.token_ids, memory))
         token_offset += row.num_tokens
     return b"".join(frames)
-
-
-def _begin(key: SessionKey, core: CacheEngine) -> Export:
-    return core.session_files.begin_export(key)

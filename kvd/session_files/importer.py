@@ -92,7 +92,7 @@ class Importer:
             )
         self._check_layout(layout, target)
         cache, _ = await self._caches.open(layout, prefault=False)
-        if not target.replaces and cache.act(partial(_is_stored, key)):
+        if not target.replaces and cache.act(lambda core: core.inspection.info(key) is not None):
             raise SessionExistsError(
                 f"session {key} is stored already",
                 "say --replace, or give it another name with --session",
@@ -299,7 +299,3 @@ async def read_file(
 def _header(reader: FileReader) -> FileHeader:
     assert reader.header is not None, "a frame comes behind the header"  # noqa: S101
     return reader.header
-
-
-def _is_stored(key: SessionKey, core: CacheEngine) -> bool:
-    return core.inspection.info(key) is not None
