@@ -16,11 +16,12 @@ from kvd.caches.layout_opening import LayoutOpener
 from kvd.caches.tenant_secrets import TenantSecrets
 from kvd.caches.unavailable import UnavailableLayout, UnavailableLayouts
 from kvd.config import Settings
-from kvd.core.engine import CacheEngine, Limits
+from kvd.core.engine import CacheEngine
 from kvd.core.eviction.registry import POLICIES
 from kvd.core.records.actions import Emit
 from kvd.core.records.errors import UnknownSessionError
 from kvd.core.records.records import AdoptedSlot, IndexRows, OrphanSlot
+from kvd.core.state.cache_state import Limits
 from kvd.core.state.tenants import TenantLimits
 from kvd.engines.attached import Engines
 from kvd.errors import AmbiguousSessionError, LimitReachedError, NotDurableError

@@ -52,10 +52,7 @@ from kvd.core.records.records import AdoptedSlot, IndexRows, OrphanSlot
 from kvd.core.recovery import adopting, restoring
 from kvd.core.state.cache_state import CacheState, Limits
 from kvd.core.state.index_line import NO_BOUND, IndexAction
-from kvd.core.state.outbox import COUNTERS
 from shared.types.kv_layout import KVLayout
-
-__all__ = ["COUNTERS", "CacheEngine", "Limits"]
 
 
 class CacheEngine:

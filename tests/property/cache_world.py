@@ -9,7 +9,7 @@ import struct
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
-from kvd.core.engine import CacheEngine, Limits
+from kvd.core.engine import CacheEngine
 from kvd.core.eviction.lru import LruPolicy
 from kvd.core.eviction.registry import PolicyMaker
 from kvd.core.records.actions import (
@@ -45,6 +45,7 @@ from kvd.core.records.records import (
     StoredBlock,
 )
 from kvd.core.recovery.session_rows import columns_of
+from kvd.core.state.cache_state import Limits
 from kvd.core.state.index_line import NO_BOUND
 from shared.types.kv_layout import Component, KVLayout, Layer
 from shared.types.session_key import SessionKey

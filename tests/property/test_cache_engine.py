@@ -9,7 +9,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from kvd.core.engine import Limits
 from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
 from kvd.core.eviction.registry import POLICIES
 from kvd.core.records.actions import (
@@ -41,6 +40,7 @@ from kvd.core.records.records import (
     StoreAnswer,
     Tier,
 )
+from kvd.core.state.cache_state import Limits
 from kvd.core.state.tenants import TenantLimits
 from shared.types.lineage import WHOLE, Lineage
 from shared.types.session_key import SessionKey

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from kvd.core.engine import Limits
 from kvd.core.records.records import Admission, Lookup, Tier
+from kvd.core.state.cache_state import Limits
 from shared.types.lineage import WHOLE, Lineage
 from shared.types.session_key import SessionKey
 from tests.property.cache_world import MODEL, CacheWorld, Row, compute, to_bytes

@@ -1,7 +1,7 @@
 """What operators see."""
 
-from kvd.core.engine import COUNTERS
 from kvd.core.records.records import Tier
+from kvd.core.state.outbox import COUNTERS
 from tests.kvd.core.turns import (
     ONES,
     TWOS,

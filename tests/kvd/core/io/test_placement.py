@@ -2,13 +2,13 @@
 
 import pytest
 
-from kvd.core.engine import Limits
 from kvd.core.eviction.lru import LruPolicy
 from kvd.core.eviction.policy import PolicyContext
 from kvd.core.eviction.queue_window import QueueChange, QueueWindow, RunningJob
 from kvd.core.eviction.registry import POLICIES, make_policy
 from kvd.core.records.actions import WriteBlock
 from kvd.core.records.records import Admission, Pin, Tier
+from kvd.core.state.cache_state import Limits
 from tests.kvd.core.turns import (
     ONES,
     OWNER,
