@@ -17,7 +17,7 @@ from kvd.caches.tenant_secrets import TenantSecrets
 from kvd.caches.unavailable import UnavailableLayout, UnavailableLayouts
 from kvd.config import Settings
 from kvd.core.engine import CacheEngine, Limits
-from kvd.core.eviction.registry import POLICIES
+from kvd.core.eviction.policies import POLICIES
 from kvd.core.records.actions import Emit
 from kvd.core.records.errors import UnknownSessionError
 from kvd.core.records.records import AdoptedSlot, IndexRows, OrphanSlot

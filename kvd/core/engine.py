@@ -21,16 +21,14 @@ Calls that name an owner are made only between its attach and `owner_gone`.
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from kvd.core.eviction.lru import LruPolicy
-from kvd.core.eviction.queue_window import QueueChange
-from kvd.core.eviction.registry import PolicyMaker
+from kvd.core.eviction.policies import LruPolicy
+from kvd.core.eviction.policy import PolicyMaker
 from kvd.core.inspection import descriptions, session_filter
 from kvd.core.inspection.session_filter import SessionFilter, SessionOrder
-from kvd.core.io.hashing import Hasher
 from kvd.core.io.placement import Placement
 from kvd.core.io.prefetching import Prefetcher
 from kvd.core.io.reading import Reader
-from kvd.core.io.verifying import Verifier
+from kvd.core.io.verifying import Hasher, Verifier
 from kvd.core.io.writing import Writer
 from kvd.core.operations import checking, discarding, retention
 from kvd.core.operations.compacting import Compactor
@@ -71,6 +69,7 @@ from kvd.core.state.session_history import Move
 from kvd.core.state.turn_log import RecordedTurn
 from shared.types.kv_layout import KVLayout
 from shared.types.lineage import Lineage
+from shared.types.queue_change import QueueChange
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 

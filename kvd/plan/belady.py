@@ -11,16 +11,22 @@ from collections.abc import Iterator, Mapping
 
 from sortedcontainers import SortedDict
 
-from kvd.core.eviction.lookahead_queue import later_first
-from kvd.core.eviction.policy import PolicyContext
+from kvd.core.eviction.policies import later_first
+from kvd.core.eviction.policy import (
+    ENDED,
+    IDLE,
+    QUEUED,
+    EvictionPolicy,
+    PolicyContext,
+    SessionFacts,
+)
 from kvd.core.eviction.queue_window import QueuePlace
-from kvd.core.eviction.ranked import ENDED, IDLE, QUEUED, RankedPolicy, SessionFacts
 from kvd.core.eviction.session_order import Warmth
 from kvd.core.records.records import Tier
 from shared.types.session_key import SessionKey
 
 
-class BeladyPolicy(RankedPolicy):
+class BeladyPolicy(EvictionPolicy):
     """See the module docstring.
 
     Args:

@@ -12,15 +12,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
-from kvd.core.eviction.registry import POLICIES
+from kvd.core.eviction.policies import POLICIES
+from kvd.core.eviction.session_placement import SessionPlacement
 from kvd.core.eviction.ttl import TtlClock
 from kvd.core.records.records import Tier
-from kvd.core.state.session_placement import SessionPlacement
 from kvd.core.state.turn_log import RecordedTurn
 from kvd.plan.reading import Reading
 from kvd.plan.ssd_channel import SsdChannel
 from kvd.plan.tiers import Tiers
+from shared.types.queue_change import QueueChange, QueuedJob, RunningJob
 from shared.types.session_key import SessionKey
 from shared.types.units import ceil_div
 

@@ -18,13 +18,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
+from kvd.core.eviction.policies import POLICIES
 from kvd.core.eviction.policy import EvictionPolicy, PolicyContext
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
-from kvd.core.eviction.registry import make_policy
+from kvd.core.eviction.session_placement import SessionPlacement
 from kvd.core.eviction.ttl import TtlClock
 from kvd.core.operations.retention import RECHECK_NS
 from kvd.core.records.records import Tier
-from kvd.core.state.session_placement import SessionPlacement
 from kvd.plan.belady import BeladyPolicy
 from kvd.plan.costs import Costs
 from kvd.plan.gpu import Gpu, Prefill
@@ -36,6 +35,7 @@ from kvd.plan.replay_options import ReplayOptions
 from kvd.plan.ssd_channel import Read, SsdChannel
 from kvd.plan.tiers import Tiers
 from kvd.plan.trace import Session, Turn
+from shared.types.queue_change import QueueChange, QueuedJob, RunningJob
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
@@ -314,7 +314,7 @@ class Replay:
     def _make_policy(self, context: PolicyContext) -> EvictionPolicy:
         if self._options.policy == BeladyPolicy.name:
             return BeladyPolicy(context, self._returns_ns)
-        return make_policy(self._options.policy, context)
+        return POLICIES[self._options.policy](context)
 
     def _tell_queue(self, change: QueueChange) -> None:
         self._placement.change_queue(ENGINE, change, self._now_ns)

@@ -15,8 +15,8 @@ it is read; 3. a session is in the policy's order of a tier exactly while it is 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvd.core.eviction.session_placement import SessionPlacement
 from kvd.core.records.records import Tier
-from kvd.core.state.session_placement import SessionPlacement
 from shared.types.session_key import SessionKey
 
 

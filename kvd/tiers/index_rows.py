@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvd.core.records.records import Pin, SessionRecord
-from kvd.core.recovery.session_rows import SessionColumns
+from kvd.core.recovery.row_join import SessionColumns
 from shared.types.block_key import KEY_BYTES
 from shared.types.session_key import SessionKey
 

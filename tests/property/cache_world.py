@@ -10,8 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from kvd.core.engine import CacheEngine, Limits
-from kvd.core.eviction.lru import LruPolicy
-from kvd.core.eviction.registry import PolicyMaker
+from kvd.core.eviction.policies import LruPolicy
+from kvd.core.eviction.policy import PolicyMaker
 from kvd.core.records.actions import (
     Action,
     ClearSlot,
@@ -44,7 +44,7 @@ from kvd.core.records.records import (
     SlotRecord,
     StoredBlock,
 )
-from kvd.core.recovery.session_rows import columns_of
+from kvd.core.recovery.row_join import columns_of
 from kvd.core.state.index_line import NO_BOUND
 from shared.types.kv_layout import Component, KVLayout, Layer
 from shared.types.session_key import SessionKey

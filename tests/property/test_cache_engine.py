@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from kvd.core.engine import Limits
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
-from kvd.core.eviction.registry import POLICIES
+from kvd.core.eviction.policies import POLICIES
 from kvd.core.records.actions import (
     CompactRows,
     HashSlot,
@@ -43,6 +42,7 @@ from kvd.core.records.records import (
 )
 from kvd.core.state.tenants import TenantLimits
 from shared.types.lineage import WHOLE, Lineage
+from shared.types.queue_change import QueueChange, QueuedJob, RunningJob
 from shared.types.session_key import SessionKey
 from tests.property.cache_world import (
     ADOPTED_OWNERS,

@@ -4,7 +4,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvd.core.engine import Limits
-from kvd.core.eviction.registry import POLICIES
+from kvd.core.eviction.policies import POLICIES
 from shared.types.session_key import SessionKey
 from tests.kvd.core.turns import OWNER, counter, load, queue_of, store, tiers_of
 from tests.property.cache_world import MODEL, SHAPE, CacheWorld

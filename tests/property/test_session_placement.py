@@ -10,11 +10,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvd.core.eviction.prefetch_order import MOST_LATE
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
-from kvd.core.eviction.registry import POLICIES, make_policy
+from kvd.core.eviction.policies import POLICIES
+from kvd.core.eviction.session_placement import MOST_LATE, SessionPlacement
 from kvd.core.records.records import Tier
-from kvd.core.state.session_placement import SessionPlacement
+from shared.types.queue_change import QueueChange, QueuedJob, RunningJob
 from shared.types.queue_digest import combined, running_digest, waiting_digest
 from shared.types.session_key import SessionKey
 
@@ -52,9 +51,7 @@ class PlacementMachine(RuleBasedStateMachine):
     @initialize(name=st.sampled_from(sorted(POLICIES)), capacity=st.sampled_from([0, 10, 1000]))
     def start(self, name, capacity) -> None:
         self.name = name
-        self.placement = SessionPlacement(
-            lambda context: make_policy(name, context), lambda: capacity
-        )
+        self.placement = SessionPlacement(POLICIES[name], lambda: capacity)
         self.engines = {owner: Jobs() for owner in ENGINES}
         self.now_ns = 0
         self.next_number = 0

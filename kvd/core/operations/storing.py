@@ -9,8 +9,8 @@ tokens (D9); 4. what was prepared before a discard and is completed after it pub
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvd.core.io.hashing import Hasher
 from kvd.core.io.placement import Placement
+from kvd.core.io.verifying import Hasher
 from kvd.core.io.writing import Writer
 from kvd.core.operations.chaining import Chaining
 from kvd.core.operations.matching import (

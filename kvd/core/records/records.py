@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from shared.types.session_key import SessionKey
 
 if TYPE_CHECKING:
-    from kvd.core.recovery.session_rows import SessionColumns
+    from kvd.core.recovery.row_join import SessionColumns
 
 TTL_NEVER_NS = -1  # a session's own TTL: never expire; None is the default TTL
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvd.core.eviction.policy import EvictionPolicy
-from kvd.core.eviction.registry import PolicyMaker
+from kvd.core.eviction.policy import EvictionPolicy, PolicyMaker
+from kvd.core.eviction.session_placement import SessionPlacement
 from kvd.core.eviction.ttl import TtlClock
 from kvd.core.records.actions import (
     SESSION_CUT,
@@ -46,7 +46,6 @@ from kvd.core.state.measures import Measures
 from kvd.core.state.outbox import Outbox
 from kvd.core.state.session import Session
 from kvd.core.state.session_history import MoveKind, SessionHistory
-from kvd.core.state.session_placement import SessionPlacement
 from kvd.core.state.slots import SlotState, SlotTable
 from kvd.core.state.tenants import TenantLimits, TenantTable, no_limits
 from kvd.core.state.turn_log import MAX_TURNS, TurnLog

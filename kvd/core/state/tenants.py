@@ -17,7 +17,7 @@ hard-pinned.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from kvd.core.eviction.lru_order import LruOrder
+from kvd.core.eviction.session_order import LruOrder
 from kvd.core.records.records import TenantUsage
 from shared.types.session_key import SessionKey
 

@@ -1,9 +1,10 @@
 """The policy that knows the future."""
 
 from kvd.core.eviction.policy import PolicyContext
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, QueueWindow
+from kvd.core.eviction.queue_window import QueueWindow
 from kvd.core.records.records import Tier
 from kvd.plan.belady import BeladyPolicy
+from shared.types.queue_change import QueueChange, QueuedJob
 from shared.types.session_key import SessionKey
 
 A, B, C, D, E = (SessionKey("t", "m", name) for name in "ABCDE")

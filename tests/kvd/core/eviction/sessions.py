@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
-from kvd.core.eviction.registry import make_policy
+from kvd.core.eviction.policies import POLICIES
+from kvd.core.eviction.session_placement import SessionPlacement
 from kvd.core.records.records import Tier
-from kvd.core.state.session_placement import SessionPlacement
+from shared.types.queue_change import QueueChange, QueuedJob, RunningJob
 from shared.types.session_key import SessionKey
 
 OWNER = 1
@@ -24,9 +24,7 @@ class Sessions:
     def __init__(self, policy: str, capacity_bytes: int = 0) -> None:
         self.now_ns = 0
         self.capacity_bytes = capacity_bytes
-        self.placement = SessionPlacement(
-            lambda context: make_policy(policy, context), lambda: self.capacity_bytes
-        )
+        self.placement = SessionPlacement(POLICIES[policy], lambda: self.capacity_bytes)
         self.policy = self.placement.policy
         self.placement.change_queue(OWNER, QueueChange(running=[ALWAYS]), 0)  # it is known
 

@@ -4,9 +4,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
-from kvd.core.eviction.registry import POLICIES
+from kvd.core.eviction.policies import POLICIES
 from kvd.core.records.records import Tier
+from shared.types.queue_change import QueueChange, QueuedJob, RunningJob
 from tests.kvd.core.eviction.sessions import Sessions, key_of
 
 NAMES = "abcdefgh"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd.core.eviction.registry import POLICIES
+from kvd.core.eviction.policies import POLICIES
 from kvd.core.records.records import Tier
 from tests.kvd.core.eviction.sessions import Sessions, key_of
 

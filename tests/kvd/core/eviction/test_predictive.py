@@ -4,7 +4,7 @@ from string import ascii_lowercase, ascii_uppercase
 
 import pytest
 
-from kvd.core.eviction import idle_sessions, predictive
+from kvd.core.eviction import idle_sessions, policies
 from kvd.core.eviction.return_hazards import EDGES_NS, bucket_at, observe
 from kvd.core.records.records import Tier
 from shared.types.units import NS_PER_S
@@ -222,8 +222,8 @@ def survival_after_turns(seconds: float) -> list[float]:
 
 def test_many_sessions_are_ranked_anew_some_at_a_time(monkeypatch):
     """In one call a few, and all of them in the end."""
-    monkeypatch.setattr(predictive, "ALL_AT_ONCE", 4)
-    monkeypatch.setattr(predictive, "SOME_AT_ONCE", 3)
+    monkeypatch.setattr(policies, "ALL_AT_ONCE", 4)
+    monkeypatch.setattr(policies, "SOME_AT_ONCE", 3)
     sessions = Chats()
     lots, littles = ascii_lowercase, ascii_uppercase
     for name in littles:

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.core.eviction import resting_sessions
-from kvd.core.eviction.ranked import RankedPolicy
-from kvd.core.eviction.registry import POLICIES
-from kvd.core.eviction.resting_sessions import RestingSessions
+from kvd.core.eviction import session_order
+from kvd.core.eviction.policies import POLICIES
+from kvd.core.eviction.policy import EvictionPolicy
+from kvd.core.eviction.session_order import RestingSessions
 from kvd.core.records.records import Tier
 from tests.kvd.core.eviction.sessions import Sessions, key_of
 
@@ -79,14 +79,14 @@ def test_looking_at_the_order_ranks_no_session_that_rests(monkeypatch):
     keys = [key_of(str(number)) for number in range(100_000)]
     sessions.policy.restored(keys)
     num_ranked = 0
-    warmth_of = RankedPolicy._resting_warmth
+    warmth_of = EvictionPolicy._resting_warmth
 
     def counted(policy, tier, use):
         nonlocal num_ranked
         num_ranked += 1
         return warmth_of(policy, tier, use)
 
-    monkeypatch.setattr(RankedPolicy, "_resting_warmth", counted)
+    monkeypatch.setattr(EvictionPolicy, "_resting_warmth", counted)
     for tier in (None, Tier.SSD):
         victims = sessions.placement.victims(tier, 0)
         assert [next(victims) for _ in range(3)] == keys[:3]
@@ -98,7 +98,7 @@ def test_looking_at_the_order_ranks_no_session_that_rests(monkeypatch):
 
 def test_sessions_that_woke_are_passed_over_by_the_page(monkeypatch):
     """The one at the very end is found without a look at each place before it."""
-    monkeypatch.setattr(resting_sessions, "PAGE", 4)
+    monkeypatch.setattr(session_order, "RESTING_PAGE", 4)
     resting = RestingSessions()
     keys = [key_of(str(number)) for number in range(19)]
     resting.restore(keys, first_use=7)

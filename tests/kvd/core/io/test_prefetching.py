@@ -3,13 +3,12 @@
 import pytest
 
 from kvd.core.engine import Limits
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
-from kvd.core.eviction.registry import POLICIES
-from kvd.core.io.prefetching import LOOK_NS, YIELD_NS
-from kvd.core.io.read_plan import MOST_TIMES
+from kvd.core.eviction.policies import POLICIES
+from kvd.core.io.prefetching import LOOK_NS, MOST_TIMES, YIELD_NS
 from kvd.core.io.reading import RETRY_NS
 from kvd.core.records.actions import Emit, IoOutcome, ReadBlock, WriteBlock
 from kvd.core.records.records import Admission, Lookup, Tier
+from shared.types.queue_change import QueueChange, QueuedJob, RunningJob
 from tests.kvd.core.turns import (
     ONES,
     OWNER,

@@ -2,11 +2,10 @@
 
 import pytest
 
-from kvd.core.eviction.lru import LruPolicy
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
-from kvd.core.eviction.registry import POLICIES, make_policy
+from kvd.core.eviction.policies import POLICIES, LruPolicy
+from kvd.core.eviction.session_placement import MEAN_SHARE, SessionPlacement
 from kvd.core.records.records import Tier
-from kvd.core.state.session_placement import MEAN_SHARE, SessionPlacement
+from shared.types.queue_change import QueueChange, QueuedJob, RunningJob
 from shared.types.session_key import SessionKey
 
 KEYS = [SessionKey("a", "m", name) for name in "abcdef"]
@@ -43,7 +42,7 @@ def placement():
 
 
 def placement_by(name, capacity=CAPACITY):
-    return SessionPlacement(lambda context: make_policy(name, context), lambda: capacity)
+    return SessionPlacement(POLICIES[name], lambda: capacity)
 
 
 def waiting(*keys, first_number=0):
