@@ -20,7 +20,7 @@ from kvd.core.engine import CacheEngine, Limits
 from kvd.core.eviction.policies import POLICIES
 from kvd.core.records.actions import Emit
 from kvd.core.records.errors import UnknownSessionError
-from kvd.core.records.records import AdoptedSlot, IndexRows, OrphanSlot
+from kvd.core.records.rows import AdoptedSlot, IndexRows, OrphanSlot
 from kvd.core.state.tenants import TenantLimits
 from kvd.engines.attached import Engines
 from kvd.errors import AmbiguousSessionError, LimitReachedError, NotDurableError

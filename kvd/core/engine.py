@@ -42,29 +42,25 @@ from kvd.core.operations.session_files import SessionFiles
 from kvd.core.operations.storing import Storer
 from kvd.core.records.actions import Action, IoOutcome
 from kvd.core.records.records import (
-    AdoptedSlot,
     EngineStats,
     FlushAnswer,
-    IndexRows,
     LeaseInfo,
     LeaseState,
     LoadAnswer,
     Lookup,
-    OrphanSlot,
     Pin,
     QueueStats,
     SessionDetail,
     SessionInfo,
     StoreAnswer,
-    StoredBlock,
     TenantUsage,
 )
+from kvd.core.records.rows import AdoptedSlot, IndexRows, OrphanSlot, StoredBlock
 from kvd.core.recovery import adopting, restoring
 from kvd.core.state.cache_state import CacheState, Limits
 from kvd.core.state.index_line import NO_BOUND, IndexAction
 from kvd.core.state.leases import RestoredLease, StoreLease
-from kvd.core.state.measures import Measures
-from kvd.core.state.outbox import COUNTERS
+from kvd.core.state.outbox import COUNTERS, Measures
 from kvd.core.state.session_history import Move
 from kvd.core.state.turn_log import RecordedTurn
 from shared.types.kv_layout import KVLayout

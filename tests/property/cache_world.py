@@ -34,7 +34,7 @@ from kvd.core.records.actions import (
     WriteBlock,
 )
 from kvd.core.records.extent_shape import ExtentShape
-from kvd.core.records.records import (
+from kvd.core.records.rows import (
     AdoptedSlot,
     BlockRecord,
     CommittedSlot,
@@ -43,8 +43,8 @@ from kvd.core.records.records import (
     SessionRecord,
     SlotRecord,
     StoredBlock,
+    columns_of,
 )
-from kvd.core.recovery.row_join import columns_of
 from kvd.core.state.index_line import NO_BOUND
 from shared.types.kv_layout import Component, KVLayout, Layer
 from shared.types.session_key import SessionKey

@@ -32,7 +32,6 @@ from kvd.core.records.errors import (
 from kvd.core.records.records import (
     TTL_NEVER_NS,
     Admission,
-    CommittedSlot,
     LeaseState,
     LoadAnswer,
     Lookup,
@@ -40,6 +39,7 @@ from kvd.core.records.records import (
     StoreAnswer,
     Tier,
 )
+from kvd.core.records.rows import CommittedSlot
 from kvd.core.state.tenants import TenantLimits
 from shared.types.lineage import WHOLE, Lineage
 from shared.types.queue_change import QueueChange, QueuedJob, RunningJob

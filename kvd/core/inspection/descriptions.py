@@ -6,16 +6,15 @@ session_filter.py's.
 
 from kvd.core.records.records import (
     BlockInfo,
-    BlockRecord,
     EngineStats,
     Pin,
     QueueStats,
     SessionDetail,
     SessionInfo,
-    Span,
     Tier,
     TierStats,
 )
+from kvd.core.records.rows import BlockRecord, Span
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.session import Session

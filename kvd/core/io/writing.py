@@ -17,7 +17,8 @@ from collections.abc import Iterable
 
 from kvd.core.io.placement import Placement
 from kvd.core.records.actions import SSD_DEGRADED, SSD_RECOVERED, IoOutcome, PutBlock, WriteBlock
-from kvd.core.records.records import Admission, BlockRecord
+from kvd.core.records.records import Admission
+from kvd.core.records.rows import BlockRecord
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState, WriteOp
 from kvd.core.state.session import Session

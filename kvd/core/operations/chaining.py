@@ -5,9 +5,8 @@ it, whatever the discards left is followed by `discard_key`: it stands for all o
 there. What is computed later is chained to that in turn.
 """
 
-from kvd.core.records.records import Span
+from kvd.core.records.rows import Span, is_plain
 from kvd.core.state.cache_state import CacheState
-from kvd.core.state.packing import is_plain
 from shared.types.block_key import block_key, discard_key, root_key, tokens_digest
 from shared.types.lineage import WHOLE, Lineage
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvd.core.records.records import Span
+from kvd.core.records.rows import Span
 from kvd.core.state.block import Block
 from shared.types.session_key import SessionKey
 

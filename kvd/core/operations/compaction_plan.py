@@ -14,10 +14,9 @@ from collections.abc import Sequence
 
 from kvd.core.operations.chaining import Chaining
 from kvd.core.operations.compaction import Dense, Plan
-from kvd.core.records.records import Span
+from kvd.core.records.rows import Span, is_plain
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
-from kvd.core.state.packing import is_plain
 from kvd.core.state.session import Session
 from shared.types.block_key import TOKEN_BYTES, dense_key
 

@@ -25,7 +25,7 @@ from kvd.core.operations.chaining import Chaining
 from kvd.core.operations.matching import Match, Piece, match_session, num_tokens_of, slice_tokens
 from kvd.core.records.actions import SESSION_DISCARDED
 from kvd.core.records.errors import InvalidRequestError
-from kvd.core.records.records import Span
+from kvd.core.records.rows import Span
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import StoreLease
 from kvd.core.state.session import Session

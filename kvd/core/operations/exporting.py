@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from kvd.core.operations.chaining import Chaining
 from kvd.core.operations.matching import Piece, slice_tokens
 from kvd.core.records.errors import SessionChangedError, UnknownLineageError
-from kvd.core.records.records import ExportedRows, Span
+from kvd.core.records.records import ExportedRows
+from kvd.core.records.rows import Span
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import LoadLease
 from kvd.core.state.session import Session

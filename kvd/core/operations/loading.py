@@ -21,14 +21,8 @@ from kvd.core.records.actions import (
     TrackLoad,
     UntrackLoad,
 )
-from kvd.core.records.records import (
-    LeaseState,
-    LoadAnswer,
-    LoadSpan,
-    Lookup,
-    StoredBlock,
-    Tier,
-)
+from kvd.core.records.records import LeaseState, LoadAnswer, LoadSpan, Lookup, Tier
+from kvd.core.records.rows import StoredBlock
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import Arrival, CacheState
 from kvd.core.state.corruption import CORRUPT, report_corrupt

@@ -21,10 +21,9 @@ from dataclasses import dataclass
 
 from kvd.core.operations.chaining import Chaining
 from kvd.core.records.errors import InvalidRequestError
-from kvd.core.records.records import Span
+from kvd.core.records.rows import Span, plain_span
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
-from kvd.core.state.packing import plain_span
 from kvd.core.state.session import Session
 from shared.types.block_key import TOKEN_BYTES
 from shared.types.lineage import Lineage

@@ -19,11 +19,11 @@ from kvd.core.io.writing import Writer
 from kvd.core.operations.loading import Loader
 from kvd.core.records.actions import SCRUBBED, IoOutcome, VerifyExtent, VerifySlot
 from kvd.core.records.errors import ScrubError
-from kvd.core.records.records import BlockRecord, ScrubReport, ScrubStep, Tier
+from kvd.core.records.records import ScrubReport, ScrubStep, Tier
+from kvd.core.records.rows import BlockRecord, unpack_places
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.corruption import CORRUPT, report_corrupt
-from kvd.core.state.packing import unpack_places
 from shared.types.session_key import SessionKey
 from shared.types.units import SECTOR_BYTES
 

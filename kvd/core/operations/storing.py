@@ -21,11 +21,11 @@ from kvd.core.operations.matching import (
     slice_tokens,
 )
 from kvd.core.records.actions import SESSION_STORED
-from kvd.core.records.records import Span, StoreAnswer, StoreBlock, WritingSlot
+from kvd.core.records.records import StoreAnswer, StoreBlock
+from kvd.core.records.rows import Span, WritingSlot, plain_span
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import NewBlock, Part, RestoredLease, StoreLease, lost
-from kvd.core.state.packing import plain_span
 from kvd.core.state.session import Session
 from kvd.core.state.session_history import MoveKind
 from shared.types.lineage import Lineage

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvd.core.records.actions import RESTORED
-from kvd.core.records.records import TTL_NEVER_NS, IndexRows, Pin, SessionRecord
+from kvd.core.records.records import TTL_NEVER_NS, Pin
+from kvd.core.records.rows import PLACE_BYTES, IndexRows, SessionRecord, plain_span
 from kvd.core.recovery.row_join import (
     BlockColumns,
     Flags,
@@ -35,7 +36,6 @@ from kvd.core.recovery.row_join import (
 from kvd.core.state.block import Block
 from kvd.core.state.block_users import NOWHERE
 from kvd.core.state.cache_state import CacheState
-from kvd.core.state.packing import PLACE_BYTES, plain_span
 from kvd.core.state.session import Session
 from shared.types.block_key import KEY_BYTES
 from shared.types.session_key import SessionKey

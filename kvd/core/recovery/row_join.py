@@ -5,18 +5,20 @@ equal first bytes (never, in practice: keys are keyed hashes) one is not found, 
 """
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvd.core.records.records import Pin, SessionRecord, Span
-from kvd.core.state.packing import (
+from kvd.core.records.rows import (
     FULL,
     PLACE_BYTES,
     PLAIN,
     PLAIN_SPAN_BYTES,
+    SessionColumns,
+    SessionRecord,
+    Span,
     is_plain,
     pack_spans,
     plain_span,
@@ -196,36 +198,6 @@ def _find(blocks: BlockColumns, keys: NDArray[np.void]) -> Rows:
 
 
 _PLAIN_KIND = bytes((PLAIN,))
-
-
-@dataclass(frozen=True, slots=True)
-class SessionColumns:
-    """The rows of some sessions by columns: a record for each would cost more than all the rest.
-
-    Attributes:
-        spans: as kvd/core/state/packing.py packs them.
-        settings: by index: a session's row, if its settings are not the default ones; spans apart.
-    """
-
-    keys: Sequence[SessionKey]
-    spans: Sequence[bytes]
-    last_access_ns: Sequence[int]
-    settings: Mapping[int, SessionRecord]
-
-
-def columns_of(records: Iterable[SessionRecord]) -> SessionColumns:
-    """Put the rows of sessions into columns."""
-    rows = list(records)
-    return SessionColumns(
-        [row.key for row in rows],
-        [row.spans for row in rows],
-        [row.last_access_ns for row in rows],
-        {
-            index: replace(row, spans=b"")
-            for index, row in enumerate(rows)
-            if row.ttl_ns is not None or row.pin is not Pin.NONE or row.ended
-        },
-    )
 
 
 @dataclass(slots=True)

@@ -28,22 +28,14 @@ from kvd.core.records.actions import (
     PutSlot,
 )
 from kvd.core.records.extent_shape import ExtentShape
-from kvd.core.records.records import (
-    Admission,
-    CommittedSlot,
-    Pin,
-    SlotRecord,
-    Span,
-    Tier,
-    WritingSlot,
-)
+from kvd.core.records.records import Admission, Pin, Tier
+from kvd.core.records.rows import CommittedSlot, SlotRecord, Span, WritingSlot
 from kvd.core.state.block import Block, BlockIndex, BlockIo
 from kvd.core.state.block_users import BlockUsers
 from kvd.core.state.extents import ExtentTable
 from kvd.core.state.folding import FoldedTails
 from kvd.core.state.leases import LeaseTable, LoadLease
-from kvd.core.state.measures import Measures
-from kvd.core.state.outbox import Outbox
+from kvd.core.state.outbox import Measures, Outbox
 from kvd.core.state.session import Session
 from kvd.core.state.session_history import MoveKind, SessionHistory
 from kvd.core.state.slots import SlotState, SlotTable

@@ -19,9 +19,15 @@ Pure. Invariants:
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from kvd.core.records.records import BlockRecord
+from kvd.core.records.rows import (
+    FULL_SPAN_BYTES,
+    PLACE_BYTES,
+    BlockRecord,
+    is_plain,
+    pack_full,
+    pack_places,
+)
 from kvd.core.state.block import Block, BlockIndex
-from kvd.core.state.packing import FULL_SPAN_BYTES, PLACE_BYTES, is_plain, pack_full, pack_places
 from kvd.core.state.session import Session
 from shared.types.block_key import KEY_BYTES
 from shared.types.session_key import SessionKey

@@ -9,9 +9,12 @@ Invariant: spans are contiguous from the session's first kept token; only a pref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvd.core.records.records import TTL_NEVER_NS, BlockRecord, Pin, SessionRecord, Span
-from kvd.core.state.packing import (
+from kvd.core.records.records import TTL_NEVER_NS, Pin
+from kvd.core.records.rows import (
     PLACE_BYTES,
+    BlockRecord,
+    SessionRecord,
+    Span,
     num_tokens_of_places,
     pack_spans,
     plain_span,

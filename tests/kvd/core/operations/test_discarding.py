@@ -8,7 +8,7 @@ from kvd.core.engine import CacheEngine
 from kvd.core.records.actions import HashSlot, WriteBlock
 from kvd.core.records.errors import InvalidRequestError
 from kvd.core.records.records import Lookup
-from kvd.core.state.packing import unpack_spans
+from kvd.core.records.rows import unpack_spans
 from shared.types.lineage import WHOLE
 from tests.kvd.core.turns import (
     ONES,

@@ -8,10 +8,20 @@ import pytest
 
 from kvd.core.engine import CacheEngine, Limits
 from kvd.core.records.actions import ClearSlot, DropBlock, DropSession, IoOutcome, PutSession
-from kvd.core.records.records import AdoptedSlot, CommittedSlot, IndexRows, Pin, SessionRecord, Span
+from kvd.core.records.records import Pin
+from kvd.core.records.rows import (
+    PLAIN_SPAN_BYTES,
+    AdoptedSlot,
+    CommittedSlot,
+    IndexRows,
+    SessionRecord,
+    Span,
+    columns_of,
+    pack_full,
+    pack_spans,
+    plain_span,
+)
 from kvd.core.recovery import restoring, row_join
-from kvd.core.recovery.row_join import columns_of
-from kvd.core.state.packing import PLAIN_SPAN_BYTES, pack_full, pack_spans, plain_span
 from kvd.core.state.tenants import TenantLimits
 from tests.kvd.core.turns import (
     ONES,
