@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from kvd.core.io.writing import Writer
 from kvd.core.records.actions import HashSlot, VerifySlot
 from kvd.core.state.block import Block, BlockIo
-from kvd.core.state.cache_state import Arrival, CacheState
+from kvd.core.state.cache_state import CacheState
 from shared.types.units import NS_PER_S
 
 MAX_BACKGROUND = 4  # verifications under way that nobody waits for
@@ -45,12 +45,11 @@ class Verifier:
         state = self._state
         assert block.slot_id is not None, "only a block in DRAM is verified"
         state.unverified.pop(block.key, None)
-        block.io = BlockIo.VERIFYING
-        verify = Arrival(state.next_op_id(), block, was_queued=state.unwritten.holds(block))
+        verify = state.under_way.begin_verify(block)
+        verify.was_queued = state.unwritten.holds(block)
         if block.readers:
             verify.early = {lease.lease_id: lease for lease in state.leases.reading(block)}
         state.unwritten.discard(block)
-        state.verifies[verify.op_id] = state.arrival_of[block.key] = verify
         if not urgent:
             self._background.add(verify.op_id)
         action = VerifySlot(
@@ -105,8 +104,7 @@ class Hasher:
     def hash_done(self, op_id: int, checksums: bytes) -> None:
         """See CacheEngine.hash_done."""
         state = self._state
-        block = state.hashes.pop(op_id)
-        block.io = BlockIo.IDLE
+        block = state.under_way.end_hash(op_id)
         if checksums:
             state.blocks.know(block, block.token_ids, checksums)
             state.put_block_slot(block)
@@ -120,7 +118,5 @@ class Hasher:
     def _start(self, block: Block) -> None:
         state = self._state
         assert block.slot_id is not None, "an unhashed block is in DRAM"
-        block.io = BlockIo.HASHING
-        op_id = state.next_op_id()
-        state.hashes[op_id] = block
+        op_id = state.under_way.begin_hash(block)
         state.outbox.add(HashSlot(op_id, block.slot_id, block.num_tokens))

@@ -51,7 +51,7 @@ def _check_slots(state: CacheState) -> None:
     for target in _copied_to(state):
         assert target.slot_id not in owners, f"slot {target.slot_id} has two owners"
         owners[target.slot_id] = SlotState.WRITING  # a next kvd finds it free
-    for slot_id in (slot_id for slot_ids in state.wipes.values() for slot_id in slot_ids):
+    for slot_id in (slot_id for slot_ids in state.under_way.wipes.values() for slot_id in slot_ids):
         assert slot_id not in owners, f"slot {slot_id} has two owners"
         owners[slot_id] = SlotState.WRITING
     for slot_id in range(len(state.slots)):
@@ -69,8 +69,8 @@ def _check_extents(state: CacheState) -> None:
         for session in state.sessions.values()
         for record in session.tail_blocks()
     ]
-    runs += [(op.extent, op.num_sectors) for op in state.writes.values()]
-    runs += [run for run in state.drops.values() if run is not None]
+    runs += [(op.extent, op.num_sectors) for op in state.under_way.writes.values()]
+    runs += [run for run in state.under_way.drops.values() if run is not None]
     runs.sort()
     for (extent, num_sectors), (following, _) in pairwise(runs):
         assert extent + num_sectors <= following, f"extents {extent} and {following} overlap"
@@ -196,8 +196,8 @@ def _held_for_compaction(state: CacheState) -> list[Block]:
 
 def _check_load(state: CacheState, lease: LoadLease) -> None:
     arriving = {block.key for block, _ in lease.entries if block.io.is_arriving}
-    waits = {key for key in arriving if lease.lease_id not in state.arrival_of[key].early}
-    joined = {k for k, op in state.arrival_of.items() if lease.lease_id in op.waiting}
+    waits = {key for key in arriving if lease.lease_id not in state.under_way.arrival_of[key].early}
+    joined = {k for k, op in state.under_way.arrival_of.items() if lease.lease_id in op.waiting}
     assert waits == joined, "a lease waits for its reads and verifications and no others"
     assert lease.num_waiting == len(waits), "a lease counts what it waits for"
     assert lease.is_tracked or not waits, "a lease that waits has its progress published"
@@ -273,18 +273,22 @@ def _check_operations(state: CacheState) -> None:
     sources = run.sources if run is not None and run.phase is Phase.COPYING else []
     by_io = {
         BlockIo.COPYING: sources,
-        BlockIo.READING: [read.block for read in state.reads.values()],
-        BlockIo.VERIFYING: [verify.block for verify in state.verifies.values()],
-        BlockIo.HASHING: list(state.hashes.values()),
-        BlockIo.WRITING: [op.block for op in state.writes.values() if blocks.holds(op.block)],
+        BlockIo.READING: [read.block for read in state.under_way.reads.values()],
+        BlockIo.VERIFYING: [verify.block for verify in state.under_way.verifies.values()],
+        BlockIo.HASHING: list(state.under_way.hashes.values()),
+        BlockIo.WRITING: [
+            op.block for op in state.under_way.writes.values() if blocks.holds(op.block)
+        ],
     }
     for io, under_way in by_io.items():
         assert {block.key for block in blocks if block.io is io} == {b.key for b in under_way}, (
             f"blocks that are {io.value} are registered"
         )
         assert all(map(blocks.holds, under_way)), f"blocks that are {io.value} are in the index"
-    arriving = (*state.reads.values(), *state.verifies.values())
-    assert state.arrival_of == {op.block.key: op for op in arriving}, "arrivals are registered"
+    arriving = (*state.under_way.reads.values(), *state.under_way.verifies.values())
+    assert state.under_way.arrival_of == {op.block.key: op for op in arriving}, (
+        "arrivals are registered"
+    )
     for block in state.unwritten:
         assert blocks.holds(block), "only blocks of the index wait to be written"
         assert block.writable, "only dirty blocks at rest wait to be written"

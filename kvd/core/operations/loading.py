@@ -24,10 +24,11 @@ from kvd.core.records.actions import (
 from kvd.core.records.records import LeaseState, LoadAnswer, LoadSpan, Lookup, Tier
 from kvd.core.records.rows import StoredBlock
 from kvd.core.state.block import Block, BlockIo
-from kvd.core.state.cache_state import Arrival, CacheState
+from kvd.core.state.cache_state import CacheState
 from kvd.core.state.corruption import CORRUPT, report_corrupt
 from kvd.core.state.leases import LoadLease
 from kvd.core.state.session_history import MoveKind
+from kvd.core.state.under_way import Arrival
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
 
@@ -168,7 +169,7 @@ class Loader:
         """See CacheEngine.read_done."""
         state = self._state
         arrival = self._reader.ended(op_id, outcome)
-        block = self._ended(arrival)
+        block = arrival.block
         if outcome is IoOutcome.OK and stored is not None:
             kind = MoveKind.READ_AHEAD if block.is_ahead else MoveKind.READ
             state.note_block(block, kind)
@@ -192,9 +193,9 @@ class Loader:
     def verify_done(self, op_id: int, outcome: IoOutcome) -> None:
         """See CacheEngine.verify_done."""
         state = self._state
-        arrival = state.verifies.pop(op_id)
+        arrival = state.under_way.end_verify(op_id)
         self._verifier.ended(op_id)
-        block = self._ended(arrival)
+        block = arrival.block
         if outcome is IoOutcome.OK:
             self._verifier.passed(block)
             self._arrived(arrival)
@@ -211,11 +212,6 @@ class Loader:
         self._writer.admit(block, was_queued=arrival.was_queued)
         self._verifier.issue()
         self._writer.issue()
-
-    def _ended(self, arrival: Arrival) -> Block:
-        del self._state.arrival_of[arrival.block.key]
-        arrival.block.io = BlockIo.IDLE
-        return arrival.block
 
     def _arrived(self, arrival: Arrival) -> None:
         """The block's bytes may be used."""
@@ -298,7 +294,7 @@ class Loader:
         return self._writer.make_slots(num_wanted) > 0
 
     def _wait_for(self, lease: LoadLease, block: Block) -> None:
-        arrival = self._state.arrival_of[block.key]
+        arrival = self._state.under_way.arrival_of[block.key]
         self._reader.join(arrival)
         waiting = arrival.waiting
         lease.num_waiting += lease.lease_id not in waiting
@@ -307,7 +303,9 @@ class Loader:
     def _track(self, lease: LoadLease) -> None:
         """Have the lease's progress published; again, if an operation took another's place."""
         blocks = {id(block): block for block, _ in lease.entries if block.io.is_arriving}
-        op_ids = tuple(self._state.arrival_of[block.key].op_id for block in blocks.values())
+        op_ids = tuple(
+            self._state.under_way.arrival_of[block.key].op_id for block in blocks.values()
+        )
         lease.is_tracked = True
         self._state.outbox.add(TrackLoad(lease.lease_id, lease.owner, op_ids))
 
@@ -319,7 +317,7 @@ class Loader:
         for block, _ in released:
             block.readers -= 1
             if block.io.is_arriving and block.key not in still_needed:
-                waiting = self._state.arrival_of[block.key].waiting
+                waiting = self._state.under_way.arrival_of[block.key].waiting
                 lease.num_waiting -= waiting.pop(lease.lease_id, None) is not None
         for block, _ in reversed(released):
             self._state.settle(block)

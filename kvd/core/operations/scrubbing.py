@@ -211,7 +211,7 @@ class Scrubber:
 
     def _issue(self, op: _Op) -> None:
         state = self._state
-        op_id = state.next_op_id()
+        op_id = state.under_way.next_op_id()
         self._ops[op_id] = op
         state.scrubbed[op.tier, op.place] = op_id
         self._in_flight_bytes += op.num_bytes

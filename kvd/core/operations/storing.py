@@ -217,7 +217,9 @@ class Storer:
     def _why_no_slot(self) -> str:
         """Whether waiting may help: leases end, reads end, writes make blocks clean."""
         state = self._state
-        return WAIT if len(state.leases) or state.reads or state.is_cleaning() else NO_SPACE
+        return (
+            WAIT if len(state.leases) or state.under_way.reads or state.is_cleaning() else NO_SPACE
+        )
 
     def _refused(self, why: str, stored_end: int) -> StoreAnswer:
         outbox = self._state.outbox

@@ -72,7 +72,7 @@ def _quarantine(state: CacheState, orphan: OrphanSlot) -> None:
         lease = RestoredLease(writing.lease_id, writing.owner, since_ns=state.now_ns)
     lease.held.append((orphan.slot_id, writing.generation))
     state.leases.add(lease)
-    state.slots.adopt(orphan.slot_id, writing.generation, SlotState.WRITING)
+    state.slots.adopt(orphan.slot_id, writing.generation, is_committed=False)
     state.journal[orphan.slot_id] = SlotState.WRITING
 
 
@@ -90,7 +90,7 @@ def _is_sound(state: CacheState, slot: AdoptedSlot) -> bool:
 def _add_block(state: CacheState, slot: AdoptedSlot) -> None:
     record = slot.block
     block = Block(record.key, record.num_tokens)
-    state.slots.adopt(slot.slot_id, record.generation, SlotState.COMMITTED)
+    state.slots.adopt(slot.slot_id, record.generation, is_committed=True)
     state.blocks.add(block)
     state.blocks.enter_dram(block, slot.slot_id, record.generation)
     state.blocks.know(block, record.token_ids, record.checksums)

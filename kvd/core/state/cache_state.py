@@ -12,7 +12,7 @@ Invariants (checking.py states them as code):
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvd.core.eviction.policy import EvictionPolicy, PolicyMaker
@@ -34,13 +34,14 @@ from kvd.core.state.block import Block, BlockIndex, BlockIo
 from kvd.core.state.block_users import BlockUsers
 from kvd.core.state.extents import ExtentTable
 from kvd.core.state.folding import FoldedTails
-from kvd.core.state.leases import LeaseTable, LoadLease
+from kvd.core.state.leases import LeaseTable
 from kvd.core.state.outbox import Measures, Outbox
 from kvd.core.state.session import Session
 from kvd.core.state.session_history import MoveKind, SessionHistory
 from kvd.core.state.slots import SlotState, SlotTable
 from kvd.core.state.tenants import TenantLimits, TenantTable, no_limits
 from kvd.core.state.turn_log import MAX_TURNS, TurnLog
+from kvd.core.state.under_way import UnderWay
 from kvd.core.state.write_queue import WriteQueue
 from shared.types.kv_layout import KVLayout
 from shared.types.session_key import SessionKey
@@ -82,34 +83,6 @@ class Limits:
     compact_rest_ns: int = 2 * NS_PER_S  # how long a session is left alone before
 
 
-@dataclass(slots=True, eq=False)
-class Arrival:
-    """An SSD read or a verification under way, and the leases that wait for it.
-
-    Attributes:
-        was_queued: the block was to be written, and is again once it is verified.
-        is_ahead: a read that no load has come to wait for.
-        early: leases that were given the block before its verification began: they do not wait, and
-            end if it turns out corrupt.
-    """
-
-    op_id: int
-    block: Block
-    was_queued: bool = False
-    is_ahead: bool = False
-    waiting: dict[int, LoadLease] = field(default_factory=dict)
-    early: dict[int, LoadLease] = field(default_factory=dict)
-
-
-@dataclass(slots=True, eq=False)
-class WriteOp:
-    """An SSD write under way. The extent is the write's until its row is put."""
-
-    block: Block
-    extent: int
-    num_sectors: int
-
-
 class CacheState:
     """See the module docstring."""
 
@@ -136,14 +109,8 @@ class CacheState:
         self.turns = TurnLog(limits.max_turns)
         self.outbox = Outbox()
         self.measures = Measures()
-        self.reads: dict[int, Arrival] = {}
-        self.verifies: dict[int, Arrival] = {}
-        self.arrival_of: dict[bytes, Arrival] = {}  # both, by block key
-        self.hashes: dict[int, Block] = {}
-        self.writes: dict[int, WriteOp] = {}
+        self.under_way = UnderWay()
         self.compaction: Compaction | None = None  # under way
-        self.drops: dict[int, tuple[int, int] | None] = {}  # run to free when the row is gone
-        self.wipes: dict[int, list[int]] = {}  # slots that are zeroed
         # Adopted blocks whose verification is not begun, in the order in which it will be.
         self.unverified: OrderedDict[bytes, Block] = OrderedDict()
         self.unwritten = WriteQueue(self.shape, self.extents)
@@ -160,7 +127,6 @@ class CacheState:
         self.num_pins = dict.fromkeys((Pin.SOFT, Pin.HARD), 0)  # sessions
         self.ssd_degraded = ""  # why writes are held back; "": they are not
         self.now_ns = 0
-        self._next_op_id = 1
 
     @property
     def policy(self) -> EvictionPolicy:
@@ -179,15 +145,11 @@ class CacheState:
         """Take the time of a call. It never goes back (D17)."""
         self.now_ns = max(self.now_ns, now_ns)
 
-    def next_op_id(self) -> int:
-        """Number an operation of the performer."""
-        self._next_op_id += 1
-        return self._next_op_id - 1
-
     def is_cleaning(self) -> bool:
         """Whether dirty blocks become clean, or may be written, in time."""
-        under_way = self.hashes or self.verifies or self.writes or self.compaction or self.wipes
-        return bool(under_way or (len(self.unwritten) and self.drops))
+        ops = self.under_way
+        is_busy = ops.hashes or ops.verifies or ops.writes or ops.wipes or self.compaction
+        return bool(is_busy or (len(self.unwritten) and ops.drops))
 
     def num_sectors(self, block: Block) -> int:
         """Sectors of the block's extent."""
@@ -408,10 +370,10 @@ class CacheState:
 
     def drop_row(self, key: bytes, extent: int | None, num_tokens: int = 0) -> None:
         """Have a block's row removed, and then its extent freed."""
-        op_id = self.next_op_id()
-        self.drops[op_id] = None
+        op_id = self.under_way.next_op_id()
+        self.under_way.drops[op_id] = None
         if extent is not None:
-            self.drops[op_id] = (extent, self.shape.num_sectors(num_tokens))
+            self.under_way.drops[op_id] = (extent, self.shape.num_sectors(num_tokens))
             self.scrubbed.pop((Tier.SSD, extent), None)
         self.outbox.index.add(DropBlock(op_id, key))
 

@@ -3,22 +3,33 @@
 Pure. Invariants: 1. a slot's generation grows with each allocation, so that a late reader notices;
 2. a COMMITTED slot's bytes never change (D9), except that a copy found corrupt is read again.
 
-    FREE ──allocate──► WRITING ──commit──► COMMITTED ──free──► FREE
-                        │   ▲──rewrite────────┘
-                        └──────────────────────────free──────► FREE
-
-(A slot that an SSD read fills, or that is wiped, is WRITING too: its writer is the performer.)
+A slot that an SSD read fills, or that is wiped, is WRITING too: its writer is the performer.
 """
 
 from enum import Enum
 
+from kvd.core.state.transitions import Transitions
+
 
 class SlotState(Enum):
-    """See the module docstring."""
+    """What a slot is to whoever comes to it."""
 
     FREE = "free"
     WRITING = "writing"
     COMMITTED = "committed"
+
+
+SLOT_MOVES = Transitions(
+    {
+        SlotState.FREE: {
+            "allocate": SlotState.WRITING,
+            "adopt": SlotState.COMMITTED,
+            "quarantine": SlotState.WRITING,
+        },
+        SlotState.WRITING: {"commit": SlotState.COMMITTED, "free": SlotState.FREE},
+        SlotState.COMMITTED: {"rewrite": SlotState.WRITING, "free": SlotState.FREE},
+    }
+)
 
 
 class SlotTable:
@@ -50,10 +61,12 @@ class SlotTable:
         assert self.num_free == len(self), "an arena is given up when its slots are free"
         self._states, self._generations, self._free = [], [], []
 
-    def adopt(self, slot_id: int, generation: int, state: SlotState) -> None:
-        """Take over a slot that an earlier kvd had given away; end with `adopted`."""
-        assert self._states[slot_id] is SlotState.FREE, f"slot {slot_id} is adopted twice"
-        self._states[slot_id] = state
+    def adopt(self, slot_id: int, generation: int, *, is_committed: bool) -> None:
+        """Take over a slot that an earlier kvd had given away; end with `adopted`.
+
+        One that is not committed is in quarantine: its engine may still be writing to it.
+        """
+        self._move(slot_id, "adopt" if is_committed else "quarantine")
         self._generations[slot_id] = generation
 
     def adopted(self) -> None:
@@ -68,7 +81,7 @@ class SlotTable:
             Slot id and its new generation.
         """
         slot_id = self._free.pop()
-        self._states[slot_id] = SlotState.WRITING
+        self._move(slot_id, "allocate")
         self._generations[slot_id] += 1
         return slot_id, self._generations[slot_id]
 
@@ -76,26 +89,26 @@ class SlotTable:
         """Take slots out of use, those that have been free longest; `free` gives each back."""
         taken, self._free = self._free[:max_slots], self._free[max_slots:]
         for slot_id in taken:
-            self._states[slot_id] = SlotState.WRITING
+            self._move(slot_id, "allocate")
             self._generations[slot_id] += 1
         return taken
 
     def commit(self, slot_id: int) -> None:
         """Note that the slot's bytes are complete."""
-        assert self._states[slot_id] is SlotState.WRITING, f"slot {slot_id} is not being written"
-        self._states[slot_id] = SlotState.COMMITTED
+        self._move(slot_id, "commit")
 
     def rewrite(self, slot_id: int) -> None:
         """Have a corrupt slot's bytes read again; its generation stays."""
-        assert self._states[slot_id] is SlotState.COMMITTED, f"slot {slot_id} holds no block"
-        self._states[slot_id] = SlotState.WRITING
+        self._move(slot_id, "rewrite")
 
     def free(self, slot_id: int) -> None:
         """Give a slot back."""
-        assert self._states[slot_id] is not SlotState.FREE, f"slot {slot_id} is free already"
-        self._states[slot_id] = SlotState.FREE
+        self._move(slot_id, "free")
         self._free.append(slot_id)
 
     def state(self, slot_id: int) -> SlotState:
         """Look at a slot."""
         return self._states[slot_id]
+
+    def _move(self, slot_id: int, event: str) -> None:
+        self._states[slot_id] = SLOT_MOVES.after(self._states[slot_id], event)
