@@ -19,7 +19,7 @@ from kvd.bench.population import SALT, TOKENS_PER_SESSION
 from kvd.bench.sessions import bench_key, token_ids_of
 from kvd.core.engine import CacheEngine, Limits
 from kvd.core.eviction.policies import POLICIES
-from kvd.core.state.tenants import TenantLimits
+from kvd.core.state.limits import TenantLimits
 from kvd.host import memory
 from kvd.tiers.faults import NoFaults
 from kvd.tiers.manifest import Manifest

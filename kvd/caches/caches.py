@@ -21,7 +21,7 @@ from kvd.core.eviction.policies import POLICIES
 from kvd.core.records.actions import Emit
 from kvd.core.records.errors import UnknownSessionError
 from kvd.core.records.rows import AdoptedSlot, IndexRows, OrphanSlot
-from kvd.core.state.tenants import TenantLimits
+from kvd.core.state.limits import TenantLimits
 from kvd.engines.attached import Engines
 from kvd.errors import AmbiguousSessionError, LimitReachedError, NotDurableError
 from kvd.host import memory

@@ -57,9 +57,10 @@ from kvd.core.records.records import (
 )
 from kvd.core.records.rows import AdoptedSlot, IndexRows, OrphanSlot, StoredBlock
 from kvd.core.recovery import adopting, restoring
-from kvd.core.state.cache_state import CacheState, Limits
+from kvd.core.state.cache_state import CacheState
 from kvd.core.state.index_line import NO_BOUND, IndexAction
 from kvd.core.state.leases import RestoredLease, StoreLease
+from kvd.core.state.limits import Limits
 from kvd.core.state.outbox import COUNTERS, Measures
 from kvd.core.state.session_history import Move
 from kvd.core.state.turn_log import RecordedTurn
@@ -198,7 +199,7 @@ class CacheEngine:
         """
         self._prefetcher.go_on()
         self._compactor.go_on()
-        self._state.fold_idle()
+        self._state.tails.fold_idle()
         rows = self.take_rows(max_row_bytes)
         self._writer.index_took_rows()
         return [*rows, *self._state.outbox.drain()]

@@ -40,7 +40,7 @@ from kvd.core.records.records import (
     Tier,
 )
 from kvd.core.records.rows import CommittedSlot
-from kvd.core.state.tenants import TenantLimits
+from kvd.core.state.limits import TenantLimits
 from shared.types.lineage import WHOLE, Lineage
 from shared.types.queue_change import QueueChange, QueuedJob, RunningJob
 from shared.types.session_key import SessionKey

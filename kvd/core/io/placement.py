@@ -289,7 +289,7 @@ class Placement:
             state.note_block(block, MoveKind.EVICTED_SSD)
             state.leave_ssd(block)
             if state.limits.admission is not Admission.ON_EVICT:
-                state.refused[block.key] = block  # dirty again
+                state.unwritten.refuse(block)  # dirty again
 
     def _left(self, key: SessionKey, tier: Tier) -> None:
         """Note that a session has nothing more to give in the tier."""
@@ -297,7 +297,7 @@ class Placement:
         if session is not None:
             self._state.users.left(session, tier)
             if tier is Tier.DRAM:
-                self._state.fold_later(key)
+                self._state.tails.fold_later(key)
 
 
 def _may_take(block: Block, rule: _Rule, *, may_cut: bool) -> bool:

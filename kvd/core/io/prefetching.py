@@ -82,7 +82,7 @@ def plan_session(state: CacheState, key: SessionKey, *, is_waiting: bool) -> Rea
     session = state.sessions.get(key)
     if session is None or session.num_read_ahead >= MOST_TIMES * session.num_spans:
         return None
-    state.unfold(session)
+    state.tails.unfold(session)
     keys = session.block_keys()
     missing = deque(key for key in keys if _is_missing(state.blocks[key]))
     if len(missing) < len(keys):
@@ -270,7 +270,7 @@ class Prefetcher:
     def _use_plan(self, plan: ReadPlan | None) -> None:
         """Go on with another session; the one before may be folded again."""
         self._plan = plan
-        self._state.kept_unfolded = plan.session.key if plan else None
+        self._state.tails.kept_unfolded = plan.session.key if plan else None
 
     def _drop_stale_plan(self) -> None:
         """Give up what was begun for a session that is gone, or whose turn waits no more."""

@@ -7,17 +7,21 @@ them.
 
 A stored block is served at once, and hashed in the background; before that it is neither written
 nor in the journal, so that no later kvd can take bytes over that nobody can verify.
+Bytes that are not what was stored are counted and reported; an I/O error is not corruption.
 """
 
 from collections.abc import Iterable
 
 from kvd.core.io.writing import Writer
-from kvd.core.records.actions import HashSlot, VerifySlot
+from kvd.core.records.actions import BLOCK_CORRUPT, HashSlot, VerifySlot
+from kvd.core.records.records import Tier
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
+from kvd.core.state.session_history import MoveKind
 from shared.types.units import NS_PER_S
 
 MAX_BACKGROUND = 4  # verifications under way that nobody waits for
+CORRUPT = "corrupt"  # why a session or a lease was cut
 RETRY_NS = NS_PER_S  # after a verification that could not be made
 
 
@@ -107,7 +111,7 @@ class Hasher:
         block = state.under_way.end_hash(op_id)
         if checksums:
             state.blocks.know(block, block.token_ids, checksums)
-            state.put_block_slot(block)
+            state.journal.put_block(block)
         else:  # tried again when its session stores again
             state.outbox.count("hash_errors")
         state.settle(block)
@@ -120,3 +124,12 @@ class Hasher:
         assert block.slot_id is not None, "an unhashed block is in DRAM"
         op_id = state.under_way.begin_hash(block)
         state.outbox.add(HashSlot(op_id, block.slot_id, block.num_tokens))
+
+
+def report_corrupt(state: CacheState, block: Block, tier: Tier) -> None:
+    """Count and tell that a block's copy in this tier is not what was stored."""
+    state.outbox.count("blocks_corrupt")
+    state.outbox.count(f"blocks_corrupt_{tier.value}")
+    fields = {"block": block.key.hex(), "tier": tier.value, "num_sessions": len(block.users)}
+    state.outbox.emit(BLOCK_CORRUPT, block.last_user, fields)
+    state.note_block(block, MoveKind.CORRUPT, tier.value)

@@ -235,11 +235,11 @@ class Writer:
     def _take_up_refused(self) -> None:
         """Write blocks that were refused, as far as there are extents that nobody else wants."""
         state = self._state
-        while state.refused and not len(state.unwritten) and not self._is_holding_back():
-            block = next(iter(state.refused.values()))
+        while state.unwritten.refused and not len(state.unwritten) and not self._is_holding_back():
+            block = next(iter(state.unwritten.refused.values()))
             if not state.extents.can_allocate(state.num_sectors(block)):
                 return
-            del state.refused[block.key]
+            state.unwritten.forget(block)
             if block.writable:
                 state.unwritten.add(block)
                 self.issue()
@@ -251,7 +251,6 @@ class Writer:
         for block in blocks:
             if block.writable:
                 queue.add(block)
-                self._state.refused.pop(block.key, None)
         num_queued = len(queue) - num_before
         if num_queued:
             self._provide()
@@ -269,8 +268,7 @@ class Writer:
         self._placement.make_extents(self._num_short(), state.unwritten.newest.last_user)
         while len(state.unwritten) and self._num_short():
             block = state.unwritten.newest
-            state.unwritten.discard(block)
-            state.refused[block.key] = block
+            state.unwritten.refuse(block)
             state.outbox.count("ssd_refused")
 
     def _num_short(self) -> int:

@@ -58,7 +58,7 @@ def _check_slots(state: CacheState) -> None:
         expected = owners.get(slot_id, SlotState.FREE)
         assert state.slots.state(slot_id) is expected, f"slot {slot_id} should be {expected}"
     assert state.slots.num_free == len(state.slots) - len(owners), "free slots are counted right"
-    assert state.journal == journal, "the journal says what slots hold"
+    assert state.journal.states == journal, "the journal says what slots hold"
 
 
 def _check_extents(state: CacheState) -> None:
@@ -309,7 +309,7 @@ def _check_looking_ahead(state: CacheState) -> None:
         if block.is_ahead:
             assert block.slot_id is not None, "what was read ahead is in DRAM"
             assert not block.readers, "what was read ahead and is loaded counts as used"
-    for key, block in state.refused.items():
+    for key, block in state.unwritten.refused.items():
         assert state.blocks.get(key) is block, "only blocks of the index are refused"
         assert block.dirty, "a refused block is in DRAM only"
         assert not state.unwritten.holds(block), "a refused block does not wait to be written"

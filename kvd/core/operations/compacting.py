@@ -268,7 +268,7 @@ class Compactor:
                 state.blocks.enter_dram(block, target.slot_id, target.generation)
                 state.blocks.know(block, target.dense.token_ids, block_checksums)
                 block.last_user = run.key
-                state.put_block_slot(block)
+                state.journal.put_block(block)
             block.holders += 1
             run.made.append(block)
         run.targets = []

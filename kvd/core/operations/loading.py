@@ -9,7 +9,7 @@ progress word until it ends.
 from itertools import takewhile
 
 from kvd.core.io.reading import Reader
-from kvd.core.io.verifying import Verifier
+from kvd.core.io.verifying import CORRUPT, Verifier, report_corrupt
 from kvd.core.io.writing import Writer
 from kvd.core.operations import exporting
 from kvd.core.operations.exporting import Export
@@ -25,7 +25,6 @@ from kvd.core.records.records import LeaseState, LoadAnswer, LoadSpan, Lookup, T
 from kvd.core.records.rows import StoredBlock
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
-from kvd.core.state.corruption import CORRUPT, report_corrupt
 from kvd.core.state.leases import LoadLease
 from kvd.core.state.session_history import MoveKind
 from kvd.core.state.under_way import Arrival
@@ -176,7 +175,7 @@ class Loader:
             assert block.slot_id is not None, "a block keeps its slot while it is read"
             state.slots.commit(block.slot_id)
             state.blocks.know(block, stored.token_ids, stored.checksums)
-            state.put_block_slot(block)
+            state.journal.put_block(block)
             self._arrived(arrival)
             return
         state.leave_dram(block)

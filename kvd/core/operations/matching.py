@@ -124,7 +124,7 @@ def _spans(state: CacheState, session: Session) -> Iterator[Span]:
     if not session.folded:
         return
     yield next(session.tail_spans())
-    state.unfold(session)
+    state.tails.unfold(session)
     yield from session.spans[num_spans + 1 :]
 
 

@@ -16,7 +16,8 @@ from itertools import islice
 from kvd.core.io.placement import Placement
 from kvd.core.io.writing import Writer
 from kvd.core.records.records import Pin
-from kvd.core.state.cache_state import CacheState, Limits
+from kvd.core.state.cache_state import CacheState
+from kvd.core.state.limits import Limits
 from kvd.core.state.session import Session
 from shared.types.session_key import SessionKey
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from kvd.core.io.verifying import CORRUPT, report_corrupt
 from kvd.core.io.writing import Writer
 from kvd.core.operations.loading import Loader
 from kvd.core.records.actions import SCRUBBED, IoOutcome, VerifyExtent, VerifySlot
@@ -23,7 +24,6 @@ from kvd.core.records.records import ScrubReport, ScrubStep, Tier
 from kvd.core.records.rows import BlockRecord, unpack_places
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
-from kvd.core.state.corruption import CORRUPT, report_corrupt
 from shared.types.session_key import SessionKey
 from shared.types.units import SECTOR_BYTES
 
@@ -187,7 +187,7 @@ class Scrubber:
         block = self._state.find_block(key)
         if block is None:
             sessions = self._state.sessions.values()
-            self._state.unfold(next(session for session in sessions if key in session.folded))
+            self._state.tails.unfold(next(session for session in sessions if key in session.folded))
             block = self._state.blocks[key]
         return block
 

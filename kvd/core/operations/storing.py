@@ -212,7 +212,7 @@ class Storer:
     def _journal(self, lease: StoreLease | RestoredLease) -> None:
         for slot_id, generation in lease.slots():
             record = WritingSlot(generation, lease.lease_id, lease.owner)
-            self._state.put_slot(slot_id, record)
+            self._state.journal.put(slot_id, record)
 
     def _why_no_slot(self) -> str:
         """Whether waiting may help: leases end, reads end, writes make blocks clean."""
@@ -292,7 +292,7 @@ class Storer:
         if session is None:
             session = Session(key, state.now_ns)
             state.add_session(session)
-        state.unfold(session)
+        state.tails.unfold(session)
         if session.spans[: len(spans)] != spans:
             session.lost = ""
             state.set_spans(session, spans)

@@ -34,7 +34,7 @@ def adopt(
     for slot in adopted:
         if not _is_free(state, slot.slot_id):
             continue
-        state.journal[slot.slot_id] = SlotState.COMMITTED
+        state.journal.states[slot.slot_id] = SlotState.COMMITTED
         if _is_sound(state, slot):
             _add_block(state, slot)
         else:
@@ -73,7 +73,7 @@ def _quarantine(state: CacheState, orphan: OrphanSlot) -> None:
     lease.held.append((orphan.slot_id, writing.generation))
     state.leases.add(lease)
     state.slots.adopt(orphan.slot_id, writing.generation, is_committed=False)
-    state.journal[orphan.slot_id] = SlotState.WRITING
+    state.journal.states[orphan.slot_id] = SlotState.WRITING
 
 
 def _is_sound(state: CacheState, slot: AdoptedSlot) -> bool:

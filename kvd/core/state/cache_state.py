@@ -12,10 +12,9 @@ Invariants (checking.py states them as code):
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvd.core.eviction.policy import EvictionPolicy, PolicyMaker
+from kvd.core.eviction.policy import PolicyMaker
 from kvd.core.eviction.session_placement import SessionPlacement
 from kvd.core.eviction.ttl import TtlClock
 from kvd.core.records.actions import (
@@ -23,64 +22,35 @@ from kvd.core.records.actions import (
     SESSION_DROPPED,
     SESSION_EXPIRED,
     SESSION_FLUSHED,
-    ClearSlot,
     DropBlock,
-    PutSlot,
 )
 from kvd.core.records.extent_shape import ExtentShape
-from kvd.core.records.records import Admission, Pin, Tier
-from kvd.core.records.rows import CommittedSlot, SlotRecord, Span, WritingSlot
+from kvd.core.records.records import Pin, Tier
+from kvd.core.records.rows import Span
 from kvd.core.state.block import Block, BlockIndex, BlockIo
 from kvd.core.state.block_users import BlockUsers
 from kvd.core.state.extents import ExtentTable
 from kvd.core.state.folding import FoldedTails
 from kvd.core.state.leases import LeaseTable
+from kvd.core.state.limits import Limits
 from kvd.core.state.outbox import Measures, Outbox
 from kvd.core.state.session import Session
 from kvd.core.state.session_history import MoveKind, SessionHistory
-from kvd.core.state.slots import SlotState, SlotTable
-from kvd.core.state.tenants import TenantLimits, TenantTable, no_limits
-from kvd.core.state.turn_log import MAX_TURNS, TurnLog
-from kvd.core.state.under_way import UnderWay
-from kvd.core.state.write_queue import WriteQueue
+from kvd.core.state.slots import Journal, SlotTable
+from kvd.core.state.tenants import TenantTable
+from kvd.core.state.turn_log import TurnLog
+from kvd.core.state.under_way import UnderWay, WriteQueue
 from shared.types.kv_layout import KVLayout
 from shared.types.session_key import SessionKey
-from shared.types.units import NS_PER_S
 
 if TYPE_CHECKING:
     from kvd.core.operations.compaction import Compaction
 
-FOLD_BATCH = 64  # sessions per call, so that one call stays short
 _DROPS = {
     SESSION_DROPPED: MoveKind.DROPPED,
     SESSION_EXPIRED: MoveKind.EXPIRED,
     SESSION_FLUSHED: MoveKind.FLUSHED,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds and policies of one cache engine."""
-
-    num_slots: int  # 0: no arena (yet)
-    num_extents: int  # 0: no SSD tier
-    default_ttl_ns: int | None = None  # None: never expire
-    max_sessions: int = 1_000_000
-    max_leases: int = 65_536
-    max_turns: int = MAX_TURNS  # of the log of recent ones
-    admission: Admission = Admission.WRITE_THROUGH
-    write_back_delay_ns: int = 30 * NS_PER_S  # how long a session is left alone before its write
-    max_write_bytes: int = 256 << 20  # of writes issued and not done
-    verify_on_load: bool = False
-    layered_read_bytes: int = 32 << 20  # a load that reads more than this goes layer by layer
-    tenant_limits: Callable[[str], TenantLimits] = no_limits  # asked once per tenant and change
-    folds_sessions: bool = True  # False: idle ones stay as they are, at a price in memory
-    watermark: float = 0.0  # share of the slots that is kept free, for stores and loads only
-    prefetch_bytes: int = 0  # of reads ahead of loads, issued and not done; 0: none
-    reads_returning: bool = True  # also ahead of turns that are only likely
-    max_waste: float = 1.0  # share of unused rows from which on blocks are compacted; 1: never
-    compact_min_bytes: int = 0  # of such blocks, below which a session is left as it is
-    compact_rest_ns: int = 2 * NS_PER_S  # how long a session is left alone before
 
 
 class CacheState:
@@ -103,7 +73,11 @@ class CacheState:
         self.extents = ExtentTable(limits.num_extents, self.shape.sectors_per_extent)
         self.leases = LeaseTable(limits.max_leases)
         self.placement = SessionPlacement(make_policy, self._capacity_bytes)
+        self.policy = self.placement.policy
         self.users = BlockUsers(self.blocks, self.sessions, self.policy)
+        self.tails = FoldedTails(
+            self.blocks, self.sessions, self.users, folds_sessions=limits.folds_sessions
+        )
         self._clocks: list[TtlClock] = []  # see make_clock
         self.ttl = self.make_clock()
         self.turns = TurnLog(limits.max_turns)
@@ -114,24 +88,15 @@ class CacheState:
         # Adopted blocks whose verification is not begun, in the order in which it will be.
         self.unverified: OrderedDict[bytes, Block] = OrderedDict()
         self.unwritten = WriteQueue(self.shape, self.extents)
-        # Dirty blocks that found no extent, oldest first.
-        self.refused: OrderedDict[bytes, Block] = OrderedDict()
         self.mean_store_blocks = 0.0  # that a store asks slots for
-        self.kept_unfolded: SessionKey | None = None  # its blocks are being read ahead
-        self.journal: dict[int, SlotState] = {}  # what the journal says of each slot: a mirror
+        self.journal = Journal(self.outbox)
         self.scrubbed: dict[tuple[Tier, int], int] = {}  # slot or extent -> operation of a scrub
         self.wasteful: OrderedDict[SessionKey, None] = OrderedDict()  # that wait to be compacted
-        self.tails = FoldedTails(self.blocks)
         self.tenants = TenantTable(limits.tenant_limits, layout.block_bytes)
         self.history = SessionHistory()
         self.num_pins = dict.fromkeys((Pin.SOFT, Pin.HARD), 0)  # sessions
         self.ssd_degraded = ""  # why writes are held back; "": they are not
         self.now_ns = 0
-
-    @property
-    def policy(self) -> EvictionPolicy:
-        """What ranks sessions for eviction."""
-        return self.placement.policy
 
     def _capacity_bytes(self) -> int:
         return (len(self.slots) + len(self.extents)) * self.layout.block_bytes
@@ -203,7 +168,7 @@ class CacheState:
 
     def set_spans(self, session: Session, spans: Sequence[Span]) -> None:
         """Replace a session's spans; blocks that lose their last user go."""
-        self.unfold(session)
+        self.tails.unfold(session)
         before = session.block_keys()
         session.spans = list(spans)
         after = session.block_keys()
@@ -215,7 +180,7 @@ class CacheState:
                 self.users.remove(session, block)
                 self.settle(block)
                 if len(block.users) == 1:  # it is private now
-                    self.fold_later(block.newest_user())
+                    self.tails.fold_later(block.newest_user())
 
     def cut(self, session: Session, num_spans: int, why: str) -> None:
         """Keep the session's first spans, and nothing folded; one without any is dropped."""
@@ -284,30 +249,6 @@ class CacheState:
             self.cut(session, session.index_of(block.key), why)
         return num_before - len(self.sessions)
 
-    # ------------------------------------------------------------------------------------- folding
-
-    def unfold(self, session: Session) -> None:
-        """Have all blocks of a session in the index; it is folded again when it may be."""
-        if session.folded:
-            self.users.add(session, self.tails.unfold(session))
-            self.fold_later(session.key)
-
-    def fold_later(self, key: SessionKey) -> None:
-        """Look at a session after this call: perhaps it can be folded."""
-        if self.limits.folds_sessions:
-            self.tails.fold_later(key)
-
-    def fold_idle(self) -> None:
-        """Fold sessions that are not in use; a bounded number per call. No call is under way."""
-        waiting = self.tails.waiting
-        for _ in range(min(len(waiting), FOLD_BATCH)):
-            key, _ = waiting.popitem(last=False)
-            session = self.sessions.get(key)
-            if session is None:
-                continue
-            if key == self.kept_unfolded or self.tails.fold(session):
-                waiting[key] = None
-
     def _drop_folded(self, session: Session, num_blocks: int) -> None:
         """Give up the session's last folded blocks, without making blocks of them."""
         if not num_blocks:
@@ -335,15 +276,14 @@ class CacheState:
         block = self.blocks.get(key)
         owner = self.tails.heads.get(key) if block is None else None
         if owner is not None:
-            self.unfold(self.sessions[owner])
+            self.tails.unfold(self.sessions[owner])
             block = self.blocks[key]
         return block
 
     def forget(self, block: Block) -> None:
         """Take a block out of every tier and the index; a write of it then finds nobody."""
         assert block.io in (BlockIo.IDLE, BlockIo.WRITING), "a block is forgotten at rest"
-        self.unwritten.discard(block)
-        self.refused.pop(block.key, None)
+        self.unwritten.forget(block)
         if block.slot_id is not None:
             self.leave_dram(block)
         if block.extent is not None:
@@ -379,26 +319,10 @@ class CacheState:
 
     # --------------------------------------------------------------------------------------- slots
 
-    def put_slot(self, slot_id: int, record: SlotRecord) -> None:
-        """Note in the journal what a slot holds."""
-        is_writing = isinstance(record, WritingSlot)
-        self.journal[slot_id] = SlotState.WRITING if is_writing else SlotState.COMMITTED
-        self.outbox.add(PutSlot(slot_id, record))
-
-    def put_block_slot(self, block: Block) -> None:
-        """Note in the journal that a slot holds a hashed block: a next kvd may adopt it."""
-        assert block.slot_id is not None, "only a block in DRAM is in the journal"
-        assert block.checksums, "only a hashed block is in the journal"
-        record = CommittedSlot(
-            block.generation, block.key, block.num_tokens, block.token_ids, block.checksums
-        )
-        self.put_slot(block.slot_id, record)
-
     def clear_slot(self, slot_id: int) -> None:
         """Note in the journal that nothing in the slot counts."""
         self.scrubbed.pop((Tier.DRAM, slot_id), None)
-        if self.journal.pop(slot_id, None) is not None:
-            self.outbox.add(ClearSlot(slot_id))
+        self.journal.clear(slot_id)
 
     def free_slot(self, slot_id: int) -> None:
         """Give a slot back."""

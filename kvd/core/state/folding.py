@@ -17,7 +17,7 @@ Pure. Invariants:
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvd.core.records.rows import (
     FULL_SPAN_BYTES,
@@ -28,29 +28,58 @@ from kvd.core.records.rows import (
     pack_places,
 )
 from kvd.core.state.block import Block, BlockIndex
+from kvd.core.state.block_users import BlockUsers
 from kvd.core.state.session import Session
 from shared.types.block_key import KEY_BYTES
 from shared.types.session_key import SessionKey
+
+FOLD_BATCH = 64  # sessions per call, so that one call stays short
 
 
 class FoldedTails:
     """Folds and unfolds sessions.
 
+    Args:
+        blocks: the index of blocks.
+        sessions: all sessions.
+        users: of the blocks.
+        folds_sessions: False: idle ones stay as they are.
+
     Attributes:
         heads: owner by key of a folded block; see the module docstring for which are here.
         num_blocks: folded blocks of all sessions.
-        waiting: sessions that can perhaps be folded.
+        kept_unfolded: a session whose blocks are being read ahead.
     """
 
-    def __init__(self, blocks: BlockIndex) -> None:
+    def __init__(
+        self,
+        blocks: BlockIndex,
+        sessions: Mapping[SessionKey, Session],
+        users: BlockUsers,
+        *,
+        folds_sessions: bool,
+    ) -> None:
         self._blocks = blocks
+        self._sessions = sessions
+        self._users = users
+        self._folds_sessions = folds_sessions
         self.heads: dict[bytes, SessionKey] = {}
         self.num_blocks = 0
-        self.waiting: OrderedDict[SessionKey, None] = OrderedDict()
+        self.kept_unfolded: SessionKey | None = None
+        self._waiting: OrderedDict[SessionKey, None] = OrderedDict()  # can perhaps be folded
 
     def fold_later(self, key: SessionKey) -> None:
-        """Have a session looked at once no call is under way."""
-        self.waiting[key] = None
+        """Look at a session after this call: perhaps it can be folded."""
+        if self._folds_sessions:
+            self._waiting[key] = None
+
+    def fold_idle(self) -> None:
+        """Fold sessions that are not in use; a bounded number per call. No call is under way."""
+        for _ in range(min(len(self._waiting), FOLD_BATCH)):
+            key, _ = self._waiting.popitem(last=False)
+            session = self._sessions.get(key)
+            if session is not None and (key == self.kept_unfolded or self.fold(session)):
+                self._waiting[key] = None
 
     def fold(self, session: Session) -> bool:
         """Fold as many of the session's last blocks as possible: O(its blocks).
@@ -75,8 +104,10 @@ class FoldedTails:
             self._fold_blocks(session, taken)
         return is_busy
 
-    def unfold(self, session: Session) -> list[Block]:
-        """Make blocks of a session's folded ones; the caller makes it their user."""
+    def unfold(self, session: Session) -> None:
+        """Have all blocks of a session in the index; it is folded again when it may be."""
+        if not session.folded:
+            return
         records, spans = list(session.tail_blocks()), list(session.tail_spans())
         self._unregister(session)
         session.folded = session.folded_spans = b""
@@ -87,7 +118,8 @@ class FoldedTails:
             self._blocks.add(block)
             self._blocks.enter_ssd(block, record.extent)
             blocks.append(block)
-        return blocks
+        self._users.add(session, blocks)
+        self.fold_later(session.key)
 
     def take(self, session: Session, num_blocks: int) -> list[BlockRecord]:
         """Take a session's last folded blocks off; the caller gives up what they occupy."""

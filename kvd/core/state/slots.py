@@ -8,6 +8,10 @@ A slot that an SSD read fills, or that is wiped, is WRITING too: its writer is t
 
 from enum import Enum
 
+from kvd.core.records.actions import ClearSlot, PutSlot
+from kvd.core.records.rows import CommittedSlot, SlotRecord, WritingSlot
+from kvd.core.state.block import Block
+from kvd.core.state.outbox import Outbox
 from kvd.core.state.transitions import Transitions
 
 
@@ -30,6 +34,38 @@ SLOT_MOVES = Transitions(
         SlotState.COMMITTED: {"rewrite": SlotState.WRITING, "free": SlotState.FREE},
     }
 )
+
+
+class Journal:
+    """What the journal says of each slot, so that a next kvd may take the arena over.
+
+    Attributes:
+        states: of slots that hold something; a mirror.
+    """
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self.states: dict[int, SlotState] = {}
+
+    def put(self, slot_id: int, record: SlotRecord) -> None:
+        """Note what a slot holds."""
+        is_writing = isinstance(record, WritingSlot)
+        self.states[slot_id] = SlotState.WRITING if is_writing else SlotState.COMMITTED
+        self._outbox.add(PutSlot(slot_id, record))
+
+    def put_block(self, block: Block) -> None:
+        """Note that a slot holds a hashed block: a next kvd may adopt it."""
+        assert block.slot_id is not None, "only a block in DRAM is in the journal"
+        assert block.checksums, "only a hashed block is in the journal"
+        record = CommittedSlot(
+            block.generation, block.key, block.num_tokens, block.token_ids, block.checksums
+        )
+        self.put(block.slot_id, record)
+
+    def clear(self, slot_id: int) -> None:
+        """Note that nothing in a slot counts."""
+        if self.states.pop(slot_id, None) is not None:
+            self._outbox.add(ClearSlot(slot_id))
 
 
 class SlotTable:

@@ -19,23 +19,8 @@ from dataclasses import dataclass
 
 from kvd.core.eviction.session_order import LruOrder
 from kvd.core.records.records import TenantUsage
+from kvd.core.state.limits import TenantLimits
 from shared.types.session_key import SessionKey
-
-
-@dataclass(frozen=True, slots=True)
-class TenantLimits:
-    """What is configured for one tenant."""
-
-    ttl_ns: int | None = None  # None: the default; TTL_NEVER_NS: never
-    quota_bytes: int | None = None  # None: no bound
-
-
-NO_LIMITS = TenantLimits()
-
-
-def no_limits(tenant: str) -> TenantLimits:  # noqa: ARG001
-    """Limit nobody."""
-    return NO_LIMITS
 
 
 @dataclass(slots=True)

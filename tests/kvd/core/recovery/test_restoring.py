@@ -22,7 +22,7 @@ from kvd.core.records.rows import (
     plain_span,
 )
 from kvd.core.recovery import restoring, row_join
-from kvd.core.state.tenants import TenantLimits
+from kvd.core.state.limits import TenantLimits
 from tests.kvd.core.turns import (
     ONES,
     OTHER_TENANT,

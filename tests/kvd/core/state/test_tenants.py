@@ -3,7 +3,7 @@
 import pytest
 
 from kvd.core.records.records import Pin, TenantUsage
-from kvd.core.state.tenants import TenantLimits
+from kvd.core.state.limits import TenantLimits
 from tests.kvd.core.turns import (
     ONES,
     OTHER_TENANT,
