@@ -199,7 +199,7 @@ class CacheEngine:
         """
         self._prefetcher.go_on()
         self._compactor.go_on()
-        self._state.tails.fold_idle()
+        self._state.tails.pack_idle()
         rows = self.take_rows(max_row_bytes)
         self._writer.index_took_rows()
         return [*rows, *self._state.outbox.drain()]

@@ -117,7 +117,7 @@ class CacheMachine(RuleBasedStateMachine):
         admission=st.sampled_from(Admission),
         max_write_bytes=st.sampled_from([1, 1 << 20]),
         verify_on_load=st.booleans(),
-        folds_sessions=st.booleans(),
+        packs_sessions=st.booleans(),
         quota_blocks=st.sampled_from([None, 4]),
         policy=st.sampled_from([*POLICIES.values(), ExpectingPolicy]),
         watermark=st.sampled_from([0, 0.2, 0.4]),
@@ -135,7 +135,7 @@ class CacheMachine(RuleBasedStateMachine):
         admission,
         max_write_bytes,
         verify_on_load,
-        folds_sessions,
+        packs_sessions,
         quota_blocks,
         policy,
         watermark,
@@ -158,7 +158,7 @@ class CacheMachine(RuleBasedStateMachine):
             tenant_limits=lambda tenant: TenantLimits(
                 quota_bytes=quota_bytes if tenant == "a" else None
             ),
-            folds_sessions=folds_sessions,
+            packs_sessions=packs_sessions,
             watermark=watermark,
             prefetch_bytes=prefetch_blocks * SHAPE.full_bytes,
             max_waste=max_waste,

@@ -1,4 +1,4 @@
-"""Looking at the cache: sessions, blocks, fill. Pure; changes nothing, folded sessions stay folded.
+"""Looking at the cache: sessions, blocks, fill. Pure; changes nothing, packed sessions stay packed.
 
 Everything is O(what it returns). Which sessions there are, and in which order, is
 session_filter.py's.
@@ -24,8 +24,8 @@ def describe_info(state: CacheState, session: Session) -> SessionInfo:
     """Sum up a session."""
     blocks = [state.blocks[key] for key in session.block_keys()]
     block_bytes = state.layout.block_bytes
-    num_blocks = len(blocks) + session.num_folded
-    num_on_ssd = sum(block.extent is not None for block in blocks) + session.num_folded
+    num_blocks = len(blocks) + session.num_packed
+    num_on_ssd = sum(block.extent is not None for block in blocks) + session.num_packed
     return SessionInfo(
         key=session.key,
         num_tokens=session.num_tokens,
@@ -51,7 +51,7 @@ def _waste_bytes(state: CacheState, session: Session) -> int:
     """What rows take up that hold nothing of the session, in blocks that are its own."""
     step = state.layout.block_tokens
     num_rows = sum(1 for key in session.block_keys() if len(state.blocks[key].users) == 1) * step
-    num_rows += session.num_folded * step
+    num_rows += session.num_packed * step
     for span in session.spans:
         num_rows -= span.num_tokens if len(state.blocks[span.block_key].users) == 1 else 0
     num_rows -= sum(span.num_tokens for span in session.tail_spans())
@@ -73,7 +73,7 @@ def describe_blocks(state: CacheState, session: Session) -> tuple[BlockInfo, ...
         infos.append(_block_info(state.blocks[span.block_key], span, offset))
         offset += span.num_tokens
     for span, record in zip(session.tail_spans(), session.tail_blocks(), strict=True):
-        infos.append(_folded_info(record, span, offset))
+        infos.append(_packed_info(record, span, offset))
         offset += span.num_tokens
     return tuple(infos)
 
@@ -94,7 +94,7 @@ def _block_info(block: Block, span: Span, offset: int) -> BlockInfo:
     )
 
 
-def _folded_info(record: BlockRecord, span: Span, offset: int) -> BlockInfo:
+def _packed_info(record: BlockRecord, span: Span, offset: int) -> BlockInfo:
     return BlockInfo(
         key=record.key,
         token_offset=offset,

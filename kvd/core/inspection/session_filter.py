@@ -85,7 +85,7 @@ def ranked(
 
 def num_bytes(state: CacheState, session: Session) -> int:
     """Bytes of a session's blocks, shared ones included."""
-    num_blocks = len(session.block_keys()) + session.num_folded
+    num_blocks = len(session.block_keys()) + session.num_packed
     return num_blocks * state.layout.block_bytes
 
 
@@ -103,6 +103,6 @@ def _rank(state: CacheState, session: Session, order: SessionOrder) -> int:
 
 
 def _is_in(state: CacheState, session: Session, tier: Tier) -> bool:
-    if tier is Tier.SSD and session.folded:
+    if tier is Tier.SSD and session.packed:
         return True
     return any(state.blocks[key].resides(tier) for key in session.block_keys())

@@ -54,12 +54,12 @@ class _Plan:
     """What one pass takes, and the sessions that then have nothing more to give in the tier."""
 
     blocks: list[Block] = field(default_factory=list)
-    folded: list[tuple[Session, int]] = field(default_factory=list)  # that many of its last ones
+    packed: list[tuple[Session, int]] = field(default_factory=list)  # that many of its last ones
     emptied: list[SessionKey] = field(default_factory=list)
     spent: list[SessionKey] = field(default_factory=list)  # those that have nothing clean to give
     passed: set[SessionKey] = field(default_factory=set)
     num_passed: dict[bytes, int] = field(default_factory=dict)  # of these, users of a shared block
-    num_taken: int = 0  # folded blocks included
+    num_taken: int = 0  # packed blocks included
 
     def pass_user(self, block: Block, num_users: int) -> bool:
         """Pass one of a block's users; returns whether it stays with another.
@@ -226,11 +226,11 @@ class Placement:
     def _take_from(self, victim: Session, rule: _Rule, plan: _Plan, num_wanted: int) -> bool:
         """Plan blocks of one session, tail first; returns whether it has no more in the tier."""
         is_emptied = True
-        if victim.folded and rule.tier is not Tier.DRAM:
-            num_folded = min(victim.num_folded, num_wanted - plan.num_taken)
-            plan.folded.append((victim, num_folded))
-            plan.num_taken += num_folded
-            is_emptied = num_folded == victim.num_folded
+        if victim.packed and rule.tier is not Tier.DRAM:
+            num_packed = min(victim.num_packed, num_wanted - plan.num_taken)
+            plan.packed.append((victim, num_packed))
+            plan.num_taken += num_packed
+            is_emptied = num_packed == victim.num_packed
         may_cut = self._may_cut(victim.key, rule)
         for block_key in reversed(victim.block_keys()):
             if plan.num_taken >= num_wanted:
@@ -253,10 +253,10 @@ class Placement:
         counter = f"evictions_{rule.tier.value if rule.tier else 'quota'}"
         if rule.tier is not None:
             self._measure(plan, rule.tier)
-        for session, num_folded in plan.folded:
-            state.outbox.count(counter, num_folded)
+        for session, num_packed in plan.packed:
+            state.outbox.count(counter, num_packed)
             num_sessions = len(state.sessions)
-            state.cut_folded(session, num_folded, EVICTED)
+            state.cut_packed(session, num_packed, EVICTED)
             state.outbox.count("sessions_dropped", num_sessions - len(state.sessions))
         if rule.tier is not None:
             for key in plan.spent:
@@ -297,7 +297,7 @@ class Placement:
         if session is not None:
             self._state.users.left(session, tier)
             if tier is Tier.DRAM:
-                self._state.tails.fold_later(key)
+                self._state.tails.pack_later(key)
 
 
 def _may_take(block: Block, rule: _Rule, *, may_cut: bool) -> bool:

@@ -77,12 +77,12 @@ class ReadPlan:
 def plan_session(state: CacheState, key: SessionKey, *, is_waiting: bool) -> ReadPlan | None:
     """Find what is to be read of a session: O(its blocks); None: nothing, or no more.
 
-    The session is unfolded; it answers in DRAM for what it has there.
+    The session is unpacked; it answers in DRAM for what it has there.
     """
     session = state.sessions.get(key)
     if session is None or session.num_read_ahead >= MOST_TIMES * session.num_spans:
         return None
-    state.tails.unfold(session)
+    state.tails.unpack(session)
     keys = session.block_keys()
     missing = deque(key for key in keys if _is_missing(state.blocks[key]))
     if len(missing) < len(keys):
@@ -235,10 +235,10 @@ class Prefetcher:
         return self._reader.rate.time_of(num_bytes) <= starts_in_ns
 
     def _num_missing(self, session: Session) -> int:
-        """Blocks that are to be read, about: what is in DRAM only in part is rarely folded."""
+        """Blocks that are to be read, about: what is in DRAM only in part is rarely packed."""
         if self._plan is not None and self._plan.session is session:
             return len(self._plan.missing)
-        return session.num_folded or session.num_spans
+        return session.num_packed or session.num_spans
 
     def _plan_returning(self) -> bool:
         """Go over to the likeliest session that may be read into idle room; False: there is none.
@@ -268,9 +268,9 @@ class Prefetcher:
     # ------------------------------------------------------------------------------------- planning
 
     def _use_plan(self, plan: ReadPlan | None) -> None:
-        """Go on with another session; the one before may be folded again."""
+        """Go on with another session; the one before may be packed again."""
         self._plan = plan
-        self._state.tails.kept_unfolded = plan.session.key if plan else None
+        self._state.tails.kept_unpacked = plan.session.key if plan else None
 
     def _drop_stale_plan(self) -> None:
         """Give up what was begun for a session that is gone, or whose turn waits no more."""

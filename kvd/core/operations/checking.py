@@ -21,7 +21,7 @@ def check(state: CacheState) -> None:
     _check_slots(state)
     _check_extents(state)
     _check_sessions(state)
-    _check_folded(state)
+    _check_packed(state)
     _check_tenants(state)
     _check_leases(state)
     for block in state.blocks:
@@ -85,7 +85,7 @@ def _check_sessions(state: CacheState) -> None:
     users: dict[bytes, set[object]] = {}
     for key, session in state.sessions.items():
         assert session.key == key, "a session is registered under its key"
-        assert session.spans or session.folded, f"{key} is stored without a span"
+        assert session.spans or session.packed, f"{key} is stored without a span"
         for span in session.spans:
             block = state.blocks.get(span.block_key)
             assert block is not None, f"{key} names a block that is gone"
@@ -104,25 +104,25 @@ def _check_sessions(state: CacheState) -> None:
     )
 
 
-def _check_folded(state: CacheState) -> None:
-    """Folded blocks are one session's, on SSD only, and found by their heads."""
+def _check_packed(state: CacheState) -> None:
+    """Packed blocks are one session's, on SSD only, and found by their heads."""
     heads: dict[bytes, object] = {}
     keys: set[bytes] = set()
     for session in state.sessions.values():
         heads |= dict.fromkeys(state.tails.head_keys(session), session.key)
         spans = list(session.tail_spans())
         for span, record in zip(spans, session.tail_blocks(), strict=True):
-            assert record.key not in keys, "a folded block is used once"
-            assert state.blocks.get(record.key) is None, "a folded block is not in the index"
-            assert span.block_key == record.key, "folded spans and blocks go together"
+            assert record.key not in keys, "a packed block is used once"
+            assert state.blocks.get(record.key) is None, "a packed block is not in the index"
+            assert span.block_key == record.key, "packed spans and blocks go together"
             assert 0 <= span.start < span.start + span.num_tokens <= record.num_tokens, (
-                "a folded span lies in its block"
+                "a packed span lies in its block"
             )
             keys.add(record.key)
-        if session.folded and session.pin is not Pin.HARD:
-            assert state.policy.ranks(session.key, Tier.SSD), "a session answers for what it folds"
-    assert state.tails.heads == heads, "folded blocks are found"
-    assert state.tails.num_blocks == len(keys), "folded blocks are counted right"
+        if session.packed and session.pin is not Pin.HARD:
+            assert state.policy.ranks(session.key, Tier.SSD), "a session answers for what it packs"
+    assert state.tails.heads == heads, "packed blocks are found"
+    assert state.tails.num_blocks == len(keys), "packed blocks are counted right"
 
 
 def _check_tenants(state: CacheState) -> None:
@@ -131,7 +131,7 @@ def _check_tenants(state: CacheState) -> None:
     num_sessions: Counter[str] = Counter()
     ranked: dict[str, set[object]] = {}
     for key, session in state.sessions.items():
-        num_blocks[key.tenant] += session.num_folded
+        num_blocks[key.tenant] += session.num_packed
         num_sessions[key.tenant] += 1
         if session.pin is not Pin.HARD:
             ranked.setdefault(key.tenant, set()).add(key)

@@ -60,7 +60,7 @@ def discard(
         return 0
     if not merged:
         return session.num_tokens
-    state.tails.unfold(session)
+    state.tails.unpack(session)
     match = match_session(state, session, token_ids, lineage)
     known = _known(state, key.tenant, lineage, match, token_ids)
     change = _Change(known, known.after(token_ids, merged), merged[0][0])

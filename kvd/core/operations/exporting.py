@@ -69,7 +69,7 @@ def next_pieces(state: CacheState, export: Export, max_spans: int) -> list[Piece
     session = state.sessions.get(export.key)
     if session is None:
         raise SessionChangedError(f"session {export.key} has gone meanwhile", "see: kvd ls")
-    state.tails.unfold(session)
+    state.tails.unpack(session)
     end = min(export.next_span + max_spans, len(export.spans))
     wanted = export.spans[export.next_span : end]
     if tuple(session.spans[export.next_span : end]) != wanted:

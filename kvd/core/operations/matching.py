@@ -1,6 +1,6 @@
 """How much of a token sequence is stored, and in which blocks.
 
-Pure; changes nothing but that it unfolds the sessions whose blocks it finds. Two ways, the longer
+Pure; changes nothing but that it unpacks the sessions whose blocks it finds. Two ways, the longer
 wins:
 1. the session's own spans, in order, as long as they hold these very tokens, and then on along the
    content chain. A plain span proves it by its key, which is computed anew from the tokens; what a
@@ -60,7 +60,7 @@ class Match:
     def covers(self, session: Session) -> bool:
         """Whether it goes through all that the session has."""
         spans = session.spans
-        if session.folded or len(self.pieces) < len(spans):
+        if session.packed or len(self.pieces) < len(spans):
             return False
         return all(p.span == span for p, span in zip(self.pieces, spans, strict=False))
 
@@ -118,13 +118,13 @@ def match_session(
 
 
 def _spans(state: CacheState, session: Session) -> Iterator[Span]:
-    """A session's spans; it is unfolded only if its first folded one is what was looked for."""
+    """A session's spans; it is unpacked only if its first packed one is what was looked for."""
     num_spans = len(session.spans)
     yield from session.spans
-    if not session.folded:
+    if not session.packed:
         return
     yield next(session.tail_spans())
-    state.tails.unfold(session)
+    state.tails.unpack(session)
     yield from session.spans[num_spans + 1 :]
 
 

@@ -176,7 +176,7 @@ def freed_bytes(state: CacheState, keys: Iterable[SessionKey], counted: Counter[
             that add up one flush bit by bit hand it on.
     """
     sessions = [state.sessions[key] for key in keys if key in state.sessions]
-    num_copies = sum(session.num_folded for session in sessions)
+    num_copies = sum(session.num_packed for session in sessions)
     for block_key in (key for session in sessions for key in session.block_keys()):
         block = state.blocks[block_key]
         if len(block.users) > 1:

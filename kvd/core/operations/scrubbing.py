@@ -150,7 +150,7 @@ class Scrubber:
     def _all_checks(self) -> Iterator[_Op]:
         """Name every copy there is, at any moment as of then; a block may be gone when it is due.
 
-        First the blocks that are known one by one, then those of folded sessions.
+        First the blocks that are known one by one, then those of packed sessions.
         """
         state = self._state
         keys = [block.key for block in state.blocks]
@@ -158,24 +158,24 @@ class Scrubber:
         seen = set()
         for key in keys:
             block = state.blocks.get(key)
-            if block is not None:  # else it is gone, or folded meanwhile
+            if block is not None:  # else it is gone, or packed meanwhile
                 seen.add(key)
                 yield from self._block_checks(block)
         for session_key in session_keys:
             yield from self._session_checks(session_key, seen)
 
     def _session_checks(self, session_key: SessionKey, seen: set[bytes]) -> Iterator[_Op]:
-        """Blocks of a session that are not seen yet; any may be folded or unfolded meanwhile."""
+        """Blocks of a session that are not seen yet; any may be packed or unpacked meanwhile."""
         state = self._state
         session = state.sessions.get(session_key)
         if session is None:
             return
-        folded = session.folded
-        records = {record.key: record for record in unpack_places(folded)}
+        packed = session.packed
+        records = {record.key: record for record in unpack_places(packed)}
         for key in [*session.block_keys(), *records]:
-            if session.folded is not folded:
-                folded = session.folded
-                records = {record.key: record for record in unpack_places(folded)}
+            if session.packed is not packed:
+                packed = session.packed
+                records = {record.key: record for record in unpack_places(packed)}
             block = state.blocks.get(key)
             if block is None and key in records:
                 yield self._extent_check(records[key])
@@ -183,11 +183,11 @@ class Scrubber:
                 yield from self._block_checks(block)
 
     def _find(self, key: bytes) -> Block:
-        """Find a block that exists, be it folded: O(sessions) at worst, for corrupt ones only."""
+        """Find a block that exists, be it packed: O(sessions) at worst, for corrupt ones only."""
         block = self._state.find_block(key)
         if block is None:
             sessions = self._state.sessions.values()
-            self._state.tails.unfold(next(session for session in sessions if key in session.folded))
+            self._state.tails.unpack(next(session for session in sessions if key in session.packed))
             block = self._state.blocks[key]
         return block
 

@@ -292,7 +292,7 @@ class Storer:
         if session is None:
             session = Session(key, state.now_ns)
             state.add_session(session)
-        state.tails.unfold(session)
+        state.tails.unpack(session)
         if session.spans[: len(spans)] != spans:
             session.lost = ""
             state.set_spans(session, spans)

@@ -7,7 +7,7 @@ The spans of a session are packed in its row, and so are, in memory, the blocks 
     spans     = kind (u8) | record per span
     kind 0    = key (16) | num_tokens (u32)                          every span is plain
     kind 1    = key (16) | start (u32) | num_tokens (u32) | tokens digest (16) | chain (16)
-    places    = key (16) | num_tokens (u32) | extent (u64)           a folded block, 28 bytes
+    places    = key (16) | num_tokens (u32) | extent (u64)           a packed block, 28 bytes
 
 Little-endian, unpadded. A plain span's digest is zeros in a record of kind 1; its chain is its key.
 What cannot be unpacked ends the list: a damaged row gives the spans before the damage, which
@@ -249,7 +249,7 @@ def unpack_places(places: bytes) -> Iterator[BlockRecord]:
 
 
 def num_tokens_of_places(places: bytes) -> int:
-    """Count the tokens of folded blocks, without unpacking more of them."""
+    """Count the tokens of packed blocks, without unpacking more of them."""
     return sum(num_tokens for _, num_tokens, _ in _PLACE.iter_unpack(places))
 
 

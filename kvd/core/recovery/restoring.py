@@ -5,7 +5,7 @@ not trusted: blocks outside the tier, two blocks on one place, sessions beyond t
 blocks exist. Blocks that adoption has found in DRAM are there already
 (kvd/core/recovery/adopting.py).
 
-Sessions begin folded, as far as they may be, and rest until they are used. What is needed of a
+Sessions begin packed, as far as they may be, and rest until they are used. What is needed of a
 million of them at once is columns (row_join.py); `kvd bench --only control` shows what they take.
 """
 
@@ -84,7 +84,7 @@ class BlockRows:
 
     @property
     def is_object(self) -> Flags:
-        """Which blocks are in DRAM, and so cannot be folded."""
+        """Which blocks are in DRAM, and so cannot be packed."""
         is_object = np.zeros(len(self.extents), dtype=np.bool_)
         is_object[list(self._made)] = True
         return is_object
@@ -159,10 +159,10 @@ def restore(state: CacheState, rows: IndexRows) -> None:
     _rank_all(state, settings, tenants, with_blocks)
     _schedule(state, settings, tenants)
     _count(state, tenants, num_spans)
-    if state.limits.folds_sessions:
+    if state.limits.packs_sessions:
         for key in (sessions.keys[index] for index in sessions.full):
             if key in state.sessions:
-                state.tails.fold(state.sessions[key])
+                state.tails.pack(state.sessions[key])
     fields = {
         "num_sessions": len(state.sessions),
         "num_blocks": len(state.blocks) + state.tails.num_blocks,
@@ -174,7 +174,7 @@ def restore(state: CacheState, rows: IndexRows) -> None:
 def _make_all(
     state: CacheState, sessions: SessionRows, rows: IndexRows
 ) -> tuple[list[Session], int, int]:
-    """Make all sessions; returns those that are not wholly folded, and counts spans and drops."""
+    """Make all sessions; returns those that are not wholly packed, and counts spans and drops."""
     blocks = BlockRows(state, rows)
     join = blocks.join()
     sessions.collect(rows.sessions, join)
@@ -210,9 +210,9 @@ class _Restoration:
         spans.lengths[order[:num_over]] = 0
         num_users = count_users(spans, len(blocks.is_sound))
         blocks.use(num_users)
-        is_foldable = (num_users == 1) & ~blocks.is_object
-        heads = head_lengths(spans, is_foldable & state.limits.folds_sessions)
-        del num_users, is_foldable
+        is_packable = (num_users == 1) & ~blocks.is_object
+        heads = head_lengths(spans, is_packable & state.limits.packs_sessions)
+        del num_users, is_packable
         heads[list(sessions.full)] = spans.lengths[list(sessions.full)]
         for first in range(0, len(order), MADE_AT_ONCE):
             self._make(order[first : first + MADE_AT_ONCE], heads)
@@ -222,19 +222,19 @@ class _Restoration:
         """Make the sessions of some rows, in their order: all at once, as far as they are alike."""
         spans, rows, blocks = self._spans, self._sessions, self._blocks
         lengths, num_stored = spans.lengths[some], np.diff(spans.starts)[some]
-        num_folded = lengths - heads[some]
-        folded = gathered(spans.starts[some] + heads[some], num_folded)
-        places = pack_places_of(blocks.keys, blocks.num_tokens, blocks.extents, spans.rows[folded])
-        ends = np.cumsum(num_folded) * PLACE_BYTES
-        starts = ends - num_folded * PLACE_BYTES
+        num_packed = lengths - heads[some]
+        packed = gathered(spans.starts[some] + heads[some], num_packed)
+        places = pack_places_of(blocks.keys, blocks.num_tokens, blocks.extents, spans.rows[packed])
+        ends = np.cumsum(num_packed) * PLACE_BYTES
+        starts = ends - num_packed * PLACE_BYTES
         last_access_ns = np.minimum(self._last_access_ns[some], self._state.now_ns)
         columns = (some.tolist(), last_access_ns.tolist(), starts.tolist(), ends.tolist())
         made = [
             Session(rows.keys[index], last_ns, (), places[start:end], is_indexed=True)
             for index, last_ns, start, end in zip(*columns, strict=True)
         ]
-        is_alike = self._are_plain[some] & (num_folded > 0) & (num_folded == num_stored)
-        self._state.tails.restored([made[place] for place in np.flatnonzero(num_folded).tolist()])
+        is_alike = self._are_plain[some] & (num_packed > 0) & (num_packed == num_stored)
+        self._state.tails.restored([made[place] for place in np.flatnonzero(num_packed).tolist()])
         is_left = zip(made, lengths.tolist(), strict=True)
         self._state.sessions.update((session.key, session) for session, left in is_left if left)
         for place in np.flatnonzero(~is_alike).tolist():
@@ -246,7 +246,7 @@ class _Restoration:
                 self._state.outbox.index.session_gone(rows.keys[index], is_indexed=True)
 
     def _settle(self, session: Session, index: int, head: int, *, is_cut: bool) -> None:
-        """Do for a session what few need: its first `head` blocks are no folded ones."""
+        """Do for a session what few need: its first `head` blocks are no packed ones."""
         if head:
             self._use_blocks(session, index, head)
         if index in self._sessions.settings:
@@ -257,7 +257,7 @@ class _Restoration:
             self._state.outbox.index.session_changed(session.key)
 
     def _use_blocks(self, session: Session, index: int, head: int) -> None:
-        """Give a session the spans whose blocks are not folded."""
+        """Give a session the spans whose blocks are not packed."""
         start = int(self._spans.starts[index])
         rows = self._spans.rows[start : start + head].tolist()
         blocks = [self._blocks.block(row) for row in rows]
@@ -326,12 +326,12 @@ def _schedule(state: CacheState, settings: Settings, tenants: Iterable[str]) -> 
 
 
 def _count(state: CacheState, tenants: Counter[str], num_spans: int) -> None:
-    """Count sessions, and what is folded of them, by tenant."""
-    num_folded_bytes: Counter[str] = Counter()
+    """Count sessions, and what is packed of them, by tenant."""
+    num_packed_bytes: Counter[str] = Counter()
     for key, session in state.sessions.items():
-        num_folded_bytes[key.tenant] += len(session.folded)
+        num_packed_bytes[key.tenant] += len(session.packed)
     for tenant, num_sessions in tenants.items():
-        state.tenants.charge(tenant, num_folded_bytes[tenant] // PLACE_BYTES)
+        state.tenants.charge(tenant, num_packed_bytes[tenant] // PLACE_BYTES)
         state.tenants.count_session(tenant, num_sessions)
     if num_spans:  # about one block each
         state.placement.sized(num_spans * state.layout.block_bytes // len(state.sessions))

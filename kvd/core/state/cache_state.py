@@ -30,10 +30,10 @@ from kvd.core.records.rows import Span
 from kvd.core.state.block import Block, BlockIndex, BlockIo
 from kvd.core.state.block_users import BlockUsers
 from kvd.core.state.extents import ExtentTable
-from kvd.core.state.folding import FoldedTails
 from kvd.core.state.leases import LeaseTable
 from kvd.core.state.limits import Limits
 from kvd.core.state.outbox import Measures, Outbox
+from kvd.core.state.packed_tails import PackedTails
 from kvd.core.state.session import Session
 from kvd.core.state.session_history import MoveKind, SessionHistory
 from kvd.core.state.slots import Journal, SlotTable
@@ -75,8 +75,8 @@ class CacheState:
         self.placement = SessionPlacement(make_policy, self._capacity_bytes)
         self.policy = self.placement.policy
         self.users = BlockUsers(self.blocks, self.sessions, self.policy)
-        self.tails = FoldedTails(
-            self.blocks, self.sessions, self.users, folds_sessions=limits.folds_sessions
+        self.tails = PackedTails(
+            self.blocks, self.sessions, self.users, packs_sessions=limits.packs_sessions
         )
         self._clocks: list[TtlClock] = []  # see make_clock
         self.ttl = self.make_clock()
@@ -168,7 +168,7 @@ class CacheState:
 
     def set_spans(self, session: Session, spans: Sequence[Span]) -> None:
         """Replace a session's spans; blocks that lose their last user go."""
-        self.tails.unfold(session)
+        self.tails.unpack(session)
         before = session.block_keys()
         session.spans = list(spans)
         after = session.block_keys()
@@ -180,31 +180,31 @@ class CacheState:
                 self.users.remove(session, block)
                 self.settle(block)
                 if len(block.users) == 1:  # it is private now
-                    self.tails.fold_later(block.newest_user())
+                    self.tails.pack_later(block.newest_user())
 
     def cut(self, session: Session, num_spans: int, why: str) -> None:
-        """Keep the session's first spans, and nothing folded; one without any is dropped."""
+        """Keep the session's first spans, and nothing packed; one without any is dropped."""
         if num_spans == 0:
             self.drop_session(session, SESSION_DROPPED, why)
             return
         num_lost = session.num_spans - num_spans
-        self._drop_folded(session, session.num_folded)
+        self._drop_packed(session, session.num_packed)
         self.set_spans(session, session.spans[:num_spans])
         self._was_cut(session, num_lost, why)
 
-    def cut_folded(self, session: Session, num_blocks: int, why: str) -> None:
-        """Give up the session's last folded blocks; a session without any span is dropped."""
-        if not session.spans and num_blocks == session.num_folded:
+    def cut_packed(self, session: Session, num_blocks: int, why: str) -> None:
+        """Give up the session's last packed blocks; a session without any span is dropped."""
+        if not session.spans and num_blocks == session.num_packed:
             self.drop_session(session, SESSION_DROPPED, why)
             return
-        self._drop_folded(session, num_blocks)
+        self._drop_packed(session, num_blocks)
         self.outbox.index.session_changed(session.key)
         self._was_cut(session, num_blocks, why)
 
     def drop_session(self, session: Session, event: str, why: str) -> None:
         """Forget a session and every block only it uses."""
         num_tokens, num_blocks = session.num_tokens, session.num_spans
-        self._drop_folded(session, session.num_folded)
+        self._drop_packed(session, session.num_packed)
         del self.sessions[session.key]
         for clock in self._clocks:
             clock.forget(session.key)
@@ -249,8 +249,8 @@ class CacheState:
             self.cut(session, session.index_of(block.key), why)
         return num_before - len(self.sessions)
 
-    def _drop_folded(self, session: Session, num_blocks: int) -> None:
-        """Give up the session's last folded blocks, without making blocks of them."""
+    def _drop_packed(self, session: Session, num_blocks: int) -> None:
+        """Give up the session's last packed blocks, without making blocks of them."""
         if not num_blocks:
             return
         for record in reversed(self.tails.take(session, num_blocks)):
@@ -272,11 +272,11 @@ class CacheState:
             self.forget(block)
 
     def find_block(self, key: bytes) -> Block | None:
-        """Find a block by its key, be it folded; look-ups go along the content chain."""
+        """Find a block by its key, be it packed; look-ups go along the content chain."""
         block = self.blocks.get(key)
         owner = self.tails.heads.get(key) if block is None else None
         if owner is not None:
-            self.tails.unfold(self.sessions[owner])
+            self.tails.unpack(self.sessions[owner])
             block = self.blocks[key]
         return block
 

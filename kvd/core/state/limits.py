@@ -40,7 +40,7 @@ class Limits:
     verify_on_load: bool = False
     layered_read_bytes: int = 32 << 20  # a load that reads more than this goes layer by layer
     tenant_limits: Callable[[str], TenantLimits] = no_limits  # asked once per tenant and change
-    folds_sessions: bool = True  # False: idle ones stay as they are, at a price in memory
+    packs_sessions: bool = True  # False: idle ones stay as they are, at a price in memory
     watermark: float = 0.0  # share of the slots that is kept free, for stores and loads only
     prefetch_bytes: int = 0  # of reads ahead of loads, issued and not done; 0: none
     reads_returning: bool = True  # also ahead of turns that are only likely

@@ -163,7 +163,7 @@ def test_a_change_of_the_queue_counts_with_the_next_block():
 
 
 def test_nothing_more_is_read_for_a_turn_that_left():
-    """What has come stays; the rest of the session is folded again."""
+    """What has come stays; the rest of the session is packed again."""
     world = reading_world(prefetch_bytes=ONE)
     store_on_ssd(world, {A: 4})
     queue(world, A)
@@ -171,7 +171,7 @@ def test_nothing_more_is_read_for_a_turn_that_left():
     assert finish_reads(world) == [A]
     assert counter(world, "prefetch_cancelled") == 1
     assert tiers_of(world, A) == ["DS", "S", "S", "S"]
-    assert world.engine._state.sessions[A].num_folded == 3
+    assert world.engine._state.sessions[A].num_packed == 3
 
 
 @pytest.mark.parametrize("how", ["owner_gone", "detach"])

@@ -247,7 +247,7 @@ def test_a_discard_outlives_a_restart():
         assert load(world, A, [1, 1, 2, 2, 3, 3]).end_token == 6
 
 
-def test_a_folded_session_is_unfolded_for_it():
+def test_a_packed_session_is_unpacked_for_it():
     """What lies on SSD only is edited like the rest."""
     world = new_world()
     store(world, A, ONES + TWOS)
