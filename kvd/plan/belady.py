@@ -21,7 +21,7 @@ from kvd.core.eviction.policy import (
     SessionFacts,
 )
 from kvd.core.eviction.queue_window import QueuePlace
-from kvd.core.eviction.session_order import Warmth
+from kvd.core.eviction.session_order import EvictionRank
 from kvd.core.records.records import Tier
 from shared.types.session_key import SessionKey
 
@@ -74,12 +74,12 @@ class BeladyPolicy(EvictionPolicy):
         """See EvictionPolicy."""
         return (key for _, key in self._absent)
 
-    def _warmth(
+    def _rank(
         self,
         key: SessionKey,
         facts: SessionFacts,
         tier: Tier | None,  # noqa: ARG002
-    ) -> Warmth:
+    ) -> EvictionRank:
         place = self._queue.place(key)
         if place is not None:
             return QUEUED, *later_first(place)

@@ -105,7 +105,7 @@ class Tiers:
         held = self._sessions[key]
         num_bytes = self._charge(held.num_bytes)
         held.is_reading = True  # so that what gives way does not push it out of SSD
-        if not self._make_dram_room(key, num_bytes, now_ns, colder_than=key):
+        if not self._make_dram_room(key, num_bytes, now_ns, giving_way_to=key):
             held.is_reading = False
             return False
         self._dram.used_bytes += num_bytes
@@ -211,11 +211,16 @@ class Tiers:
     # ---------------------------------------------------------------------------------- making room
 
     def _make_dram_room(
-        self, key: SessionKey, num_bytes: int, now_ns: int, *, colder_than: SessionKey | None = None
+        self,
+        key: SessionKey,
+        num_bytes: int,
+        now_ns: int,
+        *,
+        giving_way_to: SessionKey | None = None,
     ) -> bool:
         """Have sessions leave DRAM until so much is free; False, and nothing moved: none may."""
         missing_bytes = self._dram.used_bytes + num_bytes - self._dram.capacity_bytes
-        victims = self._victims(Tier.DRAM, key, missing_bytes, now_ns, colder_than)
+        victims = self._victims(Tier.DRAM, key, missing_bytes, now_ns, giving_way_to)
         if victims is None:
             return False
         for victim in victims:
@@ -258,13 +263,13 @@ class Tiers:
         key: SessionKey,
         missing_bytes: int,
         now_ns: int,
-        colder_than: SessionKey | None,
+        giving_way_to: SessionKey | None,
     ) -> list[SessionKey] | None:
         """Which sessions leave a tier for another; None: that one is the coldest, or too large."""
         victims: list[SessionKey] = []
         if missing_bytes <= 0:
             return victims
-        for victim in self._placement.victims(tier, now_ns, colder_than=colder_than):
+        for victim in self._placement.victims(tier, now_ns, giving_way_to=giving_way_to):
             if victim == key:
                 return None
             held = self._sessions[victim]

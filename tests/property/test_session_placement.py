@@ -185,7 +185,7 @@ class PlacementMachine(RuleBasedStateMachine):
     def give_way(self, tier, key) -> None:
         """Who gives way to a session is some of those that go at all, in the same order."""
         order = list(self.placement.victims(tier, self.now_ns))
-        colder = list(self.placement.victims(tier, self.now_ns, colder_than=key))
+        colder = list(self.placement.victims(tier, self.now_ns, giving_way_to=key))
         assert key not in colder
         assert colder == [other for other in order if other in colder]
         if self.name in WHOLE_QUEUE and key in self._queued():

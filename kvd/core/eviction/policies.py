@@ -24,7 +24,7 @@ from kvd.core.eviction.policy import (
     SessionFacts,
 )
 from kvd.core.eviction.queue_window import QueuePlace
-from kvd.core.eviction.session_order import Warmth
+from kvd.core.eviction.session_order import EvictionRank
 from kvd.core.records.records import Tier
 from shared.types.session_key import SessionKey
 
@@ -41,12 +41,12 @@ class LruPolicy(EvictionPolicy):
     name = "lru"
     looks_ahead = False
 
-    def _warmth(
+    def _rank(
         self,
         key: SessionKey,  # noqa: ARG002
         facts: SessionFacts,
         tier: Tier | None,  # noqa: ARG002
-    ) -> Warmth:
+    ) -> EvictionRank:
         return ENDED if facts.is_ended else IDLE, facts.last_use
 
 
@@ -59,12 +59,12 @@ class FifoPolicy(EvictionPolicy):
     name = "fifo"
     looks_ahead = False
 
-    def _warmth(
+    def _rank(
         self,
         key: SessionKey,  # noqa: ARG002
         facts: SessionFacts,
         tier: Tier | None,  # noqa: ARG002
-    ) -> Warmth:
+    ) -> EvictionRank:
         return ENDED if facts.is_ended else IDLE, facts.first_use
 
 
@@ -81,7 +81,7 @@ class LookaheadQueuePolicy(EvictionPolicy):
     name = "lookahead_queue"
     looks_ahead = True
 
-    def _warmth(self, key: SessionKey, facts: SessionFacts, tier: Tier | None) -> Warmth:
+    def _rank(self, key: SessionKey, facts: SessionFacts, tier: Tier | None) -> EvictionRank:
         place = self._place_of(key)
         if place is not None:
             return QUEUED, *later_first(place)
@@ -94,7 +94,7 @@ class LookaheadQueuePolicy(EvictionPolicy):
         return self._queue.place(key)
 
 
-def later_first(place: QueuePlace) -> Warmth:
+def later_first(place: QueuePlace) -> EvictionRank:
     """Numbers that sort places from the tail of the queue to its head."""
     priority, tag, number = place.rank
     return -place.starts_at_ns, -place.owner, -priority, -tag, -number
@@ -134,13 +134,13 @@ class LookaheadPolicy(LookaheadQueuePolicy):
         tier: Tier | None,
         now_ns: int,
         *,
-        colder_than: SessionKey | None = None,
+        giving_way_to: SessionKey | None = None,
         clean: bool = False,
     ) -> Iterator[SessionKey]:
         """See EvictionPolicy."""
         self._settle()
         self._move_edge(self._window())
-        return super().victims(tier, now_ns, colder_than=colder_than, clean=clean)
+        return super().victims(tier, now_ns, giving_way_to=giving_way_to, clean=clean)
 
     def _place_of(self, key: SessionKey) -> QueuePlace | None:
         place = self._places.get(key)
@@ -241,12 +241,12 @@ class PredictivePolicy(LookaheadQueuePolicy):
         tier: Tier | None,
         now_ns: int,
         *,
-        colder_than: SessionKey | None = None,
+        giving_way_to: SessionKey | None = None,
         clean: bool = False,
     ) -> Iterator[SessionKey]:
         """See EvictionPolicy."""
         self._pass_time(now_ns)
-        return super().victims(tier, now_ns, colder_than=colder_than, clean=clean)
+        return super().victims(tier, now_ns, giving_way_to=giving_way_to, clean=clean)
 
     def returning(self, now_ns: int) -> Iterator[SessionKey]:
         """See EvictionPolicy."""
@@ -259,12 +259,12 @@ class PredictivePolicy(LookaheadQueuePolicy):
                 if not self.ranks(key, Tier.DRAM):
                     yield key
 
-    def _warmth(self, key: SessionKey, facts: SessionFacts, tier: Tier | None) -> Warmth:
+    def _rank(self, key: SessionKey, facts: SessionFacts, tier: Tier | None) -> EvictionRank:
         rate = self._idle.rate(key)
         if rate:  # no turn of it waits or runs, and it has not ended: else it would not be idle
             return IDLE, rate, facts.last_use
-        warmth = super()._warmth(key, facts, tier)
-        return (IDLE, rate, facts.last_use) if warmth == (IDLE, facts.last_use) else warmth
+        rank = super()._rank(key, facts, tier)
+        return (IDLE, rate, facts.last_use) if rank == (IDLE, facts.last_use) else rank
 
     def _wake(self, key: SessionKey) -> SessionFacts | None:
         if key in self._resting:

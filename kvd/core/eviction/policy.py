@@ -8,9 +8,10 @@ One order more is of the sessions that may have *clean* bytes in DRAM: those tha
 and not in use, so that they may go at once. Who makes room without writing looks at these only, and
 not at every session that has nothing to give just then.
 
-A policy is a warmth: numbers, compared in turn, of which the first is the band. The bands, coldest
-first: *ended* sessions, *running* ones in DRAM (their KV is in the engine's memory), *idle* ones,
-*queued* ones. Guarded sessions, in the same bands, come after all the others.
+A policy is an eviction rank for each session: numbers, compared in turn, of which the first is the
+band, and the lowest go first. The bands, in order of eviction: *ended* sessions, *running* ones in
+DRAM (their KV is in the engine's memory), *idle* ones, *queued* ones. Guarded sessions, in the same
+bands, come after all the others.
 
 Sessions that a start found rest (RestingSessions) until something happens to them: they are idle,
 in the order of all tiers and in that of SSD, with no entry of their own in either.
@@ -28,7 +29,7 @@ from itertools import chain
 from math import inf
 
 from kvd.core.eviction.queue_window import QueuePlace, QueueWindow
-from kvd.core.eviction.session_order import RestingSessions, SessionOrder, Warmth
+from kvd.core.eviction.session_order import EvictionRank, RestingSessions, SessionOrder
 from kvd.core.records.records import Tier
 from shared.types.session_key import SessionKey
 
@@ -83,13 +84,13 @@ class EvictionPolicy(ABC):
         self._resting = RestingSessions()
         self._num_uses = 0
         self._orders: dict[Tier | None, SessionOrder] = {
-            tier: SessionOrder(partial(self._guarded_warmth, tier)) for tier in (None, *Tier)
+            tier: SessionOrder(partial(self._guarded_rank, tier)) for tier in (None, *Tier)
         }
-        self._clean = SessionOrder(partial(self._guarded_warmth, Tier.DRAM))
+        self._clean = SessionOrder(partial(self._guarded_rank, Tier.DRAM))
 
     @abstractmethod
-    def _warmth(self, key: SessionKey, facts: SessionFacts, tier: Tier | None) -> Warmth:
-        """Say how warm a session is: its band, and numbers that no other in the band has."""
+    def _rank(self, key: SessionKey, facts: SessionFacts, tier: Tier | None) -> EvictionRank:
+        """Rank a session: its band, and numbers that no other in the band has."""
 
     # -------------------------------------------------------------------------- a session's life
 
@@ -156,7 +157,7 @@ class EvictionPolicy(ABC):
     # -------------------------------------------------------------------------------- its bytes
 
     def restored(self, keys: Sequence[SessionKey]) -> None:
-        """Take in sessions of an earlier kvd, coldest first, all with bytes on SSD.
+        """Take in sessions of an earlier kvd in order of eviction, all with bytes on SSD.
 
         Before any other call. What is known of one beyond its place follows, as `guarded`, `ended`
         and `entered`.
@@ -206,23 +207,23 @@ class EvictionPolicy(ABC):
         tier: Tier | None,
         now_ns: int,  # noqa: ARG002
         *,
-        colder_than: SessionKey | None = None,
+        giving_way_to: SessionKey | None = None,
         clean: bool = False,
     ) -> Iterator[SessionKey]:
-        """Yield sessions coldest first; None: over all tiers. No other call meanwhile.
+        """Yield sessions in order of eviction; None: over all tiers. No other call meanwhile.
 
         With `clean`, which is for DRAM, only those that may have clean bytes there.
-        With `colder_than`, only those that may give way to this session, which need not be in the
+        With `giving_way_to`, only those that may give way to this session, which need not be in the
         order itself: none that is needed sooner.
         """
         between = self._clean.between if clean else partial(self._between, tier)
-        if colder_than is None:
+        if giving_way_to is None:
             return between((False,), (True, END))
-        warmth = self._warmth_of(colder_than, tier)
-        if not warmth[0]:
-            return between((False,), warmth)
-        needed_sooner = warmth[1:] if warmth[1] == QUEUED else (QUEUED,)  # though not guarded
-        return chain(between((False,), (False, *needed_sooner)), between((True,), warmth))
+        rank = self._rank_of(giving_way_to, tier)
+        if not rank[0]:
+            return between((False,), rank)
+        needed_sooner = rank[1:] if rank[1] == QUEUED else (QUEUED,)  # though not guarded
+        return chain(between((False,), (False, *needed_sooner)), between((True,), rank))
 
     def returning(self, now_ns: int) -> Iterator[SessionKey]:  # noqa: ARG002
         """Yield sessions on SSD and not in DRAM that are likely to return soon, likeliest first.
@@ -233,33 +234,35 @@ class EvictionPolicy(ABC):
 
     # ----------------------------------------------------------------------------------- inside
 
-    def _between(self, tier: Tier | None, coldest: Warmth, warmest: Warmth) -> Iterator[SessionKey]:
-        """Sessions from one warmth to below another, coldest first."""
+    def _between(
+        self, tier: Tier | None, low: EvictionRank, high: EvictionRank
+    ) -> Iterator[SessionKey]:
+        """Sessions from one rank to below another, in order of eviction."""
         order = self._orders[tier]
         if tier is Tier.DRAM or not self._resting:
-            return order.between(coldest, warmest)
-        warmth_of = partial(self._resting_warmth, tier)
-        resting = self._resting.between(coldest, warmest, warmth_of)
-        return (key for _, key in merge(resting, order.ranked_between(coldest, warmest)))
+            return order.between(low, high)
+        rank_of = partial(self._resting_rank, tier)
+        resting = self._resting.between(low, high, rank_of)
+        return (key for _, key in merge(resting, order.ranked_between(low, high)))
 
-    def _resting_warmth(self, tier: Tier | None, use: int) -> Warmth:
-        return (False, *self._warmth(NOBODY, SessionFacts(use, use), tier))
+    def _resting_rank(self, tier: Tier | None, use: int) -> EvictionRank:
+        return (False, *self._rank(NOBODY, SessionFacts(use, use), tier))
 
-    def _warmth_of(self, key: SessionKey, tier: Tier | None) -> Warmth:
-        """How warm a session is that need not be in the order; one never used is idle and cold."""
-        warmth = self._orders[tier].warmth(key)
-        if warmth is not None:
-            return warmth
+    def _rank_of(self, key: SessionKey, tier: Tier | None) -> EvictionRank:
+        """Rank a session that need not be in the order; one never used is idle, and goes early."""
+        rank = self._orders[tier].rank(key)
+        if rank is not None:
+            return rank
         use = self._resting.use(key)
         if use is not None:
-            return self._resting_warmth(tier, use)
+            return self._resting_rank(tier, use)
         if key in self._facts:
-            return self._guarded_warmth(tier, key)
-        return (False, *self._warmth(key, SessionFacts(-1, -1), tier))
+            return self._guarded_rank(tier, key)
+        return (False, *self._rank(key, SessionFacts(-1, -1), tier))
 
-    def _guarded_warmth(self, tier: Tier | None, key: SessionKey) -> Warmth:
+    def _guarded_rank(self, tier: Tier | None, key: SessionKey) -> EvictionRank:
         facts = self._facts[key]
-        return (facts.is_guarded, *self._warmth(key, facts, tier))
+        return (facts.is_guarded, *self._rank(key, facts, tier))
 
     def _wake(self, key: SessionKey) -> SessionFacts | None:
         """Rank a session by itself if it rests; returns what is known of it, if it is known."""

@@ -13,7 +13,7 @@ from sortedcontainers import SortedDict
 
 from shared.types.session_key import SessionKey
 
-Warmth = tuple[float, ...]  # lower is colder; no two sessions of an order have the same
+EvictionRank = tuple[float, ...]  # the lowest goes first; no two in an order are equal
 MOST_CHANGED = 512  # sessions whose places are looked up in one call: some ten milliseconds
 BULK_SHARE = 8  # with more than one of so many sessions to be moved, sorting all is faster
 RESTING_PAGE = 1024  # places whose sessions are counted together, to pass over those that woke
@@ -30,82 +30,82 @@ class SessionOrder:
     Invariant: a session is in the order, with one rank, or waits to be placed; never neither.
 
     Args:
-        warmth_of: of a session of the order, now.
+        rank_of: of a session of the order, now.
     """
 
-    def __init__(self, warmth_of: Callable[[SessionKey], Warmth]) -> None:
-        self._warmth_of = warmth_of
-        self._placed: SortedDict[Warmth, SessionKey] = SortedDict()
-        self._warmths: dict[SessionKey, Warmth | None] = {}  # None: not placed yet
+    def __init__(self, rank_of: Callable[[SessionKey], EvictionRank]) -> None:
+        self._rank_of = rank_of
+        self._placed: SortedDict[EvictionRank, SessionKey] = SortedDict()
+        self._ranks: dict[SessionKey, EvictionRank | None] = {}  # None: not placed yet
         self._changed: dict[SessionKey, None] = {}
 
     def __len__(self) -> int:
-        return len(self._warmths)
+        return len(self._ranks)
 
     def __contains__(self, key: SessionKey) -> bool:
-        return key in self._warmths
+        return key in self._ranks
 
     def enter(self, key: SessionKey) -> None:
         """Take the session in, if it is not there yet."""
-        if self._warmths.setdefault(key) is None:
+        if self._ranks.setdefault(key) is None:
             self._changed[key] = None
 
     def change(self, key: SessionKey) -> None:
-        """Note that the session, if it is in the order, may have another warmth."""
-        if key in self._warmths:
+        """Note that the session, if it is in the order, may have another rank."""
+        if key in self._ranks:
             self._changed[key] = None
 
     def leave(self, key: SessionKey) -> None:
         """Take the session out, if it is there."""
-        warmth = self._warmths.pop(key, None)
-        if warmth is not None:
-            del self._placed[warmth]
+        rank = self._ranks.pop(key, None)
+        if rank is not None:
+            del self._placed[rank]
         self._changed.pop(key, None)
 
-    def warmth(self, key: SessionKey) -> Warmth | None:
-        """How warm the session is in this order; None: it is not there."""
+    def rank(self, key: SessionKey) -> EvictionRank | None:
+        """Look up the session's rank in this order; None: it is not there."""
         self._settle()
-        return self._warmths.get(key)
+        return self._ranks.get(key)
 
     def settle_many(self) -> None:
         """Give sessions their places if many have changed; what ranks them is known now."""
         if len(self._changed) >= MOST_CHANGED:
             self._settle()
 
-    def between(self, coldest: Warmth, warmest: Warmth) -> Iterator[SessionKey]:
-        """Sessions of at least the one warmth and below the other, coldest first."""
-        return (key for _, key in self.ranked_between(coldest, warmest))
+    def between(self, low: EvictionRank, high: EvictionRank) -> Iterator[SessionKey]:
+        """Sessions of at least the one rank and below the other, in order of eviction."""
+        return (key for _, key in self.ranked_between(low, high))
 
     def ranked_between(
-        self, coldest: Warmth, warmest: Warmth
-    ) -> Iterator[tuple[Warmth, SessionKey]]:
-        """The same, each with its warmth."""
+        self, low: EvictionRank, high: EvictionRank
+    ) -> Iterator[tuple[EvictionRank, SessionKey]]:
+        """The same, each with its rank."""
         self._settle()
         placed = self._placed
-        bounds = placed.irange(coldest, warmest, (True, False))
-        return ((warmth, placed[warmth]) for warmth in bounds)
+        bounds = placed.irange(low, high, (True, False))
+        return ((rank, placed[rank]) for rank in bounds)
 
-    def downwards(self, coldest: Warmth, warmest: Warmth) -> Iterator[SessionKey]:
-        """The same, warmest first."""
+    def downwards(self, low: EvictionRank, high: EvictionRank) -> Iterator[SessionKey]:
+        """The same, in reverse order."""
         self._settle()
         placed = self._placed
-        bounds = placed.irange(coldest, warmest, (True, False), reverse=True)
-        return (placed[warmth] for warmth in bounds)
+        bounds = placed.irange(low, high, (True, False), reverse=True)
+        return (placed[rank] for rank in bounds)
 
     def _settle(self) -> None:
         """Give every session that changed its place."""
-        if len(self._changed) * BULK_SHARE > len(self._warmths):
-            keys = {self._warmth_of(key): key for key in self._warmths}
+        if len(self._changed) * BULK_SHARE > len(self._ranks):
+            keys = {self._rank_of(key): key for key in self._ranks}
             self._placed = SortedDict(keys)
-            self._warmths = {key: warmth for warmth, key in keys.items()}
+            self._ranks = {key: rank for rank, key in keys.items()}
         else:
             for key in self._changed:
-                warmth = self._warmths[key]
-                if warmth is not None:
-                    del self._placed[warmth]
+                rank = self._ranks[key]
+                if rank is not None:
+                    del self._placed[rank]
             for key in self._changed:
-                warmth = self._warmths[key] = self._warmth_of(key)
-                self._placed[warmth] = key
+                rank = self._ranks[key] = self._rank_of(key)
+                self._placed[rank] = key
         self._changed.clear()
 
 
@@ -133,7 +133,7 @@ class RestingSessions:
         return key in self._uses
 
     def restore(self, keys: Sequence[SessionKey], first_use: int) -> None:
-        """Begin with these sessions, coldest first; the use of the first one is `first_use`."""
+        """Begin with sessions in order of eviction; `first_use` is the use of the first one."""
         assert not self._places, "sessions of an earlier kvd come once"
         self._first_use = first_use
         self._places = list(keys)
@@ -155,31 +155,31 @@ class RestingSessions:
         return use
 
     def between(
-        self, coldest: Warmth, warmest: Warmth, warmth_of: Callable[[int], Warmth]
-    ) -> Iterator[tuple[Warmth, SessionKey]]:
-        """Sessions of at least the one warmth and below the other, coldest first.
+        self, low: EvictionRank, high: EvictionRank, rank_of: Callable[[int], EvictionRank]
+    ) -> Iterator[tuple[EvictionRank, SessionKey]]:
+        """Sessions of at least the one rank and below the other, in order of eviction.
 
         Args:
-            coldest: what they have at least.
-            warmest: what they have not.
-            warmth_of: of a session at rest by its last use: the later the warmer.
+            low: what they have at least.
+            high: what they have not.
+            rank_of: of a session at rest by its last use: the later the higher.
         """
-        start, end = (self._bisect(bound, warmth_of) for bound in (coldest, warmest))
+        start, end = (self._bisect(bound, rank_of) for bound in (low, high))
         while start < end:
             page_end = (start // RESTING_PAGE + 1) * RESTING_PAGE
             if self._num_resting[start // RESTING_PAGE]:
                 for place in range(start, min(page_end, end)):
                     key = self._places[place]
                     if key is not None:
-                        yield warmth_of(self._first_use + place), key
+                        yield rank_of(self._first_use + place), key
             start = page_end
 
-    def _bisect(self, bound: Warmth, warmth_of: Callable[[int], Warmth]) -> int:
-        """The first place that is not colder than the bound."""
+    def _bisect(self, bound: EvictionRank, rank_of: Callable[[int], EvictionRank]) -> int:
+        """The first place that is not below the bound."""
         low, high = 0, len(self._places)
         while low < high:
             middle = (low + high) // 2
-            if warmth_of(self._first_use + middle) < bound:
+            if rank_of(self._first_use + middle) < bound:
                 low = middle + 1
             else:
                 high = middle
@@ -205,25 +205,25 @@ class LruOrder:
         return chain(self._order, self._guarded_order)
 
     def touch(self, key: SessionKey) -> None:
-        """Put the session at the warm end."""
+        """Put the session behind all others."""
         order = self._order_of(key)
         order.remove(key)
         order.append(key)
 
     def enter(self, key: SessionKey) -> None:
-        """Put the session at the warm end, unless it is in the order."""
+        """Put the session behind all others, unless it is in the order."""
         order = self._order_of(key)
         if key not in order:
             order.append(key)
 
     def enter_before(self, key: SessionKey) -> None:
-        """Put the session at the cold end, unless it is in the order."""
+        """Put the session before all others, unless it is in the order."""
         order = self._order_of(key)
         if key not in order:
             order.prepend(key)
 
     def end(self, key: SessionKey) -> None:
-        """Move the session to the cold end, if it is in the order."""
+        """Move the session before all others, if it is in the order."""
         order = self._order_of(key)
         if order.remove(key):
             order.prepend(key)

@@ -199,11 +199,11 @@ class SessionPlacement:
         tier: Tier | None,
         now_ns: int,
         *,
-        colder_than: SessionKey | None = None,
+        giving_way_to: SessionKey | None = None,
         clean: bool = False,
     ) -> Iterator[SessionKey]:
-        """Sessions coldest first; see EvictionPolicy.victims."""
-        return self.policy.victims(tier, now_ns, colder_than=colder_than, clean=clean)
+        """Sessions in order of eviction; see EvictionPolicy.victims."""
+        return self.policy.victims(tier, now_ns, giving_way_to=giving_way_to, clean=clean)
 
     # -------------------------------------------------------------------------------------- inside
 

@@ -1,9 +1,9 @@
 """Making room: which sessions give up which blocks, in which tier.
 
-Pure. The policy ranks sessions; here their blocks are taken, coldest session first, tail first, so
+Pure. The policy ranks sessions; here their blocks are taken, in order of eviction, tail first, so
 that what remains is a prefix. Rules:
-1. a block that a warmer session uses too stays with that session (D5: a victim that frees nothing
-   is skipped);
+1. a block that a session of higher rank uses too stays with that session (D5: a victim that frees
+   nothing is skipped);
 2. a block that is read, moved or built on stays; a hard-pinned session's blocks stay;
 3. in DRAM clean blocks go first. Dirty ones go, and their sessions are cut there, only when the
    writer says that SSD cannot take them (`Writer.make_slots`);
@@ -95,23 +95,23 @@ class Placement:
                 self._apply(self._plan(rule, num_short, order), rule)
         return self._state.slots.num_free
 
-    def evict_coldest(self, num_blocks: int) -> None:
+    def evict_clean(self, num_blocks: int) -> None:
         """Evict so many clean blocks, as far as a bounded look finds them."""
-        self._evict_clean(num_blocks, self._victims(Tier.DRAM, clean=True))
+        self._evict_from(num_blocks, self._victims(Tier.DRAM, clean=True))
 
     def evict_for(self, key: SessionKey, num_blocks: int) -> None:
         """Evict so many clean blocks of sessions that may give way to this one; a bounded look."""
-        self._evict_clean(num_blocks, self._victims(Tier.DRAM, key, clean=True))
+        self._evict_from(num_blocks, self._victims(Tier.DRAM, key, clean=True))
 
     def evict_idle(self, num_blocks: int) -> None:
         """Evict so many clean blocks of sessions that need them no more, or not now."""
-        self._evict_clean(num_blocks, self._idle())
+        self._evict_from(num_blocks, self._idle())
 
     def has_idle(self) -> bool:
         """Whether any session that may have clean blocks in DRAM is idle."""
         return next(self._idle(), None) is not None
 
-    def coldest_dirty(self, num_wanted: int) -> list[Block]:
+    def dirty_to_evict(self, num_wanted: int) -> list[Block]:
         """Name the dirty blocks that would be cut next, if room had to be made so."""
         blocks: list[Block] = []
         for rule in self._rules(may_cut=True):
@@ -119,7 +119,7 @@ class Placement:
                 blocks = self._plan(rule, num_wanted, self._victims(Tier.DRAM)).blocks
         return [block for block in blocks if block.dirty]
 
-    def _evict_clean(self, num_blocks: int, order: Iterable[SessionKey]) -> None:
+    def _evict_from(self, num_blocks: int, order: Iterable[SessionKey]) -> None:
         num_short = min(num_blocks, self._num_clean())
         if num_short > 0:
             rule = _Rule(Tier.DRAM, may_cut=False)
@@ -144,14 +144,14 @@ class Placement:
 
     # --------------------------------------------------------------------------------- other tiers
 
-    def make_extents(self, num_short: int, warmest: SessionKey | None) -> None:
-        """Start to drop `num_short` rows of sessions that may give way to `warmest` (None: all)."""
+    def make_extents(self, num_short: int, giving_way_to: SessionKey | None) -> None:
+        """Start to drop `num_short` rows of sessions that may give way to that one (None: all)."""
         if num_short > 0:
             rule = _Rule(Tier.SSD, may_cut=True)
-            self._apply(self._plan(rule, num_short, self._victims(Tier.SSD, warmest)), rule)
+            self._apply(self._plan(rule, num_short, self._victims(Tier.SSD, giving_way_to)), rule)
 
     def make_quota(self, tenant: str, num_wanted: int) -> bool:
-        """Have a tenant's coldest sessions give way to its next blocks, if its quota asks for it.
+        """Have a tenant's own sessions give way to its next blocks, if its quota asks for it.
 
         Returns:
             Whether it may have `num_wanted` more blocks now.
@@ -166,10 +166,13 @@ class Placement:
             self._apply(self._plan(rule, num_over, order), rule)
         return not tenants.num_over(tenant, num_wanted)
 
-    def drop_coldest(self) -> bool:
-        """Drop the coldest session that is neither leased, pinned nor busy; False: there is none.
+    def drop_victim(self) -> bool:
+        """Drop the first session in order of eviction that is neither leased, pinned nor busy.
 
         Costs O(sessions that are leased or busy).
+
+        Returns:
+            Whether there was one.
         """
         for key in self._victims(None):
             if self._may_drop(key):
@@ -181,10 +184,10 @@ class Placement:
     # ------------------------------------------------------------------------------------ planning
 
     def _victims(
-        self, tier: Tier | None, colder_than: SessionKey | None = None, *, clean: bool = False
+        self, tier: Tier | None, giving_way_to: SessionKey | None = None, *, clean: bool = False
     ) -> Iterable[SessionKey]:
         state = self._state
-        return state.placement.victims(tier, state.now_ns, colder_than=colder_than, clean=clean)
+        return state.placement.victims(tier, state.now_ns, giving_way_to=giving_way_to, clean=clean)
 
     def _rules(self, *, may_cut: bool) -> Iterable[_Rule]:
         """What to do in DRAM in turn, until there is room."""

@@ -78,7 +78,7 @@ class Writer:
     def make_slots(self, num_wanted: int) -> int:
         """Make room in DRAM for `num_wanted` blocks, as far as possible.
 
-        Clean blocks are evicted. If they do not suffice the coldest dirty ones are written, and
+        Clean blocks are evicted. If they do not suffice, dirty ones are written in that order, and
         room comes with `write_done`; they are cut only if SSD cannot take them.
 
         Returns:
@@ -102,7 +102,7 @@ class Writer:
         num_short = state.num_kept_free - state.slots.num_free
         if num_short <= 0 or self._kept_at == state.outbox.num_freed:
             return
-        self._placement.evict_coldest(num_short)
+        self._placement.evict_clean(num_short)
         num_short = state.num_kept_free - state.slots.num_free - len(state.under_way.writes)
         is_resting = state.limits.admission is not Admission.WRITE_THROUGH
         if num_short > 0 and is_resting and len(state.extents) and not state.ssd_degraded:
@@ -261,7 +261,7 @@ class Writer:
         self._queue(block for block in blocks if block is not None)
 
     def _provide(self) -> None:
-        """Have sessions colder than the newest block's make room; refuse what finds none."""
+        """Have sessions make room that go before the newest block's; refuse what finds none."""
         state = self._state
         if self._is_holding_back() or not len(state.unwritten):
             return
@@ -282,7 +282,7 @@ class Writer:
         return int(not state.extents.can_allocate(num_sectors))
 
     def _demote(self, num_slots: int) -> None:
-        blocks = self._placement.coldest_dirty(num_slots)
+        blocks = self._placement.dirty_to_evict(num_slots)
         self._state.outbox.count("demotions", self._queue(blocks))
         self.issue()
 

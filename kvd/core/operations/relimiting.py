@@ -69,7 +69,7 @@ class Relimiter:
             state = self._state
             is_over = len(state.sessions) > state.limits.max_sessions
             # What is pinned, leased or busy stays; it goes when others come.
-            self._is_trimming = self._is_trimming and is_over and self._placement.drop_coldest()
+            self._is_trimming = self._is_trimming and is_over and self._placement.drop_victim()
             if not self._is_trimming:
                 break
 
@@ -85,12 +85,12 @@ class Relimiter:
         for session in filter(None, map(self._state.sessions.get, some)):
             self._state.schedule_expiry(session)
             if session.key.tenant in self._begun:
-                run.append((_warmth(session), session.key))
+                run.append((_rank(session), session.key))
         if run:
             run.sort(reverse=True)
             # By columns: a pair for each of very many sessions takes a hundred bytes.
-            warmths, keys_in_order = zip(*run, strict=True)
-            self._runs.append(zip(array("q", warmths), keys_in_order, strict=True))
+            ranks, keys_in_order = zip(*run, strict=True)
+            self._runs.append(zip(array("q", ranks), keys_in_order, strict=True))
         if len(some) < RESCHEDULE_BATCH:
             self._rescheduled = None
             self._to_enter = merge(*self._runs, reverse=True) if self._begun else None
@@ -112,6 +112,6 @@ class Relimiter:
             tenants.begin_quotas()
 
 
-def _warmth(session: Session) -> int:
+def _rank(session: Session) -> int:
     """Rank a session by its last use; what has ended before all others."""
     return session.last_access_ns - (_ENDED if session.ended else 0)

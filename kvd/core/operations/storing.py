@@ -310,7 +310,7 @@ class Storer:
 
     def _has_room_for_session(self) -> bool:
         state = self._state
-        return len(state.sessions) < state.limits.max_sessions or self._placement.drop_coldest()
+        return len(state.sessions) < state.limits.max_sessions or self._placement.drop_victim()
 
     # -------------------------------------------------------------------------------------- leases
 

@@ -51,9 +51,13 @@ def settle(state: CacheState) -> None:
             used.append((state.sessions[block.newest_user()].last_access_ns, block))
         else:
             state.forget(block)
-    for _, block in sorted(used, key=lambda pair: pair[0], reverse=True):  # what is warm is next
+    for _, block in sorted(
+        used, key=lambda pair: pair[0], reverse=True
+    ):  # what was used last is next
         state.unverified[block.key] = block
-    for block in reversed(state.unverified.values()):  # enters the order of DRAM, coldest first
+    for block in reversed(
+        state.unverified.values()
+    ):  # enters the order of DRAM, least recently used first
         state.settle(block)
     state.outbox.count("adopted_blocks", len(used))
 

@@ -203,7 +203,7 @@ class _Restoration:
         self.with_blocks: list[Session] = []
 
     def run(self) -> int:
-        """Make all sessions, coldest first; returns how many spans they have."""
+        """Make all sessions, least recently used first; returns how many spans they have."""
         state, sessions, blocks, spans = self._state, self._sessions, self._blocks, self._spans
         order = sessions.in_order()
         num_over = max(0, len(order) - state.limits.max_sessions)

@@ -234,7 +234,7 @@ class SessionRows:
             )
 
     def in_order(self) -> Ints:
-        """Indexes of the sessions, coldest first."""
+        """Indexes of the sessions, least recently used first."""
         return np.argsort(np.frombuffer(self.last_access_ns, dtype=np.int64), kind="stable")
 
     def are_plain(self) -> Flags:

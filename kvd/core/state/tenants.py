@@ -7,7 +7,7 @@ whole one: what a quota bounds can be told from the tokens stored, and does not 
 moves.
 
 A quota that begins while sessions are stored bounds nobody until all of them are in order: they are
-put there some at a time (kvd/core/operations/relimiting.py), from the warmest on, and uses
+put there some at a time (kvd/core/operations/relimiting.py), the last to go first, and uses
 meanwhile count.
 
 Invariant: a session of a tenant whose quota has begun is in that tenant's order, unless it is
@@ -57,7 +57,7 @@ class TenantTable:
 
         Returns:
             Tenants that have a quota from now on, and had none: each of their sessions is to be
-            entered by `entered_before`, warmest first; then `begin_quotas`.
+            entered by `entered_before`, the last to go first; then `begin_quotas`.
         """
         self._limits_of = limits_of
         begun = []
@@ -104,7 +104,7 @@ class TenantTable:
         return entry.num_sessions if entry else 0
 
     def order_of(self, tenant: str) -> LruOrder | None:
-        """The tenant's sessions, coldest first; None without a quota, or before it begins."""
+        """The tenant's sessions in order of eviction; None without a quota, or before it begins."""
         entry = self._of(tenant)
         return entry.order if entry.is_ordered else None
 

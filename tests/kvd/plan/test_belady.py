@@ -25,8 +25,8 @@ def test_who_never_returns_goes_first_and_who_waits_last():
     """Then the last to return; of those that wait, the last in the queue."""
     policy = policy_of({A: 50, C: 70}, A, B, C, D, E)
     assert list(policy.victims(Tier.DRAM, 0)) == [B, C, A, E, D]
-    assert list(policy.victims(Tier.SSD, 0, colder_than=A)) == [B, C]
-    assert list(policy.victims(Tier.DRAM, 0, colder_than=E)) == [B, C, A]
+    assert list(policy.victims(Tier.SSD, 0, giving_way_to=A)) == [B, C]
+    assert list(policy.victims(Tier.DRAM, 0, giving_way_to=E)) == [B, C, A]
 
 
 def test_thinking_sessions_on_ssd_are_read_ahead_in_the_order_of_their_return():

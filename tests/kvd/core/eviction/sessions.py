@@ -43,8 +43,8 @@ class Sessions:
             self.now_ns,
         )
 
-    def victims(self, tier: Tier | None = Tier.SSD, colder_than: str | None = None) -> str:
+    def victims(self, tier: Tier | None = Tier.SSD, giving_way_to: str | None = None) -> str:
         """Names of victims, coldest first."""
-        than = key_of(colder_than) if colder_than else None
-        found = self.placement.victims(tier, self.now_ns, colder_than=than)
+        than = key_of(giving_way_to) if giving_way_to else None
+        found = self.placement.victims(tier, self.now_ns, giving_way_to=than)
         return "".join(key.session_id for key in found)

@@ -142,7 +142,7 @@ class EveryOrder(RuleBasedStateMachine):
     def give_way(self, name, tier):
         """Who gives way is what would go earlier anyway, and nothing that is needed sooner."""
         victims = self.sessions.victims(tier)
-        colder = self.sessions.victims(tier, colder_than=name)
+        colder = self.sessions.victims(tier, giving_way_to=name)
         assert name not in colder
         assert [v for v in victims if v in colder] == list(colder)
         if name in victims and name not in self.guarded:

@@ -116,13 +116,13 @@ def test_nothing_needed_sooner_gives_way(policy):
     sessions.policy.guarded(key_of("e"), is_guarded=True)
     sessions.queue(waiting="abc")
     assert sessions.victims() == "fdcaeb"
-    assert sessions.victims(colder_than="a") == "fdc"
-    assert sessions.victims(colder_than="b") == "fdce"
-    assert sessions.victims(colder_than="d") == "f"
-    assert sessions.victims(colder_than="e") == "fd"
-    assert sessions.victims(colder_than="x") == "f"
+    assert sessions.victims(giving_way_to="a") == "fdc"
+    assert sessions.victims(giving_way_to="b") == "fdce"
+    assert sessions.victims(giving_way_to="d") == "f"
+    assert sessions.victims(giving_way_to="e") == "fd"
+    assert sessions.victims(giving_way_to="x") == "f"
     sessions.queue(waiting="axbc")
-    assert sessions.victims(colder_than="x") == "fdc"
+    assert sessions.victims(giving_way_to="x") == "fdc"
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -79,14 +79,14 @@ def test_looking_at_the_order_ranks_no_session_that_rests(monkeypatch):
     keys = [key_of(str(number)) for number in range(100_000)]
     sessions.policy.restored(keys)
     num_ranked = 0
-    warmth_of = EvictionPolicy._resting_warmth
+    rank_of = EvictionPolicy._resting_rank
 
     def counted(policy, tier, use):
         nonlocal num_ranked
         num_ranked += 1
-        return warmth_of(policy, tier, use)
+        return rank_of(policy, tier, use)
 
-    monkeypatch.setattr(EvictionPolicy, "_resting_warmth", counted)
+    monkeypatch.setattr(EvictionPolicy, "_resting_rank", counted)
     for tier in (None, Tier.SSD):
         victims = sessions.placement.victims(tier, 0)
         assert [next(victims) for _ in range(3)] == keys[:3]
@@ -113,7 +113,7 @@ def test_sessions_that_woke_are_passed_over_by_the_page(monkeypatch):
 
 @given(st.integers(0, 20), st.integers(0, 25), st.integers(0, 25))
 def test_any_part_of_the_order_is_found(num_sessions, coldest, warmest):
-    """From one warmth to below another, whether or not any session has either."""
+    """From one rank to below another, whether or not any session has either."""
     resting = RestingSessions()
     keys = [key_of(str(number)) for number in range(num_sessions)]
     resting.restore(keys, first_use=1)

@@ -263,7 +263,7 @@ def test_when_an_engine_is_gone_its_sessions_are_idle_again(name):
     placement.change_queue(ENGINE, QueueChange(waiting(A, B), [RunningJob(7, C)]), 10)
     placement.change_queue(OTHER, QueueChange(waiting(D)), 10)
     placement.forget_engine(ENGINE, 11)
-    assert sorted(placement.victims(Tier.DRAM, 12, colder_than=D)) == [A, B, C, E, F]
+    assert sorted(placement.victims(Tier.DRAM, 12, giving_way_to=D)) == [A, B, C, E, F]
 
 
 @pytest.mark.parametrize("name", [name for name in ("fifo", "lru") if name in POLICIES])
@@ -281,9 +281,9 @@ def test_nobody_gives_way_to_one_that_is_needed_later(name):
     placement = placement_by(name)
     touch_all(placement, *KEYS[:5])
     placement.change_queue(ENGINE, QueueChange(waiting(A, F, B)), 10)
-    before_f = list(placement.victims(Tier.DRAM, 11, colder_than=F))
+    before_f = list(placement.victims(Tier.DRAM, 11, giving_way_to=F))
     assert (sorted(before_f[:3]), before_f[3:]) == ([C, D, E], [B])
-    assert sorted(placement.victims(Tier.DRAM, 11, colder_than=B)) == [C, D, E]
+    assert sorted(placement.victims(Tier.DRAM, 11, giving_way_to=B)) == [C, D, E]
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))

@@ -262,8 +262,8 @@ class CountingPolicy(LruPolicy):
 
     num_looked_at = 0
 
-    def victims(self, tier, now_ns, *, colder_than=None, clean=False):
-        for key in super().victims(tier, now_ns, colder_than=colder_than, clean=clean):
+    def victims(self, tier, now_ns, *, giving_way_to=None, clean=False):
+        for key in super().victims(tier, now_ns, giving_way_to=giving_way_to, clean=clean):
             self.num_looked_at += tier is Tier.DRAM
             yield key
 
