@@ -43,31 +43,31 @@ class BeladyPolicy(EvictionPolicy):
         self._absent: SortedDict[tuple[int, SessionKey], None] = SortedDict()  # on SSD, thinking
         self._absent_until: dict[SessionKey, int] = {}
 
-    def engaged(
+    def on_queue(
         self, key: SessionKey, place: QueuePlace | None, now_ns: int, *, is_running: bool
     ) -> None:
         """See EvictionPolicy."""
-        super().engaged(key, place, now_ns, is_running=is_running)
+        super().on_queue(key, place, now_ns, is_running=is_running)
         self._look_at(key)
 
-    def touched(self, key: SessionKey, now_ns: int) -> None:
+    def on_access(self, key: SessionKey, now_ns: int) -> None:
         """See EvictionPolicy."""
-        super().touched(key, now_ns)
+        super().on_access(key, now_ns)
         self._look_at(key)
 
-    def entered(self, key: SessionKey, tier: Tier) -> None:
+    def on_insert(self, key: SessionKey, tier: Tier) -> None:
         """See EvictionPolicy."""
-        super().entered(key, tier)
+        super().on_insert(key, tier)
         self._look_at(key)
 
-    def left(self, key: SessionKey, tier: Tier) -> None:
+    def on_evict(self, key: SessionKey, tier: Tier) -> None:
         """See EvictionPolicy."""
-        super().left(key, tier)
+        super().on_evict(key, tier)
         self._look_at(key)
 
-    def removed(self, key: SessionKey) -> None:
+    def on_remove(self, key: SessionKey) -> None:
         """See EvictionPolicy."""
-        super().removed(key)
+        super().on_remove(key)
         self._look_at(key)
 
     def returning(self, now_ns: int) -> Iterator[SessionKey]:  # noqa: ARG002

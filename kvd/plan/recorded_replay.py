@@ -159,12 +159,12 @@ class _RecordedReplay:
         if not num_bytes:
             return
         policy = self._placement.policy
-        policy.touched(key, self._now_ns)
-        self._placement.sized(num_bytes)
-        policy.sized(key, turn.stored_tokens)
+        policy.on_access(key, self._now_ns)
+        self._placement.note_size(num_bytes)
+        policy.on_resize(key, turn.stored_tokens)
         self._tiers.store(key, num_bytes, cache.num_bytes(turn.wanted_tokens), self._now_ns)
         if turn.is_ended:
-            policy.ended(key)
+            policy.on_end(key)
         if cache.ttl_ns is not None:
             self._deadlines_ns[key] = self._now_ns + cache.ttl_ns
             self._ttl.schedule(key, self._deadlines_ns[key])

@@ -224,7 +224,7 @@ class Replay:
         if self._options.load_policy == "never":
             return
         if is_last and self._options.end_hints:
-            self._placement.policy.ended(key)
+            self._placement.policy.on_end(key)
             self._tiers.drop(key)  # an engine does not store a session's last turn
         else:
             self._store(key, job.turn)
@@ -290,9 +290,9 @@ class Replay:
         if not num_bytes:
             self._tiers.drop(key)
             return
-        self._placement.policy.touched(key, self._now_ns)
-        self._placement.sized(self._costs.charge(num_bytes))
-        self._placement.policy.sized(key, tokens)
+        self._placement.policy.on_access(key, self._now_ns)
+        self._placement.note_size(self._costs.charge(num_bytes))
+        self._placement.policy.on_resize(key, tokens)
         clean_bytes = self._costs.num_bytes(turn.history_tokens)
         self._tiers.store(key, num_bytes, clean_bytes, self._now_ns)
         if self._options.ttl_s is not None:

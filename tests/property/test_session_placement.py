@@ -127,40 +127,40 @@ class PlacementMachine(RuleBasedStateMachine):
     @rule(key=KEYS, seconds=st.integers(0, 100))
     def touch(self, key, seconds) -> None:
         self.now_ns += seconds * 10**9
-        self.placement.policy.touched(key, self.now_ns)
+        self.placement.policy.on_access(key, self.now_ns)
         for tier in Tier:
             self.ranked[tier].add(key)
 
     @rule(key=KEYS, tier=st.sampled_from(Tier))
     def enter(self, key, tier) -> None:
-        self.placement.policy.entered(key, tier)
+        self.placement.policy.on_insert(key, tier)
         self.ranked[tier].add(key)
 
     @rule(key=KEYS, tier=st.sampled_from(Tier))
     def leave(self, key, tier) -> None:
-        self.placement.policy.left(key, tier)
+        self.placement.policy.on_evict(key, tier)
         self.ranked[tier].discard(key)
 
     @rule(key=KEYS)
     def remove(self, key) -> None:
-        self.placement.policy.removed(key)
+        self.placement.policy.on_remove(key)
         self.guarded.discard(key)
         for tier in Tier:
             self.ranked[tier].discard(key)
 
     @rule(key=KEYS, is_guarded=st.booleans())
     def guard(self, key, is_guarded) -> None:
-        self.placement.policy.guarded(key, is_guarded=is_guarded)
+        self.placement.policy.guard(key, is_guarded=is_guarded)
         (self.guarded.add if is_guarded else self.guarded.discard)(key)
 
     @rule(key=KEYS, num_tokens=st.integers(1, 5000))
     def size(self, key, num_tokens) -> None:
-        self.placement.policy.sized(key, num_tokens)
-        self.placement.sized(num_tokens)
+        self.placement.policy.on_resize(key, num_tokens)
+        self.placement.note_size(num_tokens)
 
     @rule(key=KEYS)
     def end(self, key) -> None:
-        self.placement.policy.ended(key)
+        self.placement.policy.on_end(key)
 
     @rule(key=KEYS, opens=st.booleans())
     def read(self, key, opens) -> None:

@@ -119,11 +119,11 @@ class LookaheadPolicy(LookaheadQueuePolicy):
         self._outside: SortedList[QueuePlace] = SortedList()  # none is before one inside
         self._moved: dict[SessionKey, QueuePlace | None] = {}  # since victims were asked for
 
-    def engaged(
+    def on_queue(
         self, key: SessionKey, place: QueuePlace | None, now_ns: int, *, is_running: bool
     ) -> None:
         """See EvictionPolicy."""
-        super().engaged(key, place, now_ns, is_running=is_running)
+        super().on_queue(key, place, now_ns, is_running=is_running)
         if place is None and key not in self._places:
             self._moved.pop(key, None)  # it came and went between two looks
         else:
@@ -192,48 +192,48 @@ class PredictivePolicy(LookaheadQueuePolicy):
         self._idle = IdleSessions()
         self._outdated: Iterator[SessionKey] = iter(())  # ranked by what was known before
 
-    def arrived(self, key: SessionKey, now_ns: int) -> None:
+    def on_submit(self, key: SessionKey, now_ns: int) -> None:
         """See EvictionPolicy."""
         self._wake(key)
-        self._idle.arrived(key, now_ns)
+        self._idle.on_submit(key, now_ns)
 
-    def engaged(
+    def on_queue(
         self, key: SessionKey, place: QueuePlace | None, now_ns: int, *, is_running: bool
     ) -> None:
         """See EvictionPolicy."""
-        super().engaged(key, place, now_ns, is_running=is_running)
+        super().on_queue(key, place, now_ns, is_running=is_running)
         facts = self._facts.get(key)
         if is_running or place is not None or (facts and facts.is_ended):
             self._idle.busy(key)
         else:
             self._idle.idle(key, now_ns)
 
-    def touched(self, key: SessionKey, now_ns: int) -> None:
+    def on_access(self, key: SessionKey, now_ns: int) -> None:
         """See EvictionPolicy; for a session that is idle its idle time begins again."""
-        super().touched(key, now_ns)
+        super().on_access(key, now_ns)
         self._idle.stored(key)
         if self._queue.place(key) is None and not self._queue.is_running(key):
             self._idle.idle(key, now_ns)
 
-    def entered(self, key: SessionKey, tier: Tier) -> None:
+    def on_insert(self, key: SessionKey, tier: Tier) -> None:
         """See EvictionPolicy."""
-        super().entered(key, tier)
+        super().on_insert(key, tier)
         if key in self._facts:
             self._idle.stored(key)
 
-    def sized(self, key: SessionKey, num_tokens: int) -> None:
+    def on_resize(self, key: SessionKey, num_tokens: int) -> None:
         """See EvictionPolicy."""
-        self._idle.sized(key, num_tokens)
+        self._idle.on_resize(key, num_tokens)
         self._changed(key)
 
-    def ended(self, key: SessionKey) -> None:
+    def on_end(self, key: SessionKey) -> None:
         """See EvictionPolicy."""
-        super().ended(key)
+        super().on_end(key)
         self._idle.busy(key)
 
-    def removed(self, key: SessionKey) -> None:
+    def on_remove(self, key: SessionKey) -> None:
         """See EvictionPolicy; the session is still watched for a while."""
-        super().removed(key)
+        super().on_remove(key)
         self._idle.dropped(key)
 
     def victims(

@@ -94,10 +94,10 @@ class EvictionPolicy(ABC):
 
     # -------------------------------------------------------------------------- a session's life
 
-    def arrived(self, key: SessionKey, now_ns: int) -> None:  # noqa: B027
+    def on_submit(self, key: SessionKey, now_ns: int) -> None:  # noqa: B027
         """Note that a turn of the session was submitted; perhaps nothing is stored of it."""
 
-    def engaged(
+    def on_queue(
         self,
         key: SessionKey,
         place: QueuePlace | None,  # noqa: ARG002
@@ -113,7 +113,7 @@ class EvictionPolicy(ABC):
         if self._wake(key) is not None:
             self._changed(key)
 
-    def touched(self, key: SessionKey, now_ns: int) -> None:  # noqa: ARG002
+    def on_access(self, key: SessionKey, now_ns: int) -> None:  # noqa: ARG002
         """Note that the session is used now; it enters the order of every tier."""
         facts = self._facts_of(key)
         facts.last_use = self._next_use()
@@ -123,17 +123,17 @@ class EvictionPolicy(ABC):
         self._changed(key)
         self._settle_many()
 
-    def sized(self, key: SessionKey, num_tokens: int) -> None:  # noqa: B027
+    def on_resize(self, key: SessionKey, num_tokens: int) -> None:  # noqa: B027
         """Note how much is stored of the session, after it was stored."""
 
-    def ended(self, key: SessionKey) -> None:
+    def on_end(self, key: SessionKey) -> None:
         """Note that the session will not come back: first victim, until touched again."""
         facts = self._wake(key)
         if facts is not None:
             facts.is_ended = True
             self._changed(key)
 
-    def guarded(self, key: SessionKey, *, is_guarded: bool) -> None:
+    def guard(self, key: SessionKey, *, is_guarded: bool) -> None:
         """Rank the session after all that are not guarded, from now on (or no longer).
 
         The end of a guard counts as a use.
@@ -146,7 +146,7 @@ class EvictionPolicy(ABC):
         facts.is_guarded = is_guarded
         self._changed(key)
 
-    def removed(self, key: SessionKey) -> None:
+    def on_remove(self, key: SessionKey) -> None:
         """Take the session out of every order: it is dropped, or hard-pinned."""
         if self._resting.wake(key) is not None:
             return  # it was nowhere else
@@ -156,16 +156,16 @@ class EvictionPolicy(ABC):
 
     # -------------------------------------------------------------------------------- its bytes
 
-    def restored(self, keys: Sequence[SessionKey]) -> None:
+    def on_restore(self, keys: Sequence[SessionKey]) -> None:
         """Take in sessions of an earlier kvd in order of eviction, all with bytes on SSD.
 
-        Before any other call. What is known of one beyond its place follows, as `guarded`, `ended`
-        and `entered`.
+        Before any other call. What is known of one beyond its place follows, as `guard`, `on_end`
+        and `on_insert`.
         """
         self._resting.restore(keys, self._num_uses + 1)
         self._num_uses += len(keys)
 
-    def entered(self, key: SessionKey, tier: Tier) -> None:
+    def on_insert(self, key: SessionKey, tier: Tier) -> None:
         """Note bytes in this tier without a use (a late write, a shared block it answers for).
 
         A session that was never used counts as used now.
@@ -177,7 +177,7 @@ class EvictionPolicy(ABC):
         self._orders[tier].enter(key)
         self._settle_many()
 
-    def left(self, key: SessionKey, tier: Tier) -> None:
+    def on_evict(self, key: SessionKey, tier: Tier) -> None:
         """Note that nothing of it is to be had in this tier."""
         self._wake(key)
         self._orders[tier].leave(key)

@@ -114,7 +114,7 @@ class SessionPlacement:
         make_policy: Callable[[PolicyContext], EvictionPolicy],
         capacity_bytes: Callable[[], int],
     ) -> None:
-        self.queue = QueueWindow(self._engaged)
+        self.queue = QueueWindow(self._on_queue)
         self.prefetching = PrefetchOrder(self.queue)
         self._capacity_bytes = capacity_bytes
         self._mean_bytes = 0.0
@@ -179,7 +179,7 @@ class SessionPlacement:
 
     # ------------------------------------------------------------------------------------- windows
 
-    def sized(self, num_bytes: int) -> None:
+    def note_size(self, num_bytes: int) -> None:
         """Note the size of a session that was just stored: it counts in S_kv."""
         self._num_sized += 1
         share = max(MEAN_SHARE, 1 / self._num_sized)
@@ -229,7 +229,7 @@ class SessionPlacement:
     def _has_jobs(self, owner: int) -> bool:
         return bool(self.queue.num_waiting(owner) or self.queue.num_running(owner))
 
-    def _engaged(self, key: SessionKey) -> None:
+    def _on_queue(self, key: SessionKey) -> None:
         """The queue says something else of a session than before."""
         place, is_running = self.queue.place(key), self.queue.is_running(key)
         is_busy = place is not None or is_running
@@ -242,8 +242,8 @@ class SessionPlacement:
         else:
             self._loaded.discard(key)
         if key in self._arriving:
-            self.policy.arrived(key, self._now_ns)
-        self.policy.engaged(key, place, self._now_ns, is_running=is_running)
+            self.policy.on_submit(key, self._now_ns)
+        self.policy.on_queue(key, place, self._now_ns, is_running=is_running)
         if place is None:
             self.prefetching.settle(key)
         else:

@@ -298,7 +298,7 @@ class Placement:
         """Note that a session has nothing more to give in the tier."""
         session = self._state.sessions.get(key)
         if session is not None:
-            self._state.users.left(session, tier)
+            self._state.users.on_evict(session, tier)
             if tier is Tier.DRAM:
                 self._state.tails.pack_later(key)
 

@@ -71,7 +71,7 @@ class ReadPlan:
         self.missing.popleft()
         self.num_begun += 1
         self.session.num_read_ahead += 1
-        state.users.entered(self.session, Tier.DRAM)
+        state.users.on_insert(self.session, Tier.DRAM)
 
 
 def plan_session(state: CacheState, key: SessionKey, *, is_waiting: bool) -> ReadPlan | None:

@@ -120,7 +120,7 @@ def _replace(state: CacheState, session: Session, spans: list[Span]) -> None:
     num_before = session.num_tokens
     state.set_spans(session, spans)
     num_tokens = session.num_tokens
-    state.policy.sized(session.key, num_tokens)
+    state.policy.on_resize(session.key, num_tokens)
     num_dropped = num_before - num_tokens
     state.outbox.count("discarded_tokens", num_dropped)
     fields = {"num_dropped": num_dropped, "num_tokens": num_tokens, "num_spans": len(spans)}

@@ -105,8 +105,8 @@ class Relimiter:
             if session is None or session.pin is Pin.HARD:
                 continue
             if session.pin is Pin.SOFT:
-                tenants.guarded(key, is_guarded=True)
-            tenants.entered_before(key)
+                tenants.guard(key, is_guarded=True)
+            tenants.insert_before(key)
         if len(some) < RESCHEDULE_BATCH:
             self._to_enter = None
             tenants.begin_quotas()

@@ -65,8 +65,8 @@ def pin(state: CacheState, key: SessionKey, pin: Pin) -> None:
     session.pin = pin
     state.count_pin(session, 1)
     if pin is Pin.HARD:
-        state.policy.removed(key)
-        state.tenants.removed(key)
+        state.policy.on_remove(key)
+        state.tenants.on_remove(key)
     state.users.recount(session, answered)
     if pin is not Pin.HARD:
         _rank(state, session)
@@ -78,14 +78,14 @@ def pin(state: CacheState, key: SessionKey, pin: Pin) -> None:
 def _rank(state: CacheState, session: Session) -> None:
     """Give a session its place in the orders, where it may have had none."""
     is_guarded = session.pin is Pin.SOFT
-    state.policy.guarded(session.key, is_guarded=is_guarded)
-    state.tenants.guarded(session.key, is_guarded=is_guarded)
+    state.policy.guard(session.key, is_guarded=is_guarded)
+    state.tenants.guard(session.key, is_guarded=is_guarded)
     if is_guarded:
         for tier in Tier:
-            state.users.entered(session, tier)
+            state.users.on_insert(session, tier)
         for block_key in session.block_keys():  # a clean one needs a user that offers it
             state.settle(state.blocks[block_key])
-        state.tenants.entered(session.key)
+        state.tenants.on_insert(session.key)
     else:
         state.touch(session)
 
@@ -105,12 +105,12 @@ def set_ttl(state: CacheState, key: SessionKey, ttl_ns: int | None) -> None:
 
 def end_session(state: CacheState, key: SessionKey) -> bool:
     """Note that a session will not come back: the first to go; returns whether it is stored."""
-    state.policy.ended(key)  # be it stored: it may learn from it
+    state.policy.on_end(key)  # be it stored: it may learn from it
     session = state.sessions.get(key)
     if session is None:
         return False
     session.ended = True
-    state.tenants.ended(key)
+    state.tenants.on_end(key)
     state.outbox.index.session_changed(key)
     state.outbox.emit(SESSION_ENDED, key)
     state.note(key, MoveKind.ENDED)

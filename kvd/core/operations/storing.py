@@ -302,8 +302,8 @@ class Storer:
         state.outbox.index.session_used(key)
         state.outbox.count("stores")
         num_tokens, num_blocks = session.num_tokens, len(session.spans)
-        state.policy.sized(key, num_tokens)
-        state.placement.sized(num_blocks * state.layout.block_bytes)
+        state.policy.on_resize(key, num_tokens)
+        state.placement.note_size(num_blocks * state.layout.block_bytes)
         fields = {"num_tokens": num_tokens, "num_blocks": num_blocks}
         state.outbox.emit(SESSION_STORED, key, fields)
         self._hasher.request([state.blocks[block_key] for block_key in session.block_keys()])

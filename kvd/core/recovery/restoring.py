@@ -286,12 +286,12 @@ def _rank_all(
     """Give sessions their places in the orders."""
     pinned = {key for key, row in settings.items() if row.pin is Pin.HARD}
     ranked = [key for key in state.sessions if key not in pinned] if pinned else [*state.sessions]
-    state.policy.restored(ranked)
+    state.policy.on_restore(ranked)
     for session in with_blocks:
         state.users.recount(session, NOWHERE)
     has_quota = any(state.tenants.order_of(name) is not None for name in tenants)
     for key in ranked if has_quota else ():
-        state.tenants.entered(key)
+        state.tenants.on_insert(key)
     for row in settings.values():
         _rank(state, row)
 
@@ -302,11 +302,11 @@ def _rank(state: CacheState, settings: SessionRecord) -> None:
     if settings.pin is Pin.HARD:
         return
     if settings.pin is Pin.SOFT:
-        state.policy.guarded(key, is_guarded=True)
-        state.tenants.guarded(key, is_guarded=True)
+        state.policy.guard(key, is_guarded=True)
+        state.tenants.guard(key, is_guarded=True)
     if settings.ended:
-        state.policy.ended(key)
-        state.tenants.ended(key)
+        state.policy.on_end(key)
+        state.tenants.on_end(key)
 
 
 def _schedule(state: CacheState, settings: Settings, tenants: Iterable[str]) -> None:
@@ -334,4 +334,4 @@ def _count(state: CacheState, tenants: Counter[str], num_spans: int) -> None:
         state.tenants.charge(tenant, num_packed_bytes[tenant] // PLACE_BYTES)
         state.tenants.count_session(tenant, num_sessions)
     if num_spans:  # about one block each
-        state.placement.sized(num_spans * state.layout.block_bytes // len(state.sessions))
+        state.placement.note_size(num_spans * state.layout.block_bytes // len(state.sessions))

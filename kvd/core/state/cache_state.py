@@ -147,8 +147,8 @@ class CacheState:
             session.ended = False
             self.outbox.index.session_changed(session.key)
         if session.pin is not Pin.HARD:
-            self.users.touched(session, self.now_ns)
-            self.tenants.touched(session.key)
+            self.users.on_access(session, self.now_ns)
+            self.tenants.on_access(session.key)
         for span in session.spans:
             self.blocks[span.block_key].last_user = session.key
         self.schedule_expiry(session)
@@ -211,8 +211,8 @@ class CacheState:
         self.wasteful.pop(session.key, None)
         self.set_spans(session, ())
         self.outbox.index.session_gone(session.key, is_indexed=session.is_indexed)
-        self.policy.removed(session.key)
-        self.tenants.removed(session.key)
+        self.policy.on_remove(session.key)
+        self.tenants.on_remove(session.key)
         self.tenants.count_session(session.key.tenant, -1)
         self.count_pin(session, -1)
         self.outbox.emit(event, session.key, {"why": why, "num_tokens": num_tokens})

@@ -57,7 +57,7 @@ class TenantTable:
 
         Returns:
             Tenants that have a quota from now on, and had none: each of their sessions is to be
-            entered by `entered_before`, the last to go first; then `begin_quotas`.
+            entered by `insert_before`, the last to go first; then `begin_quotas`.
         """
         self._limits_of = limits_of
         begun = []
@@ -108,37 +108,37 @@ class TenantTable:
         entry = self._of(tenant)
         return entry.order if entry.is_ordered else None
 
-    def touched(self, key: SessionKey) -> None:
+    def on_access(self, key: SessionKey) -> None:
         """Note a use of a session that may be evicted."""
         order = self._of(key.tenant).order
         if order is not None:
             order.touch(key)
 
-    def entered(self, key: SessionKey) -> None:
+    def on_insert(self, key: SessionKey) -> None:
         """Note, without a use, that a session may be evicted."""
         order = self._of(key.tenant).order
         if order is not None:
             order.enter(key)
 
-    def entered_before(self, key: SessionKey) -> None:
+    def insert_before(self, key: SessionKey) -> None:
         """Note that a session may be evicted, sooner than all that are in the order."""
         order = self._of(key.tenant).order
         if order is not None:
             order.enter_before(key)
 
-    def ended(self, key: SessionKey) -> None:
+    def on_end(self, key: SessionKey) -> None:
         """Note that the session will not come back."""
         order = self._of(key.tenant).order
         if order is not None:
             order.end(key)
 
-    def guarded(self, key: SessionKey, *, is_guarded: bool) -> None:
+    def guard(self, key: SessionKey, *, is_guarded: bool) -> None:
         """Have the session go after all that are not guarded, or among them."""
         order = self._of(key.tenant).order
         if order is not None:
             order.guard(key, is_guarded=is_guarded)
 
-    def removed(self, key: SessionKey) -> None:
+    def on_remove(self, key: SessionKey) -> None:
         """The session is gone, or may not be evicted."""
         order = self._of(key.tenant).order
         if order is not None:

@@ -12,11 +12,11 @@ A, B, C, D, E = (SessionKey("t", "m", name) for name in "ABCDE")
 
 def policy_of(returns_ns: dict[SessionKey, int], *used: SessionKey) -> BeladyPolicy:
     queue = QueueWindow(
-        lambda key: policy.engaged(key, queue.place(key), 0, is_running=queue.is_running(key))
+        lambda key: policy.on_queue(key, queue.place(key), 0, is_running=queue.is_running(key))
     )
     policy = BeladyPolicy(PolicyContext(queue, lambda: 0), returns_ns)
     for key in used:
-        policy.touched(key, 0)
+        policy.on_access(key, 0)
     queue.replace(1, QueueChange(waiting=[QueuedJob((0, 0.0, 1), D), QueuedJob((0, 0.0, 2), E)]), 0)
     return policy
 
@@ -35,13 +35,13 @@ def test_thinking_sessions_on_ssd_are_read_ahead_in_the_order_of_their_return():
     policy = policy_of(returns_ns, A, B, C, D)
     assert list(policy.returning(0)) == []
     for key in (A, B, C, D):
-        policy.left(key, Tier.DRAM)
+        policy.on_evict(key, Tier.DRAM)
     assert list(policy.returning(0)) == [C, A]
-    policy.entered(C, Tier.DRAM)
+    policy.on_insert(C, Tier.DRAM)
     assert list(policy.returning(0)) == [A]
     del returns_ns[A]
-    policy.engaged(A, None, 0, is_running=True)
+    policy.on_queue(A, None, 0, is_running=True)
     assert list(policy.returning(0)) == []
-    policy.left(C, Tier.DRAM)
-    policy.removed(C)
+    policy.on_evict(C, Tier.DRAM)
+    policy.on_remove(C)
     assert list(policy.returning(0)) == []

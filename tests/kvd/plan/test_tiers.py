@@ -28,7 +28,7 @@ class Shelf:
 
     def store(self, key: SessionKey, num_bytes: int, clean_bytes: int = 0) -> None:
         self.now_ns += 1
-        self.placement.policy.touched(key, self.now_ns)
+        self.placement.policy.on_access(key, self.now_ns)
         self.tiers.store(key, num_bytes, clean_bytes, self.now_ns)
         self.tiers.check()
 

@@ -30,7 +30,7 @@ class Sessions:
 
     def use(self, *names: str) -> None:
         for name in names:
-            self.policy.touched(key_of(name), self.now_ns)
+            self.policy.on_access(key_of(name), self.now_ns)
 
     def queue(self, waiting: Sequence[str], running: Sequence[str] = ()) -> None:
         """Have these sessions' turns wait, in this order, and those run; nobody else's."""

@@ -20,7 +20,7 @@ class EveryOrder(RuleBasedStateMachine):
     @initialize(policy=st.sampled_from(sorted(POLICIES)))
     def start(self, policy):
         self.sessions = Sessions(policy, capacity_bytes=300)
-        self.sessions.placement.sized(100)
+        self.sessions.placement.note_size(100)
         self.policy = self.sessions.policy
         self.members = {tier: set() for tier in Tier}
         self.known = set()
@@ -33,7 +33,7 @@ class EveryOrder(RuleBasedStateMachine):
     def use(self, name, tokens, seconds):
         self.sessions.now_ns += seconds * 10**9
         self.sessions.use(name)
-        self.policy.sized(key_of(name), tokens)
+        self.policy.on_resize(key_of(name), tokens)
         for members in self.members.values():
             members.add(name)
         self.known.add(name)
@@ -41,29 +41,29 @@ class EveryOrder(RuleBasedStateMachine):
 
     @rule(name=names, tier=tiers)
     def enter(self, name, tier):
-        self.policy.entered(key_of(name), tier)
+        self.policy.on_insert(key_of(name), tier)
         self.members[tier].add(name)
         self.known.add(name)
 
     @rule(name=names, tier=tiers)
     def leave(self, name, tier):
-        self.policy.left(key_of(name), tier)
+        self.policy.on_evict(key_of(name), tier)
         self.members[tier].discard(name)
 
     @rule(name=names)
     def remove(self, name):
-        self.policy.removed(key_of(name))
+        self.policy.on_remove(key_of(name))
         for names_of in (*self.members.values(), self.known, self.guarded, self.ended):
             names_of.discard(name)
 
     @rule(name=names, is_guarded=st.booleans())
     def guard(self, name, is_guarded):
-        self.policy.guarded(key_of(name), is_guarded=is_guarded)
+        self.policy.guard(key_of(name), is_guarded=is_guarded)
         (self.guarded.add if is_guarded else self.guarded.discard)(name)
 
     @rule(name=names)
     def end(self, name):
-        self.policy.ended(key_of(name))
+        self.policy.on_end(key_of(name))
         if name in self.known | self.guarded:
             self.ended.add(name)
 

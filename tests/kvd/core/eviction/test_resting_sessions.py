@@ -30,18 +30,18 @@ def take(sessions: Sessions, what: str, name: str) -> None:
     match what:
         case "use":
             sessions.use(name)
-            policy.sized(key, 100)
+            policy.on_resize(key, 100)
         case "end":
-            policy.ended(key)
+            policy.on_end(key)
         case "guard" | "unguard":
-            policy.guarded(key, is_guarded=what == "guard")
-            policy.entered(key, Tier.SSD)
+            policy.guard(key, is_guarded=what == "guard")
+            policy.on_insert(key, Tier.SSD)
         case "remove":
-            policy.removed(key)
+            policy.on_remove(key)
         case "dram" | "ssd":
-            policy.entered(key, Tier.DRAM if what == "dram" else Tier.SSD)
+            policy.on_insert(key, Tier.DRAM if what == "dram" else Tier.SSD)
         case "left":
-            policy.left(key, Tier.SSD)
+            policy.on_evict(key, Tier.SSD)
         case "queue":
             sessions.queue([name])
         case "run":
@@ -62,9 +62,9 @@ def seen(sessions: Sessions) -> list[object]:
 def test_sessions_of_an_earlier_kvd_rank_as_if_each_had_come_by_itself(policy, steps):
     """Whatever happens to them, and to others, under every policy and in every tier."""
     resting, each = Sessions(policy, capacity_bytes=300), Sessions(policy, capacity_bytes=300)
-    resting.policy.restored([key_of(name) for name in RESTED])
+    resting.policy.on_restore([key_of(name) for name in RESTED])
     for name in RESTED:
-        each.policy.entered(key_of(name), Tier.SSD)
+        each.policy.on_insert(key_of(name), Tier.SSD)
     assert seen(resting) == seen(each)
     for what, name in steps:
         for sessions in resting, each:
@@ -77,7 +77,7 @@ def test_looking_at_the_order_ranks_no_session_that_rests(monkeypatch):
     """However many a start has found: a look at the coldest ones asks for a few ranks."""
     sessions = Sessions("predictive")
     keys = [key_of(str(number)) for number in range(100_000)]
-    sessions.policy.restored(keys)
+    sessions.policy.on_restore(keys)
     num_ranked = 0
     rank_of = EvictionPolicy._resting_rank
 

@@ -23,10 +23,10 @@ class NotedPolicy(LruPolicy):
         self.context = context
         self.noted = []
 
-    def arrived(self, key, now_ns) -> None:
+    def on_submit(self, key, now_ns) -> None:
         self.noted.append(("arrived", key, now_ns))
 
-    def engaged(self, key, place, now_ns, *, is_running) -> None:
+    def on_queue(self, key, place, now_ns, *, is_running) -> None:
         rank = None if place is None else place.rank
         self.noted.append(("engaged", key, rank, is_running, now_ns))
 
@@ -51,7 +51,7 @@ def waiting(*keys, first_number=0):
 
 def touch_all(placement, *keys):
     for now_ns, key in enumerate(keys):
-        placement.policy.touched(key, now_ns)
+        placement.policy.on_access(key, now_ns)
 
 
 # ------------------------------------------------------------------------------ what the queue says
@@ -199,8 +199,8 @@ def test_a_turn_that_comes_as_the_one_before_it_ends_has_arrived(placement):
 def test_the_window_is_so_many_sessions_of_mean_size(placement):
     """L_pw = C_mem / S_kv; without any session there is no mean, and no window."""
     assert placement.window(CAPACITY) == 0
-    placement.sized(100)
-    placement.sized(300)
+    placement.note_size(100)
+    placement.note_size(300)
     assert placement.window(CAPACITY) == 5
     assert placement.window(199) == 0
 
@@ -209,14 +209,14 @@ def test_the_first_sizes_weigh_alike(placement):
     """The mean is exact until there are many."""
     sizes = [3, 50, 700, 20, 1]
     for size in sizes:
-        placement.sized(size)
+        placement.note_size(size)
     assert placement.window(10**9) == int(10**9 / (sum(sizes) / len(sizes)))
 
 
 def test_the_mean_forgets(placement):
     """Sessions that have become longer widen no window for ever."""
     for size in [1] * 1000 + [100] * int(10 / MEAN_SHARE):
-        placement.sized(size)
+        placement.note_size(size)
     assert placement.window(10_000) == 100
 
 
@@ -224,7 +224,7 @@ def test_the_eviction_window_is_of_both_tiers_as_they_are_now():
     """L_ew = (C_mem + C_disk) / S_kv; a tier that shrinks makes it smaller."""
     capacity = [CAPACITY]
     placement = SessionPlacement(NotedPolicy, lambda: capacity[0])
-    placement.sized(100)
+    placement.note_size(100)
     window = placement.policy.context.eviction_window
     assert window() == 10
     capacity[0] = 450
@@ -291,9 +291,9 @@ def test_a_session_that_has_ended_goes_first(name):
     """Until it is used again, whatever else is known of it."""
     placement = placement_by(name)
     touch_all(placement, *KEYS)
-    placement.policy.ended(E)
+    placement.policy.on_end(E)
     for tier in Tier:
         assert next(placement.victims(tier, 10)) == E
-    placement.policy.touched(E, 11)
+    placement.policy.on_access(E, 11)
     for tier in Tier:
         assert next(placement.victims(tier, 12)) != E

@@ -128,16 +128,16 @@ def test_the_end_of_a_soft_pin_makes_a_session_a_victim_again():
     """In its place as one used just now; a soft pin keeps the order it had."""
     policy = LruPolicy(CONTEXT)
     for key in (A, B, C):
-        policy.touched(key, 0)
-    policy.guarded(A, is_guarded=True)
-    policy.guarded(B, is_guarded=True)
+        policy.on_access(key, 0)
+    policy.guard(A, is_guarded=True)
+    policy.guard(B, is_guarded=True)
     assert list(policy.victims(Tier.DRAM, 0)) == [C, A, B]
-    policy.left(A, Tier.DRAM)
-    policy.guarded(A, is_guarded=False)
+    policy.on_evict(A, Tier.DRAM)
+    policy.guard(A, is_guarded=False)
     assert list(policy.victims(Tier.DRAM, 0)) == [C, B]
     assert list(policy.victims(Tier.SSD, 0)) == [C, A, B]
-    policy.removed(B)
-    policy.touched(B, 0)
+    policy.on_remove(B)
+    policy.on_access(B, 0)
     assert list(policy.victims(None, 0)) == [C, A, B]
 
 
@@ -245,15 +245,15 @@ def test_lru_ranks_by_last_use():
     """Touching moves to the warm end, ending to the cold end, entering happens at the warm end."""
     policy = LruPolicy(CONTEXT)
     for key in (A, B, C):
-        policy.touched(key, 0)
-    policy.touched(A, 1)
-    policy.ended(C)
+        policy.on_access(key, 0)
+    policy.on_access(A, 1)
+    policy.on_end(C)
     assert list(policy.victims(Tier.SSD, 0)) == list(policy.victims(None, 0)) == [C, B, A]
-    policy.left(B, Tier.SSD)
+    policy.on_evict(B, Tier.SSD)
     assert not policy.ranks(B, Tier.SSD)
-    policy.entered(B, Tier.SSD)
-    policy.removed(A)
-    policy.ended(A)
+    policy.on_insert(B, Tier.SSD)
+    policy.on_remove(A)
+    policy.on_end(A)
     assert list(policy.victims(Tier.SSD, 0)) == [C, B]
 
 
