@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, field_validator
 
-from kvd.core.eviction.registry import POLICIES
+from kvd.core.eviction.policies import POLICIES
 from kvd.core.records.records import TTL_NEVER_NS, Admission
 from kvd.host.engine_users import uid_of
 from shared.access.addresses import check_guarded, is_tcp

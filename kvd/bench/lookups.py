@@ -27,7 +27,7 @@ from kvd.bench.rounds import Rounds
 from kvd.bench.sessions import bench_key, token_ids_of
 from kvd.core.engine import CacheEngine
 from kvd.core.records.records import Lookup
-from kvd.core.state.cache_state import Limits
+from kvd.core.state.limits import Limits
 from shared.children.child_process import ChildFailedError
 
 T = TypeVar("T")

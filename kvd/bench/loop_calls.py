@@ -18,9 +18,8 @@ from kvd.bench.options import SMALL_LAYOUT, BenchOptions
 from kvd.bench.population import SALT, TOKENS_PER_SESSION
 from kvd.bench.sessions import bench_key, token_ids_of
 from kvd.core.engine import CacheEngine
-from kvd.core.eviction.registry import POLICIES
-from kvd.core.state.cache_state import Limits
-from kvd.core.state.tenants import TenantLimits
+from kvd.core.eviction.policies import POLICIES
+from kvd.core.state.limits import Limits, TenantLimits
 from kvd.host import memory
 from kvd.tiers.faults import NoFaults
 from kvd.tiers.manifest import Manifest

@@ -19,7 +19,7 @@ from kvd.core.records.actions import (
     WriteBlock,
 )
 from kvd.core.records.extent_shape import CHECKSUM_BYTES
-from kvd.core.records.records import StoredBlock
+from kvd.core.records.rows import StoredBlock
 
 
 class MemoryPerformer:

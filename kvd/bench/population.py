@@ -10,9 +10,7 @@ from collections.abc import Iterator
 from kvd.bench.options import BLOCKS_PER_SESSION, SMALL_LAYOUT
 from kvd.bench.sessions import bench_key, token_ids_of
 from kvd.core.records.extent_shape import ExtentShape
-from kvd.core.records.records import IndexRows, SessionRecord
-from kvd.core.recovery.session_rows import columns_of
-from kvd.core.state.packing import pack_spans, plain_span
+from kvd.core.records.rows import IndexRows, SessionRecord, columns_of, pack_spans, plain_span
 from shared.types.block_key import SALT_BYTES, TOKEN_BYTES, block_key, root_key
 from shared.types.session_key import SessionKey
 

@@ -16,8 +16,8 @@ from kvd.bench.population import SALT
 from kvd.bench.sessions import bench_key
 from kvd.config import EvictionSettings
 from kvd.core.engine import CacheEngine
-from kvd.core.eviction.registry import POLICIES
-from kvd.core.state.cache_state import Limits
+from kvd.core.eviction.policies import POLICIES
+from kvd.core.state.limits import Limits
 from kvd.rpc.told_queue import ToldQueue
 from kvd.wire.queue_messages import queue_update
 from shared.kvd_client.queue_feed import QueueFeed

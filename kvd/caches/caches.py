@@ -17,12 +17,11 @@ from kvd.caches.tenant_secrets import TenantSecrets
 from kvd.caches.unavailable import UnavailableLayout, UnavailableLayouts
 from kvd.config import Settings
 from kvd.core.engine import CacheEngine
-from kvd.core.eviction.registry import POLICIES
+from kvd.core.eviction.policies import POLICIES
 from kvd.core.records.actions import Emit
 from kvd.core.records.errors import UnknownSessionError
-from kvd.core.records.records import AdoptedSlot, IndexRows, OrphanSlot
-from kvd.core.state.cache_state import Limits
-from kvd.core.state.tenants import TenantLimits
+from kvd.core.records.rows import AdoptedSlot, IndexRows, OrphanSlot
+from kvd.core.state.limits import Limits, TenantLimits
 from kvd.engines.attached import Engines
 from kvd.errors import AmbiguousSessionError, LimitReachedError, NotDurableError
 from kvd.host import memory

@@ -18,7 +18,7 @@ from kvd.caches.tenant_secrets import TenantSecrets
 from kvd.caches.unavailable import UnavailableLayout
 from kvd.config import Settings
 from kvd.core.records.extent_shape import ExtentShape
-from kvd.core.records.records import IndexRows
+from kvd.core.records.rows import IndexRows
 from kvd.errors import LayoutUnavailableError, NotSetAsideError
 from kvd.tiers.arena_store import Adoption, ArenaStore
 from kvd.tiers.faults import Faults

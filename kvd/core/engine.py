@@ -27,14 +27,13 @@ Calls that name an owner are made only between its attach and `engines.gone`.
 
 from collections.abc import Callable, Sequence
 
-from kvd.core.eviction.lru import LruPolicy
-from kvd.core.eviction.registry import PolicyMaker
+from kvd.core.eviction.policies import LruPolicy
+from kvd.core.eviction.policy import PolicyMaker
 from kvd.core.inspection.descriptions import Inspector
-from kvd.core.io.hashing import Hasher
 from kvd.core.io.placement import Placement
 from kvd.core.io.prefetching import Prefetcher
 from kvd.core.io.reading import Reader
-from kvd.core.io.verifying import Verifier
+from kvd.core.io.verifying import Hasher, Verifier
 from kvd.core.io.writing import Writer
 from kvd.core.operations import checking
 from kvd.core.operations.arriving import Arrivals
@@ -48,10 +47,11 @@ from kvd.core.operations.session_files import SessionFiles
 from kvd.core.operations.sessions import Sessions
 from kvd.core.operations.storing import Storer
 from kvd.core.records.actions import Action
-from kvd.core.records.records import AdoptedSlot, IndexRows, OrphanSlot
+from kvd.core.records.rows import AdoptedSlot, IndexRows, OrphanSlot
 from kvd.core.recovery import adopting, restoring
-from kvd.core.state.cache_state import CacheState, Limits
+from kvd.core.state.cache_state import CacheState
 from kvd.core.state.index_line import NO_BOUND, IndexAction
+from kvd.core.state.limits import Limits
 from shared.types.kv_layout import KVLayout
 
 
@@ -156,7 +156,7 @@ class CacheEngine:
         if state.compaction is not None or state.wasteful:
             self.compactions.resume()
         if state.tails.waiting:
-            state.fold_idle()
+            state.tails.pack_idle()
         rows = self.take_rows(max_row_bytes)
         self.writes.index_took_rows()
         return [*rows, *state.outbox.drain()]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvd.core.engine import CacheEngine
-from kvd.core.records.records import OrphanSlot, WritingSlot
+from kvd.core.records.rows import OrphanSlot, WritingSlot
 from kvd.engines.data_socket import Peer
 from kvd.errors import LimitReachedError, NotAttachedError
 from kvd.host.process_identity import (

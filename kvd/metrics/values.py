@@ -9,7 +9,7 @@ from kvd.caches.caches import Caches
 from kvd.config import Settings
 from kvd.core.engine import CacheEngine
 from kvd.core.records.records import TenantUsage
-from kvd.core.state.measures import Measures
+from kvd.core.state.outbox import Measures
 from kvd.engines.attached import Engines
 from kvd.metrics.table import METRICS
 from kvd.runtime.cache import Cache

@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvd.core.eviction.registry import POLICIES
+from kvd.core.eviction.policies import POLICIES
 from kvd.plan.belady import BeladyPolicy
 from kvd.plan.calibration import calibrated
 from kvd.plan.figures import Capacity

@@ -11,8 +11,8 @@ to it.
 from collections.abc import Callable
 from itertools import islice
 
+from kvd.core.eviction.session_placement import SessionPlacement
 from kvd.core.records.records import Tier
-from kvd.core.state.session_placement import SessionPlacement
 from kvd.plan.ssd_channel import Read, SsdChannel
 from kvd.plan.tiers import Tiers
 from shared.types.session_key import SessionKey

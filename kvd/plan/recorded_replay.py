@@ -12,15 +12,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
-from kvd.core.eviction.registry import POLICIES
+from kvd.core.eviction.policies import POLICIES
+from kvd.core.eviction.session_placement import SessionPlacement
 from kvd.core.eviction.ttl import TtlClock
 from kvd.core.records.records import Tier
-from kvd.core.state.session_placement import SessionPlacement
 from kvd.core.state.turn_log import RecordedTurn
 from kvd.plan.reading import Reading
 from kvd.plan.ssd_channel import SsdChannel
 from kvd.plan.tiers import Tiers
+from shared.types.queue_change import QueueChange, QueuedJob, RunningJob
 from shared.types.session_key import SessionKey
 from shared.types.units import ceil_div
 
@@ -159,12 +159,12 @@ class _RecordedReplay:
         if not num_bytes:
             return
         policy = self._placement.policy
-        policy.touched(key, self._now_ns)
-        self._placement.sized(num_bytes)
-        policy.sized(key, turn.stored_tokens)
+        policy.on_access(key, self._now_ns)
+        self._placement.note_size(num_bytes)
+        policy.on_resize(key, turn.stored_tokens)
         self._tiers.store(key, num_bytes, cache.num_bytes(turn.wanted_tokens), self._now_ns)
         if turn.is_ended:
-            policy.ended(key)
+            policy.on_end(key)
         if cache.ttl_ns is not None:
             self._deadlines_ns[key] = self._now_ns + cache.ttl_ns
             self._ttl.schedule(key, self._deadlines_ns[key])

@@ -18,13 +18,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
+from kvd.core.eviction.policies import POLICIES
 from kvd.core.eviction.policy import EvictionPolicy, PolicyContext
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
-from kvd.core.eviction.registry import make_policy
+from kvd.core.eviction.session_placement import SessionPlacement
 from kvd.core.eviction.ttl import TtlClock
 from kvd.core.operations.sessions import RECHECK_NS
 from kvd.core.records.records import Tier
-from kvd.core.state.session_placement import SessionPlacement
 from kvd.plan.belady import BeladyPolicy
 from kvd.plan.costs import Costs
 from kvd.plan.gpu import Gpu, Prefill
@@ -36,6 +35,7 @@ from kvd.plan.replay_options import ReplayOptions
 from kvd.plan.ssd_channel import Read, SsdChannel
 from kvd.plan.tiers import Tiers
 from kvd.plan.trace import Session, Turn
+from shared.types.queue_change import QueueChange, QueuedJob, RunningJob
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
@@ -224,7 +224,7 @@ class Replay:
         if self._options.load_policy == "never":
             return
         if is_last and self._options.end_hints:
-            self._placement.policy.ended(key)
+            self._placement.policy.on_end(key)
             self._tiers.drop(key)  # an engine does not store a session's last turn
         else:
             self._store(key, job.turn)
@@ -290,9 +290,9 @@ class Replay:
         if not num_bytes:
             self._tiers.drop(key)
             return
-        self._placement.policy.touched(key, self._now_ns)
-        self._placement.sized(self._costs.charge(num_bytes))
-        self._placement.policy.sized(key, tokens)
+        self._placement.policy.on_access(key, self._now_ns)
+        self._placement.note_size(self._costs.charge(num_bytes))
+        self._placement.policy.on_resize(key, tokens)
         clean_bytes = self._costs.num_bytes(turn.history_tokens)
         self._tiers.store(key, num_bytes, clean_bytes, self._now_ns)
         if self._options.ttl_s is not None:
@@ -314,7 +314,7 @@ class Replay:
     def _make_policy(self, context: PolicyContext) -> EvictionPolicy:
         if self._options.policy == BeladyPolicy.name:
             return BeladyPolicy(context, self._returns_ns)
-        return make_policy(self._options.policy, context)
+        return POLICIES[self._options.policy](context)
 
     def _tell_queue(self, change: QueueChange) -> None:
         self._placement.change_queue(ENGINE, change, self._now_ns)

@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from functools import partial
 
 from kvd.core.engine import CacheEngine
-from kvd.core.eviction.queue_window import QueueChange
 from kvd.core.records.errors import InvalidRequestError
 from kvd.engines.attached import AttachedEngine, Engines
 from kvd.errors import NotAttachedError, StreamReplacedError
@@ -17,7 +16,7 @@ from kvd.host.engine_users import EngineUsers
 from kvd.rpc.told_queue import ToldQueue
 from kvd.wire.queue_messages import check_num_jobs, queue_update
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.types.queue_change import QueueUpdate
+from shared.types.queue_change import QueueChange, QueueUpdate
 from shared.types.session_key import DEFAULT_TENANT
 
 

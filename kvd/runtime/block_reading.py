@@ -13,7 +13,7 @@ from functools import partial
 from typing import TypeAlias
 
 from kvd.core.records.actions import IoOutcome
-from kvd.core.records.records import StoredBlock
+from kvd.core.records.rows import StoredBlock
 from kvd.tiers.extent_read import ExtentRead
 from kvd.tiers.io_pool import IoPool, Priority
 from kvd.tiers.staging import Staging

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvd.core.records.actions import IoOutcome, WriteBlock
-from kvd.core.records.records import StoredBlock
+from kvd.core.records.rows import StoredBlock
 from kvd.tiers.batch_worker import BatchWorker
 from kvd.tiers.extent_format import ToWrite
 from kvd.tiers.io_pool import IoPool, Priority

@@ -16,7 +16,8 @@ from typing import TypeVar
 
 from kvd.core.engine import CacheEngine
 from kvd.core.records.actions import Emit, LeaseReady, SpaceFreed
-from kvd.core.records.records import AdoptedSlot, EngineStats, IndexRows, OrphanSlot
+from kvd.core.records.records import EngineStats
+from kvd.core.records.rows import AdoptedSlot, IndexRows, OrphanSlot
 from kvd.host.clock import Clock
 from kvd.runtime.performer import Completion, Performer
 from kvd.tiers.arena import Arena

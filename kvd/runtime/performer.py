@@ -42,7 +42,7 @@ from kvd.core.records.actions import (
     WipeSlots,
     WriteBlock,
 )
-from kvd.core.records.records import SlotRecord, StoredBlock, WritingSlot
+from kvd.core.records.rows import SlotRecord, StoredBlock, WritingSlot
 from kvd.host.process_identity import ProcessIdentity
 from kvd.runtime.block_reading import BlockReading
 from kvd.runtime.block_writing import BlockWriter

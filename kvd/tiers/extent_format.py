@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvd.core.records.extent_shape import ExtentShape
-from kvd.core.records.records import StoredBlock
+from kvd.core.records.rows import StoredBlock
 from kvd.tiers.checksums import BlockHasher
 from kvd.tiers.extent_header import HeaderFormat
 from kvd.tiers.layer_groups import layer_groups

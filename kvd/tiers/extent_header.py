@@ -18,7 +18,7 @@ Little-endian. Pure.
 import struct
 
 from kvd.core.records.extent_shape import HEADER_FIXED_BYTES, ExtentShape
-from kvd.core.records.records import StoredBlock
+from kvd.core.records.rows import StoredBlock
 from kvd.tiers.checksums import CHECKSUM_BYTES, checksum
 from shared.types.block_key import KEY_BYTES, TOKEN_BYTES
 

@@ -18,7 +18,7 @@ from kvd.tiers.staging import Staging
 from shared.process.log import get_logger
 
 if TYPE_CHECKING:
-    from kvd.core.records.records import StoredBlock
+    from kvd.core.records.rows import StoredBlock
 
 Source: TypeAlias = Callable[[int, list[memoryview]], bool]  # see SegmentVolume.read_at
 

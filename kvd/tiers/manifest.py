@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from kvd.core.records.records import BlockRecord, IndexRows, SessionRecord
+from kvd.core.records.rows import BlockRecord, IndexRows, SessionRecord
 from kvd.tiers.batch_worker import BatchWorker
 from kvd.tiers.faults import Faults, WritePoint
 from kvd.tiers.index_database import BUSY_S, open_database

@@ -26,7 +26,7 @@ from kvd.tiers.sealed_header import (
 from kvd.tiers.staging import STAGED_IO_BYTES, Staging
 
 if TYPE_CHECKING:
-    from kvd.core.records.records import StoredBlock
+    from kvd.core.records.rows import StoredBlock
 
 SPARE_BYTES = TAG_BYTES  # that `OpenedExtent.take` needs behind the last slice
 

@@ -10,8 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from kvd.core.engine import CacheEngine
-from kvd.core.eviction.lru import LruPolicy
-from kvd.core.eviction.registry import PolicyMaker
+from kvd.core.eviction.policies import LruPolicy
+from kvd.core.eviction.policy import PolicyMaker
 from kvd.core.records.actions import (
     Action,
     ClearSlot,
@@ -34,7 +34,7 @@ from kvd.core.records.actions import (
     WriteBlock,
 )
 from kvd.core.records.extent_shape import ExtentShape
-from kvd.core.records.records import (
+from kvd.core.records.rows import (
     AdoptedSlot,
     BlockRecord,
     CommittedSlot,
@@ -43,10 +43,10 @@ from kvd.core.records.records import (
     SessionRecord,
     SlotRecord,
     StoredBlock,
+    columns_of,
 )
-from kvd.core.recovery.session_rows import columns_of
-from kvd.core.state.cache_state import Limits
 from kvd.core.state.index_line import NO_BOUND
+from kvd.core.state.limits import Limits
 from shared.types.kv_layout import Component, KVLayout, Layer
 from shared.types.session_key import SessionKey
 

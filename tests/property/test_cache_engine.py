@@ -9,8 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
-from kvd.core.eviction.registry import POLICIES
+from kvd.core.eviction.policies import POLICIES
 from kvd.core.records.actions import (
     CompactRows,
     HashSlot,
@@ -32,7 +31,6 @@ from kvd.core.records.errors import (
 from kvd.core.records.records import (
     TTL_NEVER_NS,
     Admission,
-    CommittedSlot,
     LeaseState,
     LoadAnswer,
     Lookup,
@@ -40,9 +38,10 @@ from kvd.core.records.records import (
     StoreAnswer,
     Tier,
 )
-from kvd.core.state.cache_state import Limits
-from kvd.core.state.tenants import TenantLimits
+from kvd.core.records.rows import CommittedSlot
+from kvd.core.state.limits import Limits, TenantLimits
 from shared.types.lineage import WHOLE, Lineage
+from shared.types.queue_change import QueueChange, QueuedJob, RunningJob
 from shared.types.session_key import SessionKey
 from tests.property.cache_world import (
     ADOPTED_OWNERS,
@@ -117,7 +116,7 @@ class CacheMachine(RuleBasedStateMachine):
         admission=st.sampled_from(Admission),
         max_write_bytes=st.sampled_from([1, 1 << 20]),
         verify_on_load=st.booleans(),
-        folds_sessions=st.booleans(),
+        packs_sessions=st.booleans(),
         quota_blocks=st.sampled_from([None, 4]),
         policy=st.sampled_from([*POLICIES.values(), ExpectingPolicy]),
         watermark=st.sampled_from([0, 0.2, 0.4]),
@@ -135,7 +134,7 @@ class CacheMachine(RuleBasedStateMachine):
         admission,
         max_write_bytes,
         verify_on_load,
-        folds_sessions,
+        packs_sessions,
         quota_blocks,
         policy,
         watermark,
@@ -158,7 +157,7 @@ class CacheMachine(RuleBasedStateMachine):
             tenant_limits=lambda tenant: TenantLimits(
                 quota_bytes=quota_bytes if tenant == "a" else None
             ),
-            folds_sessions=folds_sessions,
+            packs_sessions=packs_sessions,
             watermark=watermark,
             prefetch_bytes=prefetch_blocks * SHAPE.full_bytes,
             max_waste=max_waste,

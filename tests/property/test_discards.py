@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from kvd.core.records.records import Admission, Lookup, Tier
-from kvd.core.state.cache_state import Limits
+from kvd.core.state.limits import Limits
 from shared.types.lineage import WHOLE, Lineage
 from shared.types.session_key import SessionKey
 from tests.property.cache_world import MODEL, CacheWorld, Row, compute, to_bytes

@@ -3,8 +3,8 @@
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvd.core.eviction.registry import POLICIES
-from kvd.core.state.cache_state import Limits
+from kvd.core.eviction.policies import POLICIES
+from kvd.core.state.limits import Limits
 from shared.types.session_key import SessionKey
 from tests.kvd.core.turns import OWNER, counter, load, queue_of, store, tiers_of
 from tests.property.cache_world import MODEL, SHAPE, CacheWorld

@@ -22,9 +22,6 @@ from shared.types.queue_change import QueueChange, QueuedJob, RunningJob
 from shared.types.queue_digest import Rank, combined, running_digest, waiting_digest
 from shared.types.session_key import SessionKey
 
-__all__ = ["QueueChange", "QueuePlace", "QueueWindow", "QueuedJob", "RunningJob"]
-
-
 FEW_SHARE = 2  # with fewer changes than one for so many jobs, they are made one by one
 BULK_SHARE = 8  # an engine with more than one of so many jobs is dropped by sifting all of them
 
@@ -136,10 +133,6 @@ class QueueWindow:
     def num_ahead(self, place: QueuePlace) -> int:
         """Jobs before a place: O(log jobs)."""
         return self._order.bisect_left(place)
-
-    def key_at(self, index: int) -> SessionKey:
-        """Whose job has so many before it: O(log jobs)."""
-        return self._order[index].key
 
     def first(self, num_jobs: int) -> Iterator[SessionKey]:
         """Sessions of the next jobs, soonest first; one may come twice."""

@@ -16,17 +16,16 @@ from kvd.core.inspection.session_filter import (
 )
 from kvd.core.records.records import (
     BlockInfo,
-    BlockRecord,
     EngineStats,
     LeaseInfo,
     Pin,
     QueueStats,
     SessionDetail,
     SessionInfo,
-    Span,
     Tier,
     TierStats,
 )
+from kvd.core.records.rows import BlockRecord, Span
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.session import Session
@@ -91,8 +90,8 @@ class Inspector:
         state = self._state
         blocks = [state.blocks[key] for key in session.block_keys()]
         block_bytes = state.layout.block_bytes
-        num_blocks = len(blocks) + session.num_folded
-        num_on_ssd = sum(block.extent is not None for block in blocks) + session.num_folded
+        num_blocks = len(blocks) + session.num_packed
+        num_on_ssd = sum(block.extent is not None for block in blocks) + session.num_packed
         return SessionInfo(
             key=session.key,
             num_tokens=session.num_tokens,
@@ -124,7 +123,7 @@ class Inspector:
         num_rows = (
             sum(1 for key in session.block_keys() if len(state.blocks[key].users) == 1) * step
         )
-        num_rows += session.num_folded * step
+        num_rows += session.num_packed * step
         for span in session.spans:
             num_rows -= span.num_tokens if len(state.blocks[span.block_key].users) == 1 else 0
         num_rows -= sum(span.num_tokens for span in session.tail_spans())
@@ -144,7 +143,7 @@ class Inspector:
             infos.append(_block_info(self._state.blocks[span.block_key], span, offset))
             offset += span.num_tokens
         for span, record in zip(session.tail_spans(), session.tail_blocks(), strict=True):
-            infos.append(_folded_info(record, span, offset))
+            infos.append(_packed_info(record, span, offset))
             offset += span.num_tokens
         return tuple(infos)
 
@@ -218,7 +217,7 @@ def _block_info(block: Block, span: Span, offset: int) -> BlockInfo:
     )
 
 
-def _folded_info(record: BlockRecord, span: Span, offset: int) -> BlockInfo:
+def _packed_info(record: BlockRecord, span: Span, offset: int) -> BlockInfo:
     return BlockInfo(
         key=record.key,
         token_offset=offset,

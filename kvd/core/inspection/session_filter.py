@@ -86,7 +86,7 @@ def selects(state: CacheState, wanted: SessionFilter, session: Session) -> bool:
 
 def num_bytes(state: CacheState, session: Session) -> int:
     """Bytes of a session's blocks, shared ones included."""
-    num_blocks = len(session.block_keys()) + session.num_folded
+    num_blocks = len(session.block_keys()) + session.num_packed
     return num_blocks * state.layout.block_bytes
 
 
@@ -105,6 +105,6 @@ def rank_of(state: CacheState, session: Session, order: SessionOrder) -> int:
 
 
 def _is_in(state: CacheState, session: Session, tier: Tier) -> bool:
-    if tier is Tier.SSD and session.folded:
+    if tier is Tier.SSD and session.packed:
         return True
     return any(state.blocks[key].resides(tier) for key in session.block_keys())

@@ -7,16 +7,16 @@ in DRAM that turns out corrupt is read again from SSD, if it is there, under the
 from collections.abc import Callable
 
 from kvd.core.io.reading import Reader
-from kvd.core.io.verifying import Verifier
+from kvd.core.io.verifying import CORRUPT, Verifier, report_corrupt
 from kvd.core.io.writing import Writer
 from kvd.core.operations.loading import READ_ERROR, Loader
 from kvd.core.records.actions import READ_FAILED, IoOutcome, LeaseReady
-from kvd.core.records.records import StoredBlock, Tier
-from kvd.core.state.block import Block, BlockIo
-from kvd.core.state.cache_state import Arrival, CacheState
-from kvd.core.state.corruption import CORRUPT, report_corrupt
+from kvd.core.records.records import Tier
+from kvd.core.records.rows import StoredBlock
+from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import LoadLease
 from kvd.core.state.session_history import MoveKind
+from kvd.core.state.under_way import Arrival
 
 
 class Arrivals:
@@ -57,16 +57,16 @@ class Arrivals:
         self._writer.issue()
 
     def _was_read(self, arrival: Arrival, stored: StoredBlock) -> None:
-        state, block = self._state, self._ended(arrival)
+        state, block = self._state, arrival.block
         state.note_block(block, MoveKind.READ_AHEAD if block.is_ahead else MoveKind.READ)
         assert block.slot_id is not None, "a block keeps its slot while it is read"
         state.slots.commit(block.slot_id)
         state.blocks.know(block, stored.token_ids, stored.checksums)
-        state.put_block_slot(block)
+        state.journal.put_block(block)
         self._arrived(arrival)
 
     def _was_not_read(self, arrival: Arrival, outcome: IoOutcome) -> None:
-        state, block = self._state, self._ended(arrival)
+        state, block = self._state, arrival.block
         state.leave_dram(block)
         is_corrupt = outcome is IoOutcome.CORRUPT
         self._cut_waiting(arrival, CORRUPT if is_corrupt else READ_ERROR)
@@ -81,12 +81,12 @@ class Arrivals:
     def verify_done(self, op_id: int, outcome: IoOutcome) -> None:
         """Take the outcome of a VerifySlot or VerifyExtent."""
         state = self._state
-        arrival = state.verifies.pop(op_id, None)
-        if arrival is None:
+        if op_id not in state.under_way.verifies:
             self._scrubbed(op_id, outcome)
             return
+        arrival = state.under_way.end_verify(op_id)
         self._verifier.ended(op_id)
-        block = self._ended(arrival)
+        block = arrival.block
         if outcome is IoOutcome.OK:
             self._verifier.passed(block)
             self._arrived(arrival)
@@ -103,11 +103,6 @@ class Arrivals:
         self._writer.admit(block, was_queued=arrival.was_queued)
         self._verifier.issue()
         self._writer.issue()
-
-    def _ended(self, arrival: Arrival) -> Block:
-        del self._state.arrival_of[arrival.block.key]
-        arrival.block.io = BlockIo.IDLE
-        return arrival.block
 
     def _arrived(self, arrival: Arrival) -> None:
         """The block's bytes may be used."""

@@ -7,9 +7,8 @@ there. What is computed later is chained to that in turn.
 
 from copy import copy
 
-from kvd.core.records.records import Span
+from kvd.core.records.rows import Span, is_plain
 from kvd.core.state.cache_state import CacheState
-from kvd.core.state.packing import is_plain
 from shared.types.block_key import block_key, discard_key, root_key, tokens_digest
 from shared.types.lineage import WHOLE, Lineage
 

@@ -144,7 +144,7 @@ class Compactor:
         state, run = self._state, self._state.compaction
         assert run is not None and run.op_id == op_id, "one run is under way"  # noqa: PT018
         for block in run.sources:
-            block.io = BlockIo.IDLE
+            block.move("compact_done")
         if outcome is IoOutcome.OK and self._is_as_it_was(run):
             self._make_blocks(run, checksums)
             self._write(run)
@@ -232,11 +232,11 @@ class Compactor:
         spans = [span for dense in plan.dense for span in dense.sources]
         sources = [state.blocks[k] for k in dict.fromkeys(span.block_key for span in spans)]
         targets = [Target(dense, *state.slots.allocate()) for dense in plan.dense]
-        run = Compaction(state.next_op_id(), key, plan, sources, targets)
+        run = Compaction(state.under_way.next_op_id(), key, plan, sources, targets)
         state.compaction = run
         state.tenants.charge(key.tenant, len(targets))
         for block in sources:
-            block.io = BlockIo.COPYING
+            block.move("copy")
         state.outbox.add(
             CompactRows(
                 run.op_id,
@@ -278,7 +278,7 @@ class Compactor:
                 state.blocks.enter_dram(block, target.slot_id, target.generation)
                 state.blocks.know(block, target.dense.token_ids, block_checksums)
                 block.last_user = run.key
-                state.put_block_slot(block)
+                state.journal.put_block(block)
             block.holders += 1
             run.made.append(block)
         run.targets = []
@@ -317,7 +317,7 @@ class Compactor:
         for block in run.made:
             block.holders -= 1
             state.settle(block)
-        run.phase, run.op_id = Phase.COMMITTING, state.next_op_id()
+        run.phase, run.op_id = Phase.COMMITTING, state.under_way.next_op_id()
         state.outbox.index.session_changed(run.key, behind_blocks=True)
         state.outbox.index.add(CommitRows(run.op_id))
         assert self._work is not None, "a run is part of work on its session"

@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvd.core.operations.chaining import Chaining
-from kvd.core.records.records import Span
+from kvd.core.records.rows import Span, is_plain
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
-from kvd.core.state.packing import is_plain
 from kvd.core.state.session import Session
 from shared.types.block_key import TOKEN_BYTES, dense_key
 from shared.types.session_key import SessionKey

@@ -25,7 +25,7 @@ from kvd.core.operations.chaining import Chaining
 from kvd.core.operations.matching import Match, Piece, match_session, num_tokens_of, slice_tokens
 from kvd.core.records.actions import SESSION_DISCARDED
 from kvd.core.records.errors import InvalidRequestError
-from kvd.core.records.records import Span
+from kvd.core.records.rows import Span
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import StoreLease
 from kvd.core.state.session import Session
@@ -60,7 +60,7 @@ def discard(
         return 0
     if not merged:
         return session.num_tokens
-    state.unfold(session)
+    state.tails.unpack(session)
     chaining = Chaining(state, key.tenant, lineage)
     match = match_session(state, session, token_ids, chaining)
     known = _known(chaining, lineage, match, token_ids)
@@ -122,7 +122,7 @@ def _replace(state: CacheState, session: Session, spans: list[Span]) -> None:
     num_before = session.num_tokens
     state.set_spans(session, spans)
     num_tokens = session.num_tokens
-    state.policy.sized(session.key, num_tokens)
+    state.policy.on_resize(session.key, num_tokens)
     num_dropped = num_before - num_tokens
     state.outbox.count("discarded_tokens", num_dropped)
     fields = {"num_dropped": num_dropped, "num_tokens": num_tokens, "num_spans": len(spans)}

@@ -7,13 +7,13 @@ orphans, whose slots nobody else gets until the engine is back, or dead.
 
 from collections.abc import Sequence
 
-from kvd.core.eviction.queue_window import QueueChange
 from kvd.core.io.prefetching import Prefetcher
 from kvd.core.operations.loading import Loader
 from kvd.core.operations.storing import Storer
 from kvd.core.records.actions import OWNER_DETACHED, OWNER_GONE, OWNER_REATTACHED
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import Lease, LoadLease
+from shared.types.queue_change import QueueChange
 
 
 class KnownEngines:
@@ -46,7 +46,7 @@ class KnownEngines:
             if isinstance(lease, LoadLease):
                 self._loader.release(lease)
             else:
-                self._state.leases.give_to(lease, owner, is_orphan=True)
+                self._state.leases.detach(lease)
                 num_slots += len(lease.slots())
         self._forget_queue(owner)
         fields = {"owner": owner, "num_quarantined_slots": num_slots}

@@ -91,7 +91,7 @@ class Eraser:
         happen after them, as to the keys, goes behind them.
         """
         state, is_erased = self._state, self._state.tenants.is_erased
-        if any(is_erased(op.block.tenant) for op in state.writes.values()):
+        if any(is_erased(op.block.tenant) for op in state.under_way.writes.values()):
             return False
         stores = [lease for lease in state.leases if isinstance(lease, StoreLease)]
         num_filling = sum(len(x.slots()) for x in stores if is_erased(x.key.tenant))
@@ -107,7 +107,7 @@ class Eraser:
 
     def is_wiping(self) -> bool:
         """Whether free slots are still to be wiped."""
-        return bool(self._state.wipes)
+        return bool(self._state.under_way.wipes)
 
     def is_wiped(self) -> bool:
         """Whether every slot could be zeroed."""
@@ -116,7 +116,7 @@ class Eraser:
     def wipe_done(self, op_id: int, outcome: IoOutcome) -> None:
         """Take the outcome of a WipeSlots."""
         self._has_failed |= outcome is not IoOutcome.OK
-        for slot_id in self._state.wipes.pop(op_id):
+        for slot_id in self._state.under_way.wipes.pop(op_id):
             self._state.slots.free(slot_id)
         self._wipe_some()
         self._state.outbox.space_freed()
@@ -132,6 +132,6 @@ class Eraser:
         slot_ids = state.slots.take_free(min(most, self._num_to_wipe))
         self._num_to_wipe -= len(slot_ids)
         if slot_ids:
-            op_id = state.next_op_id()
-            state.wipes[op_id] = slot_ids
+            op_id = state.under_way.next_op_id()
+            state.under_way.wipes[op_id] = slot_ids
             state.outbox.add(WipeSlots(op_id, tuple(slot_ids)))

@@ -27,9 +27,10 @@ from kvd.core.records.records import (
     Tier,
 )
 from kvd.core.state.block import Block, BlockIo
-from kvd.core.state.cache_state import Arrival, CacheState
-from kvd.core.state.leases import LoadLease
+from kvd.core.state.cache_state import CacheState
+from kvd.core.state.leases import LeasePhase, LoadLease, move
 from kvd.core.state.session_history import MoveKind
+from kvd.core.state.under_way import Arrival
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
@@ -148,7 +149,7 @@ class Loader:
         if lease.entries:
             return self._hit(lease)
         failure = lease.failure
-        lease.is_settled = True
+        move(lease, "settle")
         self.release(lease)
         if lease.is_export:
             return LoadAnswer(Lookup.MISS, miss_reason=failure)
@@ -175,7 +176,7 @@ class Loader:
         """Count a load that is over, which is a use of its session."""
         state = self._state
         has_arrived = lease.entries and not lease.num_waiting and not lease.failure
-        if not lease.is_settled:  # followed by its progress word, or given up
+        if lease.phase is LeasePhase.HELD:  # followed by its progress word, or given up
             self._count(lease) if has_arrived else state.outbox.count("load_misses")
         if has_arrived and not lease.more:
             state.placement.loaded(lease.key)
@@ -191,7 +192,7 @@ class Loader:
             self._state.outbox.add(LeaseReady(lease.lease_id))
         if lease.is_tracked:
             self._state.outbox.add(UntrackLoad(lease.lease_id))
-        self._state.leases.remove(lease)
+        self._state.leases.end(lease)
         self.cut(lease, 0, "")
 
     def revoke(self, block: Block) -> None:
@@ -240,7 +241,7 @@ class Loader:
         return self._writer.make_slots(num_wanted) > 0
 
     def _wait_for(self, lease: LoadLease, block: Block) -> None:
-        arrival = self._state.arrival_of[block.key]
+        arrival = self._state.under_way.arrival_of[block.key]
         self._reader.join(arrival)
         waiting = arrival.waiting
         lease.num_waiting += lease.lease_id not in waiting
@@ -249,7 +250,9 @@ class Loader:
     def track(self, lease: LoadLease) -> None:
         """Have the lease's progress published; again, if an operation took another's place."""
         blocks = {id(block): block for block, _ in lease.entries if block.io.is_arriving}
-        op_ids = tuple(self._state.arrival_of[block.key].op_id for block in blocks.values())
+        op_ids = tuple(
+            self._state.under_way.arrival_of[block.key].op_id for block in blocks.values()
+        )
         lease.is_tracked = True
         self._state.outbox.add(TrackLoad(lease.lease_id, lease.owner, op_ids))
 
@@ -261,7 +264,7 @@ class Loader:
         for block, _ in released:
             block.readers -= 1
             if block.io.is_arriving and block.key not in still_needed:
-                waiting = self._state.arrival_of[block.key].waiting
+                waiting = self._state.under_way.arrival_of[block.key].waiting
                 lease.num_waiting -= waiting.pop(lease.lease_id, None) is not None
         for block, _ in reversed(released):
             self._state.settle(block)
@@ -278,7 +281,7 @@ class Loader:
         return LoadAnswer(lookup, lease.lease_id, spans, end_token, lease.more)
 
     def _hit(self, lease: LoadLease) -> LoadAnswer:
-        lease.is_settled = True
+        move(lease, "settle")
         self._count(lease)
         return self._granted(lease, Lookup.HIT)
 

@@ -1,6 +1,6 @@
 """How much of a token sequence is stored, and in which blocks.
 
-Pure; changes nothing but that it unfolds the sessions whose blocks it finds. Two ways, the longer
+Pure; changes nothing but that it unpacks the sessions whose blocks it finds. Two ways, the longer
 wins:
 1. the session's own spans, in order, as long as they hold these very tokens, and then on along the
    content chain. A plain span proves it by its key, which is computed anew from the tokens; what a
@@ -21,10 +21,9 @@ from dataclasses import dataclass
 
 from kvd.core.operations.chaining import Chaining
 from kvd.core.records.errors import InvalidRequestError
-from kvd.core.records.records import Span
+from kvd.core.records.rows import Span, plain_span
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
-from kvd.core.state.packing import plain_span
 from kvd.core.state.session import Session
 from shared.types.block_key import TOKEN_BYTES
 from shared.types.session_key import SessionKey
@@ -60,7 +59,7 @@ class Match:
     def covers(self, session: Session) -> bool:
         """Whether it goes through all that the session has."""
         spans = session.spans
-        if session.folded or len(self.pieces) < len(spans):
+        if session.packed or len(self.pieces) < len(spans):
             return False
         return all(p.span == span for p, span in zip(self.pieces, spans, strict=False))
 
@@ -117,13 +116,13 @@ def match_session(
 
 
 def _spans(state: CacheState, session: Session) -> Iterator[Span]:
-    """A session's spans; it is unfolded only if its first folded one is what was looked for."""
+    """A session's spans; it is unpacked only if its first packed one is what was looked for."""
     num_spans = len(session.spans)
     yield from session.spans
-    if not session.folded:
+    if not session.packed:
         return
     yield next(session.tail_spans())
-    state.unfold(session)
+    state.tails.unpack(session)
     yield from session.spans[num_spans + 1 :]
 
 

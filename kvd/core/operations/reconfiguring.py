@@ -16,7 +16,8 @@ from itertools import islice
 from kvd.core.io.placement import Placement
 from kvd.core.io.writing import Writer
 from kvd.core.records.records import Pin
-from kvd.core.state.cache_state import CacheState, Limits
+from kvd.core.state.cache_state import CacheState
+from kvd.core.state.limits import Limits
 from kvd.core.state.session import Session
 from shared.types.session_key import SessionKey
 
@@ -68,7 +69,7 @@ class Reconfigurer:
             state = self._state
             is_over = len(state.sessions) > state.limits.max_sessions
             # What is pinned, leased or busy stays; it goes when others come.
-            self._is_trimming = self._is_trimming and is_over and self._placement.drop_coldest()
+            self._is_trimming = self._is_trimming and is_over and self._placement.drop_victim()
             if not self._is_trimming:
                 break
 
@@ -84,12 +85,12 @@ class Reconfigurer:
         for session in filter(None, map(self._state.sessions.get, some)):
             self._state.schedule_expiry(session)
             if session.key.tenant in self._begun:
-                run.append((_warmth(session), session.key))
+                run.append((_rank(session), session.key))
         if run:
             run.sort(reverse=True)
             # By columns: a pair for each of very many sessions takes a hundred bytes.
-            warmths, keys_in_order = zip(*run, strict=True)
-            self._runs.append(zip(array("q", warmths), keys_in_order, strict=True))
+            ranks, keys_in_order = zip(*run, strict=True)
+            self._runs.append(zip(array("q", ranks), keys_in_order, strict=True))
         if len(some) < RESCHEDULE_BATCH:
             self._rescheduled = None
             self._to_enter = merge(*self._runs, reverse=True) if self._begun else None
@@ -104,13 +105,13 @@ class Reconfigurer:
             if session is None or session.pin is Pin.HARD:
                 continue
             if session.pin is Pin.SOFT:
-                tenants.guarded(key, is_guarded=True)
-            tenants.entered_before(key)
+                tenants.guard(key, is_guarded=True)
+            tenants.insert_before(key)
         if len(some) < RESCHEDULE_BATCH:
             self._to_enter = None
             tenants.begin_quotas()
 
 
-def _warmth(session: Session) -> int:
+def _rank(session: Session) -> int:
     """Rank a session by its last use; what has ended before all others."""
     return session.last_access_ns - (_ENDED if session.ended else 0)

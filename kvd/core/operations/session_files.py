@@ -22,7 +22,8 @@ from kvd.core.operations.loading import Loader
 from kvd.core.operations.matching import Piece, slice_tokens
 from kvd.core.operations.storing import Storer
 from kvd.core.records.errors import SessionChangedError, UnknownLineageError
-from kvd.core.records.records import ExportedRows, LoadAnswer, Span, StoreAnswer
+from kvd.core.records.records import ExportedRows, LoadAnswer, StoreAnswer
+from kvd.core.records.rows import Span
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import LoadLease
 from shared.types.lineage import WHOLE, Lineage
@@ -150,7 +151,7 @@ class SessionFiles:
         session = state.sessions.get(export.key)
         if session is None:
             raise SessionChangedError(f"session {export.key} has gone meanwhile", "see: kvd ls")
-        state.unfold(session)
+        state.tails.unpack(session)
         end = min(export.next_span + max_spans, len(export.spans))
         wanted = export.spans[export.next_span : end]
         if tuple(session.spans[export.next_span : end]) != wanted:

@@ -85,12 +85,12 @@ class Sessions:
         state = self._state
         state.turns.ended(key)
         self._prefetcher.look_again()
-        state.policy.ended(key)  # be it stored: it may learn from it
+        state.policy.on_end(key)  # be it stored: it may learn from it
         session = state.sessions.get(key)
         if session is None:
             return False
         session.ended = True
-        state.tenants.ended(key)
+        state.tenants.on_end(key)
         state.outbox.index.session_changed(key)
         state.outbox.emit(SESSION_ENDED, key)
         state.note(key, MoveKind.ENDED)
@@ -109,8 +109,8 @@ class Sessions:
         session.pin = pin
         state.count_pin(session, 1)
         if pin is Pin.HARD:
-            state.policy.removed(key)
-            state.tenants.removed(key)
+            state.policy.on_remove(key)
+            state.tenants.on_remove(key)
         state.users.recount(session, answered)
         if pin is not Pin.HARD:
             _rank(state, session)
@@ -218,7 +218,7 @@ class Sessions:
         """
         state = self._state
         sessions = [state.sessions[key] for key in keys if key in state.sessions]
-        num_copies = sum(session.num_folded for session in sessions)
+        num_copies = sum(session.num_packed for session in sessions)
         for block_key in (key for session in sessions for key in session.block_keys()):
             block = state.blocks[block_key]
             if len(block.users) > 1:
@@ -233,13 +233,13 @@ class Sessions:
 def _rank(state: CacheState, session: Session) -> None:
     """Give a session its place in the orders, where it may have had none."""
     is_guarded = session.pin is Pin.SOFT
-    state.policy.guarded(session.key, is_guarded=is_guarded)
-    state.tenants.guarded(session.key, is_guarded=is_guarded)
+    state.policy.guard(session.key, is_guarded=is_guarded)
+    state.tenants.guard(session.key, is_guarded=is_guarded)
     if is_guarded:
         for tier in Tier:
-            state.users.entered(session, tier)
+            state.users.on_insert(session, tier)
         for block_key in session.block_keys():  # a clean one needs a user that offers it
             state.settle(state.blocks[block_key])
-        state.tenants.entered(session.key)
+        state.tenants.on_insert(session.key)
     else:
         state.touch(session)

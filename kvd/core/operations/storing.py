@@ -9,8 +9,8 @@ tokens (D9); 4. what was prepared before a discard and is completed after it pub
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvd.core.io.hashing import Hasher
 from kvd.core.io.placement import Placement
+from kvd.core.io.verifying import Hasher
 from kvd.core.io.writing import Writer
 from kvd.core.operations.chaining import Chaining
 from kvd.core.operations.matching import (
@@ -21,11 +21,11 @@ from kvd.core.operations.matching import (
     slice_tokens,
 )
 from kvd.core.records.actions import SESSION_STORED
-from kvd.core.records.records import Span, StoreAnswer, StoreBlock, WritingSlot
+from kvd.core.records.records import StoreAnswer, StoreBlock
+from kvd.core.records.rows import Span, WritingSlot, plain_span
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import NewBlock, Part, RestoredLease, StoreLease, lost
-from kvd.core.state.packing import plain_span
 from kvd.core.state.session import Session
 from kvd.core.state.session_history import MoveKind
 from shared.types.lineage import Lineage
@@ -175,7 +175,7 @@ class Storer:
 
     def release(self, lease: StoreLease | RestoredLease) -> None:
         """End a lease; slots that are not committed are free again."""
-        self._state.leases.remove(lease)
+        self._state.leases.end(lease)
         if isinstance(lease, StoreLease):
             for _, part in lease.parts:
                 if isinstance(part, NewBlock):
@@ -196,7 +196,7 @@ class Storer:
 
     def give_to(self, lease: StoreLease | RestoredLease, owner: int) -> None:
         """Have an engine that came back hold its lease again."""
-        self._state.leases.give_to(lease, owner, is_orphan=False)
+        self._state.leases.reattach(lease, owner)
         self._journal(lease)
 
     # ------------------------------------------------------------------------------------- prepare
@@ -263,12 +263,14 @@ class Storer:
     def _journal(self, lease: StoreLease | RestoredLease) -> None:
         for slot_id, generation in lease.slots():
             record = WritingSlot(generation, lease.lease_id, lease.owner)
-            self._state.put_slot(slot_id, record)
+            self._state.journal.put(slot_id, record)
 
     def _why_no_slot(self) -> str:
         """Whether waiting may help: leases end, reads end, writes make blocks clean."""
         state = self._state
-        return WAIT if len(state.leases) or state.reads or state.is_cleaning() else NO_SPACE
+        return (
+            WAIT if len(state.leases) or state.under_way.reads or state.is_cleaning() else NO_SPACE
+        )
 
     def _refused(self, why: str, stored_end: int) -> StoreAnswer:
         outbox = self._state.outbox
@@ -341,7 +343,7 @@ class Storer:
         if session is None:
             session = Session(key, state.now_ns)
             state.add_session(session)
-        state.unfold(session)
+        state.tails.unpack(session)
         if session.spans[: len(spans)] != spans:
             session.lost = ""
             state.set_spans(session, spans)
@@ -351,15 +353,15 @@ class Storer:
         state.outbox.index.session_used(key)
         state.outbox.count("stores")
         num_tokens, num_blocks = session.num_tokens, len(session.spans)
-        state.policy.sized(key, num_tokens)
-        state.placement.sized(num_blocks * state.layout.block_bytes)
+        state.policy.on_resize(key, num_tokens)
+        state.placement.note_size(num_blocks * state.layout.block_bytes)
         fields = {"num_tokens": num_tokens, "num_blocks": num_blocks}
         state.outbox.emit(SESSION_STORED, key, fields)
         self._hasher.request([state.blocks[block_key] for block_key in session.block_keys()])
 
     def _has_room_for_session(self) -> bool:
         state = self._state
-        return len(state.sessions) < state.limits.max_sessions or self._placement.drop_coldest()
+        return len(state.sessions) < state.limits.max_sessions or self._placement.drop_victim()
 
     # -------------------------------------------------------------------------------------- leases
 

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvd.core.records.errors import LeaseLostError, TooManyLeasesError
-from kvd.core.records.records import LeaseInfo, LoadSpan, Span
+from kvd.core.records.records import LeaseInfo, LoadSpan
+from kvd.core.records.rows import Span
 from kvd.core.state.block import Block
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey

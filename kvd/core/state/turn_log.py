@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob
 from kvd.core.records.records import Tier
+from shared.types.queue_change import QueueChange, QueuedJob
 from shared.types.session_key import SessionKey
 
 MAX_TURNS = 8_192  # about 2 MiB; at a turn a second, two hours

@@ -1,12 +1,12 @@
 """Whole loads and stores against a CacheWorld, for tests that are about something else."""
 
 from kvd.core.engine import CacheEngine
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob
-from kvd.core.eviction.registry import POLICIES
+from kvd.core.eviction.policies import POLICIES
 from kvd.core.inspection.session_filter import EVERYTHING
 from kvd.core.records.actions import HashSlot
 from kvd.core.records.records import LoadAnswer, Lookup, SessionInfo, StoreAnswer, Tier
-from kvd.core.state.cache_state import Limits
+from kvd.core.state.limits import Limits
+from shared.types.queue_change import QueueChange, QueuedJob
 from shared.types.session_key import SessionKey
 from tests.property.cache_world import MODEL, CacheWorld, compute, to_bytes
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from kvd.core.engine import CacheEngine
-from kvd.core.state.cache_state import Limits
+from kvd.core.state.limits import Limits
 from kvd.engines.attached import Engines
 from kvd.engines.data_socket import Peer
 from kvd.errors import LimitReachedError, NotAttachedError

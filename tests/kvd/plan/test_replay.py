@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.core.eviction.registry import POLICIES
+from kvd.core.eviction.policies import POLICIES
 from kvd.plan.hardware import EngineConstants, Hardware
 from kvd.plan.outcome import Outcome
 from kvd.plan.replay import Replay, ReplayOptions, replay

@@ -26,7 +26,7 @@ from kvd.core.records.actions import (
     VerifySlot,
     WriteBlock,
 )
-from kvd.core.records.records import (
+from kvd.core.records.rows import (
     AdoptedSlot,
     BlockRecord,
     CommittedSlot,

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvd.core.records.records import StoredBlock
+from kvd.core.records.rows import StoredBlock
 from kvd.tiers.checksums import BlockHasher
 from kvd.tiers.extent_format import ToWrite
 from kvd.tiers.faults import NoFaults

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from kvd.core.records.records import CommittedSlot, WritingSlot
+from kvd.core.records.rows import CommittedSlot, WritingSlot
 from kvd.host.process_identity import ProcessIdentity
 from kvd.tiers.arena_file import SEALS
 from kvd.tiers.arena_places import FdStore

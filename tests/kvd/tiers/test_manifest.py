@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.core.records.records import BlockRecord, Pin, SessionRecord
+from kvd.core.records.records import Pin
+from kvd.core.records.rows import BlockRecord, SessionRecord
 from kvd.tiers.faults import NoFaults, WritePoint
 from kvd.tiers.index_database import (
     SCHEMA_VERSION,

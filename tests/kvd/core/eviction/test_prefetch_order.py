@@ -2,8 +2,9 @@
 
 import pytest
 
-from kvd.core.eviction.prefetch_order import MOST_LATE, PrefetchOrder
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, QueueWindow
+from kvd.core.eviction.queue_window import QueueWindow
+from kvd.core.eviction.session_placement import MOST_LATE, PrefetchOrder
+from shared.types.queue_change import QueueChange, QueuedJob
 from shared.types.session_key import SessionKey
 
 INTERVAL_NS = 1000

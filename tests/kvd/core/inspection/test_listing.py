@@ -117,7 +117,7 @@ def test_a_filter_is_narrowed_to_what_may_be_seen():
     assert EVERYTHING.within(None) is EVERYTHING
 
 
-def test_folded_tokens_are_counted():
+def test_packed_tokens_are_counted():
     """A session that lies on SSD only is as large and as long as before."""
     world = new_world(num_slots=3)
     store(world, A, ONES + TWOS + [3])

@@ -2,14 +2,13 @@
 
 import pytest
 
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
-from kvd.core.eviction.registry import POLICIES
-from kvd.core.io.prefetching import LOOK_NS, YIELD_NS
-from kvd.core.io.read_plan import MOST_TIMES
+from kvd.core.eviction.policies import POLICIES
+from kvd.core.io.prefetching import LOOK_NS, MOST_TIMES, YIELD_NS
 from kvd.core.io.reading import RETRY_NS
 from kvd.core.records.actions import Emit, IoOutcome, ReadBlock, WriteBlock
 from kvd.core.records.records import Admission, Lookup, Tier
-from kvd.core.state.cache_state import Limits
+from kvd.core.state.limits import Limits
+from shared.types.queue_change import QueueChange, QueuedJob, RunningJob
 from tests.kvd.core.turns import (
     ONES,
     OWNER,
@@ -167,7 +166,7 @@ def test_a_change_of_the_queue_counts_with_the_next_block():
 
 
 def test_nothing_more_is_read_for_a_turn_that_left():
-    """What has come stays; the rest of the session is folded again."""
+    """What has come stays; the rest of the session is packed again."""
     world = reading_world(prefetch_bytes=ONE)
     store_on_ssd(world, {A: 4})
     queue(world, A)
@@ -175,7 +174,7 @@ def test_nothing_more_is_read_for_a_turn_that_left():
     assert finish_reads(world) == [A]
     assert counter(world, "prefetch_cancelled") == 1
     assert tiers_of(world, A) == ["DS", "S", "S", "S"]
-    assert world.engine._state.sessions[A].num_folded == 3
+    assert world.engine._state.sessions[A].num_packed == 3
 
 
 @pytest.mark.parametrize("how", ["gone", "detach"])

@@ -412,7 +412,7 @@ def test_what_was_refused_does_not_take_what_others_wait_for():
     world.pump()
     world.quiesce()
     assert tiers_of(world, C) == ["DS"]
-    assert not world.engine._state.refused
+    assert not world.engine._state.unwritten.refused
 
 
 def test_what_is_written_is_counted_as_it_lies_on_ssd():

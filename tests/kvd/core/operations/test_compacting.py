@@ -9,7 +9,8 @@ from kvd.core.records.actions import (
     IoOutcome,
     WriteBlock,
 )
-from kvd.core.records.records import Admission, CommittedSlot, Lookup
+from kvd.core.records.records import Admission, Lookup
+from kvd.core.records.rows import CommittedSlot
 from shared.types.lineage import WHOLE
 from tests.kvd.core.turns import (
     OWNER,

@@ -8,7 +8,7 @@ from kvd.core.engine import CacheEngine
 from kvd.core.records.actions import HashSlot, WriteBlock
 from kvd.core.records.errors import InvalidRequestError
 from kvd.core.records.records import Lookup
-from kvd.core.state.packing import unpack_spans
+from kvd.core.records.rows import unpack_spans
 from shared.types.lineage import WHOLE
 from tests.kvd.core.turns import (
     ONES,
@@ -243,7 +243,7 @@ def test_a_discard_outlives_a_restart():
         assert load(world, A, [1, 1, 2, 2, 3, 3]).end_token == 6
 
 
-def test_a_folded_session_is_unfolded_for_it():
+def test_a_packed_session_is_unpacked_for_it():
     """What lies on SSD only is edited like the rest."""
     world = new_world()
     store(world, A, ONES + TWOS)

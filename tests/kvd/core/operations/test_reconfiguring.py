@@ -10,7 +10,7 @@ from kvd.core.operations.reconfiguring import DROP_BATCH, RESCHEDULE_BATCH
 from kvd.core.records.actions import WriteBlock
 from kvd.core.records.errors import TooManyLeasesError
 from kvd.core.records.records import TTL_NEVER_NS, Admission, Pin
-from kvd.core.state.tenants import TenantLimits
+from kvd.core.state.limits import TenantLimits
 from shared.types.session_key import SessionKey
 from tests.kvd.core.turns import (
     ONES,

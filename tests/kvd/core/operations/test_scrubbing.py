@@ -63,7 +63,7 @@ def test_a_good_cache_is_checked_in_both_tiers():
     assert (report.dram_corrupt, report.ssd_corrupt, report.lost, report.errors) == (0, 0, 0, 0)
 
 
-def test_folded_sessions_are_checked_too():
+def test_packed_sessions_are_checked_too():
     """Blocks that are only packed bytes have an extent all the same; a corrupt one is found."""
     world = new_world(num_slots=2)
     store(world, A, ONES + TWOS)
@@ -266,7 +266,7 @@ def test_blocks_that_come_and_go_during_a_scrub():
     assert world.io_of(HashSlot)
 
 
-def test_a_session_unfolded_during_its_scrub_is_checked_whole():
+def test_a_session_unpacked_during_its_scrub_is_checked_whole():
     """What was packed bytes a moment ago are blocks now; none is left out."""
     world = new_world(num_slots=2)
     store(world, A, ONES + TWOS)
@@ -283,8 +283,8 @@ def test_a_session_unfolded_during_its_scrub_is_checked_whole():
     assert step.report.ssd_corrupt == 1
 
 
-def test_a_session_that_is_unfolded_meanwhile_is_checked():
-    """Its blocks were not known when the walk began, and are folded no more when it gets there."""
+def test_a_session_that_is_unpacked_meanwhile_is_checked():
+    """Its blocks were not known when the walk began, and are packed no more when it gets there."""
     world = new_world(num_slots=2)
     store(world, A, ONES + TWOS)
     store(world, B, THREES * 2)

@@ -22,7 +22,7 @@ TOKENS = [*ONES, *TWOS, 3, 3]
 
 
 def idle_world(**limits):
-    """A is on SSD only, and folded; B has the arena."""
+    """A is on SSD only, and packed; B has the arena."""
     world = new_world(num_slots=3, **limits)
     store(world, A, TOKENS)
     store(world, B, [7] * 12)

@@ -8,7 +8,7 @@ from kvd.core.inspection.session_filter import SessionFilter
 from kvd.core.operations.sessions import EXPIRE_BATCH, RECHECK_NS
 from kvd.core.records.errors import InvalidRequestError, UnknownSessionError
 from kvd.core.records.records import TTL_NEVER_NS, Admission, Pin
-from kvd.core.state.tenants import TenantLimits
+from kvd.core.state.limits import TenantLimits
 from tests.kvd.core.turns import (
     ONES,
     OTHER_TENANT,

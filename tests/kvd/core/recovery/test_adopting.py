@@ -14,14 +14,8 @@ from kvd.core.records.actions import (
     WriteBlock,
 )
 from kvd.core.records.errors import LeaseLostError
-from kvd.core.records.records import (
-    AdoptedSlot,
-    CommittedSlot,
-    Lookup,
-    OrphanSlot,
-    Tier,
-    WritingSlot,
-)
+from kvd.core.records.records import Lookup, Tier
+from kvd.core.records.rows import AdoptedSlot, CommittedSlot, OrphanSlot, WritingSlot
 from tests.kvd.core.turns import (
     ONES,
     OWNER,

@@ -8,12 +8,21 @@ import pytest
 
 from kvd.core.engine import CacheEngine
 from kvd.core.records.actions import ClearSlot, DropBlock, DropSession, IoOutcome, PutSession
-from kvd.core.records.records import AdoptedSlot, CommittedSlot, IndexRows, Pin, SessionRecord, Span
+from kvd.core.records.records import Pin
+from kvd.core.records.rows import (
+    PLAIN_SPAN_BYTES,
+    AdoptedSlot,
+    CommittedSlot,
+    IndexRows,
+    SessionRecord,
+    Span,
+    columns_of,
+    pack_full,
+    pack_spans,
+    plain_span,
+)
 from kvd.core.recovery import restoring, row_join
-from kvd.core.recovery.session_rows import columns_of
-from kvd.core.state.cache_state import Limits
-from kvd.core.state.packing import PLAIN_SPAN_BYTES, pack_full, pack_spans, plain_span
-from kvd.core.state.tenants import TenantLimits
+from kvd.core.state.limits import Limits, TenantLimits
 from tests.kvd.core.turns import (
     ONES,
     OTHER_TENANT,
@@ -109,10 +118,10 @@ def test_rows_that_cannot_be_are_removed():
     assert gone == {B, OTHER_TENANT}
 
 
-@pytest.mark.parametrize("folds_sessions", [True, False])
-def test_blocks_that_sessions_share_are_in_memory_once(folds_sessions):
-    """What is private is folded behind it; either way the session says the same of itself."""
-    world = new_world(folds_sessions=folds_sessions)
+@pytest.mark.parametrize("packs_sessions", [True, False])
+def test_blocks_that_sessions_share_are_in_memory_once(packs_sessions):
+    """What is private is packed behind it; either way the session says the same of itself."""
+    world = new_world(packs_sessions=packs_sessions)
     store(world, A, ONES + TWOS + THREES)
     store(world, B, ONES + THREES)
     before = world.engine.inspection.describe(A)
@@ -120,12 +129,12 @@ def test_blocks_that_sessions_share_are_in_memory_once(folds_sessions):
     after = world.engine.inspection.describe(A)
     places = [(block.key, block.extent, block.num_sessions) for block in after.blocks]
     assert places == [(block.key, block.extent, block.num_sessions) for block in before.blocks]
-    assert len(world.engine._state.blocks) == (1 if folds_sessions else 4)
+    assert len(world.engine._state.blocks) == (1 if packs_sessions else 4)
     assert load(world, A, ONES + TWOS + THREES).end_token == 12
     assert load(world, B, ONES + THREES).end_token == 8
 
 
-def test_a_session_with_a_discard_is_folded_too():
+def test_a_session_with_a_discard_is_packed_too():
     """It is found by its own spans and, where its blocks are still plain, along the chain."""
     world = new_world()
     store(world, A, ONES + TWOS + THREES)
@@ -231,7 +240,7 @@ def test_pins_and_quotas_survive():
 
 
 def test_thousands_of_sessions_are_restored():
-    """Private, shared, cut and discarded ones: each is what a start without folding makes of it."""
+    """Private, shared, cut and discarded ones: each is what a start without packing makes of it."""
     random = Random(7)  # noqa: S311
     keys: list[bytes] = []
     sessions = []
@@ -251,20 +260,20 @@ def test_thousands_of_sessions_are_restored():
         [columns_of(sessions)], b"".join(kept), [5 * i for i in range(len(kept))], [4] * len(kept)
     )
     engines = []
-    for folds_sessions in (True, False):
-        limits = Limits(4, len(kept), max_sessions=1_900, folds_sessions=folds_sessions)
+    for packs_sessions in (True, False):
+        limits = Limits(4, len(kept), max_sessions=1_900, packs_sessions=packs_sessions)
         engine = CacheEngine(LAYOUT, limits, salt_of)
         engine.advance(100)
         engine.restore(replace(rows), (), (), 1)
         engine.check()
         engines.append(engine)
-    folded, plain = engines
+    packed, plain = engines
     listed = [infos(engine) for engine in engines]
     assert listed[0] == listed[1]
     for info in listed[0]:
-        assert folded.inspection.describe(info.key) == plain.inspection.describe(info.key)
-    assert folded.drain() == plain.drain()
-    assert len(folded._state.blocks) < len(plain._state.blocks) / 20
+        assert packed.inspection.describe(info.key) == plain.inspection.describe(info.key)
+    assert packed.drain() == plain.drain()
+    assert len(packed._state.blocks) < len(plain._state.blocks) / 20
 
 
 def test_a_start_lets_the_columns_go_and_joins_spans_a_part_at_a_time(monkeypatch):

@@ -3,7 +3,7 @@
 import pytest
 
 from kvd.core.records.records import Pin, TenantUsage
-from kvd.core.state.tenants import TenantLimits
+from kvd.core.state.limits import TenantLimits
 from tests.kvd.core.turns import (
     ONES,
     OTHER_TENANT,
@@ -87,7 +87,7 @@ def test_the_tenants_coldest_session_gives_way():
     assert (counter(world, "evictions_quota"), counter(world, "sessions_dropped")) == (3, 1)
 
 
-def test_folded_sessions_give_way_too():
+def test_packed_sessions_give_way_too():
     """What is on SSD only is charged, and goes, like the rest."""
     world = quota_world(3)
     store(world, A, ONES + TWOS)

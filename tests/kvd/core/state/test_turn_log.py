@@ -2,9 +2,9 @@
 
 from itertools import product
 
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
 from kvd.core.records.records import Tier
 from kvd.core.state.turn_log import RecordedTurn, TurnLog
+from shared.types.queue_change import QueueChange, QueuedJob, RunningJob
 from shared.types.session_key import SessionKey
 from tests.kvd.core.turns import ONES, OWNER, THREES, TWOS, load, new_world, store
 from tests.property.cache_world import to_bytes

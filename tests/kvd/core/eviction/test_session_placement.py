@@ -2,11 +2,10 @@
 
 import pytest
 
-from kvd.core.eviction.lru import LruPolicy
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
-from kvd.core.eviction.registry import POLICIES, make_policy
+from kvd.core.eviction.policies import POLICIES, LruPolicy
+from kvd.core.eviction.session_placement import MEAN_SHARE, SessionPlacement
 from kvd.core.records.records import Tier
-from kvd.core.state.session_placement import MEAN_SHARE, SessionPlacement
+from shared.types.queue_change import QueueChange, QueuedJob, RunningJob
 from shared.types.session_key import SessionKey
 
 KEYS = [SessionKey("a", "m", name) for name in "abcdef"]
@@ -24,10 +23,10 @@ class NotedPolicy(LruPolicy):
         self.context = context
         self.noted = []
 
-    def arrived(self, key, now_ns) -> None:
+    def on_submit(self, key, now_ns) -> None:
         self.noted.append(("arrived", key, now_ns))
 
-    def engaged(self, key, place, now_ns, *, is_running) -> None:
+    def on_queue(self, key, place, now_ns, *, is_running) -> None:
         rank = None if place is None else place.rank
         self.noted.append(("engaged", key, rank, is_running, now_ns))
 
@@ -43,7 +42,7 @@ def placement():
 
 
 def placement_by(name, capacity=CAPACITY):
-    return SessionPlacement(lambda context: make_policy(name, context), lambda: capacity)
+    return SessionPlacement(POLICIES[name], lambda: capacity)
 
 
 def waiting(*keys, first_number=0):
@@ -52,7 +51,7 @@ def waiting(*keys, first_number=0):
 
 def touch_all(placement, *keys):
     for now_ns, key in enumerate(keys):
-        placement.policy.touched(key, now_ns)
+        placement.policy.on_access(key, now_ns)
 
 
 # ------------------------------------------------------------------------------ what the queue says
@@ -200,8 +199,8 @@ def test_a_turn_that_comes_as_the_one_before_it_ends_has_arrived(placement):
 def test_the_window_is_so_many_sessions_of_mean_size(placement):
     """L_pw = C_mem / S_kv; without any session there is no mean, and no window."""
     assert placement.window(CAPACITY) == 0
-    placement.sized(100)
-    placement.sized(300)
+    placement.note_size(100)
+    placement.note_size(300)
     assert placement.window(CAPACITY) == 5
     assert placement.window(199) == 0
 
@@ -210,14 +209,14 @@ def test_the_first_sizes_weigh_alike(placement):
     """The mean is exact until there are many."""
     sizes = [3, 50, 700, 20, 1]
     for size in sizes:
-        placement.sized(size)
+        placement.note_size(size)
     assert placement.window(10**9) == int(10**9 / (sum(sizes) / len(sizes)))
 
 
 def test_the_mean_forgets(placement):
     """Sessions that have become longer widen no window for ever."""
     for size in [1] * 1000 + [100] * int(10 / MEAN_SHARE):
-        placement.sized(size)
+        placement.note_size(size)
     assert placement.window(10_000) == 100
 
 
@@ -225,7 +224,7 @@ def test_the_eviction_window_is_of_both_tiers_as_they_are_now():
     """L_ew = (C_mem + C_disk) / S_kv; a tier that shrinks makes it smaller."""
     capacity = [CAPACITY]
     placement = SessionPlacement(NotedPolicy, lambda: capacity[0])
-    placement.sized(100)
+    placement.note_size(100)
     window = placement.policy.context.eviction_window
     assert window() == 10
     capacity[0] = 450
@@ -264,7 +263,7 @@ def test_when_an_engine_is_gone_its_sessions_are_idle_again(name):
     placement.change_queue(ENGINE, QueueChange(waiting(A, B), [RunningJob(7, C)]), 10)
     placement.change_queue(OTHER, QueueChange(waiting(D)), 10)
     placement.forget_engine(ENGINE, 11)
-    assert sorted(placement.victims(Tier.DRAM, 12, colder_than=D)) == [A, B, C, E, F]
+    assert sorted(placement.victims(Tier.DRAM, 12, giving_way_to=D)) == [A, B, C, E, F]
 
 
 @pytest.mark.parametrize("name", [name for name in ("fifo", "lru") if name in POLICIES])
@@ -282,9 +281,9 @@ def test_nobody_gives_way_to_one_that_is_needed_later(name):
     placement = placement_by(name)
     touch_all(placement, *KEYS[:5])
     placement.change_queue(ENGINE, QueueChange(waiting(A, F, B)), 10)
-    before_f = list(placement.victims(Tier.DRAM, 11, colder_than=F))
+    before_f = list(placement.victims(Tier.DRAM, 11, giving_way_to=F))
     assert (sorted(before_f[:3]), before_f[3:]) == ([C, D, E], [B])
-    assert sorted(placement.victims(Tier.DRAM, 11, colder_than=B)) == [C, D, E]
+    assert sorted(placement.victims(Tier.DRAM, 11, giving_way_to=B)) == [C, D, E]
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
@@ -292,9 +291,9 @@ def test_a_session_that_has_ended_goes_first(name):
     """Until it is used again, whatever else is known of it."""
     placement = placement_by(name)
     touch_all(placement, *KEYS)
-    placement.policy.ended(E)
+    placement.policy.on_end(E)
     for tier in Tier:
         assert next(placement.victims(tier, 10)) == E
-    placement.policy.touched(E, 11)
+    placement.policy.on_access(E, 11)
     for tier in Tier:
         assert next(placement.victims(tier, 12)) != E

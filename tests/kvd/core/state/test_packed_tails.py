@@ -38,11 +38,11 @@ def idle_world(tokens: list[int] = TOKENS, **limits) -> CacheWorld:
 
 
 def num_objects(world: CacheWorld) -> int:
-    """Blocks that are not folded."""
+    """Blocks that are not packed."""
     return len(world.engine._state.blocks)
 
 
-def test_a_session_is_folded_when_it_has_left_dram():
+def test_a_session_is_packed_when_it_has_left_dram():
     """It is still listed, described and counted block by block."""
     world = idle_world([*ONES, *TWOS, 4])
     assert num_objects(world) == 4
@@ -56,8 +56,8 @@ def test_a_session_is_folded_when_it_has_left_dram():
     assert tiers_of(world, A) == ["S"] * 3
 
 
-def test_a_folded_session_is_found_by_its_own_tokens_only():
-    """Other tokens leave it folded; its own unfold it for the load."""
+def test_a_packed_session_is_found_by_its_own_tokens_only():
+    """Other tokens leave it packed; its own unpack it for the load."""
     world = idle_world()
     before = num_objects(world)
     assert load(world, A, THREES).miss_reason == "tokens_differ"
@@ -66,7 +66,7 @@ def test_a_folded_session_is_found_by_its_own_tokens_only():
     assert tiers_of(world, A) == ["DS"] * 3
 
 
-def test_a_folded_session_is_found_along_the_chain():
+def test_a_packed_session_is_found_along_the_chain():
     """By a session that forks from it, which shares what it stores of it."""
     world = idle_world()
     store(world, C, ONES + TWOS)
@@ -76,7 +76,7 @@ def test_a_folded_session_is_found_along_the_chain():
 
 
 def test_a_look_that_came_to_nothing_is_forgotten():
-    """A session unfolded for a load that found no slot is folded again, once nobody holds it."""
+    """A session unpacked for a load that found no slot is packed again, once nobody holds it."""
     world = new_world(num_slots=1)
     store(world, A, TOKENS)
     store(world, B, [7] * 4)
@@ -87,7 +87,7 @@ def test_a_look_that_came_to_nothing_is_forgotten():
     world.engine.loads.complete(lease.lease_id, OWNER)
 
 
-def test_a_block_that_becomes_private_is_folded():
+def test_a_block_that_becomes_private_is_packed():
     """When the last other session that used it has gone."""
     world = idle_world()
     store(world, C, ONES)
@@ -96,41 +96,41 @@ def test_a_block_that_becomes_private_is_folded():
     world.engine.sessions.flush(C, dry_run=False)
     world.pump()
     world.pump()
-    assert world.engine._state.sessions[A].num_folded == 3
+    assert world.engine._state.sessions[A].num_packed == 3
 
 
-def test_a_held_block_is_folded_later():
+def test_a_held_block_is_packed_later():
     """While a store builds on it, it stays as it is."""
     world = idle_world()
     world.engine.sessions.flush(B, dry_run=False)
     answer = prepare_store(world, A, [*TOKENS, 5], from_token=12)
     world.pump()
-    assert world.engine._state.sessions[A].num_folded == 0
+    assert world.engine._state.sessions[A].num_packed == 0
     world.engine.stores.complete(answer.lease_id, OWNER, success=False)
     world.pump()
     world.pump()
-    assert world.engine._state.sessions[A].num_folded == 3
+    assert world.engine._state.sessions[A].num_packed == 3
 
 
 def test_a_store_that_lags_behind_leaves_a_longer_session_as_it_is():
-    """It found the beginning stored, and the rest was folded while it was under way."""
+    """It found the beginning stored, and the rest was packed while it was under way."""
     world = idle_world()
     state = world.engine._state
     answer = prepare_store(world, A, ONES + [9] * 4)
     assert answer.lease_id
-    assert state.sessions[A].num_folded, "what the store does not build on"
+    assert state.sessions[A].num_packed, "what the store does not build on"
     world.engine.stores.complete(answer.lease_id, OWNER, success=True)
     world.pump()
     assert world.engine.inspection.info(A).num_tokens == 8
     assert load(world, A, ONES + [9] * 4).end_token == 8
 
 
-def test_the_tail_of_a_folded_session_is_evicted_first():
-    """Block by block as room is needed, without unfolding it; then it is gone."""
+def test_the_tail_of_a_packed_session_is_evicted_first():
+    """Block by block as room is needed, without unpacking it; then it is gone."""
     world = idle_world(num_extents=8)
     session = world.engine._state.sessions[A]
     store(world, C, [4] * 8)
-    assert (session.num_folded, session.spans) == (2, ())
+    assert (session.num_packed, session.spans) == (2, ())
     assert session.lost == "evicted"
     assert load(world, C, [4] * 8).end_token == 8
     world.now_ns += 1
@@ -145,19 +145,19 @@ def test_blocks_behind_a_discard_are_found_one_by_one():
     world.engine.sessions.discard(A, to_bytes(TOKENS), [(0, 4)])
     world.pump()
     state = world.engine._state
-    assert state.sessions[A].num_folded == 2
+    assert state.sessions[A].num_packed == 2
     assert set(state.tails.heads) == {b.key for b in world.engine.inspection.describe(A).blocks}
     store(world, C, ONES)
-    assert load(world, C, TOKENS).end_token == 12, "the chain goes on into another's folded blocks"
+    assert load(world, C, TOKENS).end_token == 12, "the chain goes on into another's packed blocks"
     assert load(world, A, TWOS + THREES).end_token == 8
 
 
-def test_two_spans_of_one_block_are_not_folded():
+def test_two_spans_of_one_block_are_not_packed():
     """A discard inside a block leaves two; the session stays as it is."""
     world = idle_world()
     world.engine.sessions.discard(A, to_bytes(TOKENS), [(1, 2)])
     world.pump()
-    assert world.engine._state.sessions[A].num_folded == 0
+    assert world.engine._state.sessions[A].num_packed == 0
     assert load(world, A, [1, 1, 1, *TWOS, *THREES]).end_token == 11
 
 
@@ -183,9 +183,9 @@ STEPS = st.one_of(
 class Twin:
     """One of two caches that live through the same history."""
 
-    def __init__(self, *, folds_sessions: bool, num_extents: int, partial: list[int]) -> None:
+    def __init__(self, *, packs_sessions: bool, num_extents: int, partial: list[int]) -> None:
         self.world = new_world(
-            num_slots=3, num_extents=num_extents, default_ttl_ns=100, folds_sessions=folds_sessions
+            num_slots=3, num_extents=num_extents, default_ttl_ns=100, packs_sessions=packs_sessions
         )
         self.tokens: dict[object, list[int]] = {key: [] for key in KEYS}
         self.partial = partial
@@ -261,23 +261,23 @@ def _seen(answer: LoadAnswer) -> object:
 
 
 def live_through(steps, num_extents: int, partial: list[int]) -> None:
-    folding = Twin(folds_sessions=True, num_extents=num_extents, partial=partial)
-    plain = Twin(folds_sessions=False, num_extents=num_extents, partial=partial)
+    packing = Twin(packs_sessions=True, num_extents=num_extents, partial=partial)
+    plain = Twin(packs_sessions=False, num_extents=num_extents, partial=partial)
     for step in steps:
-        assert folding.step(*step) == plain.step(*step), step
-        assert folding.look() == plain.look(), step
+        assert packing.step(*step) == plain.step(*step), step
+        assert packing.look() == plain.look(), step
         assert not plain.world.engine._state.tails.num_blocks
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(STEPS, max_size=25))
-def test_folding_changes_no_answer_when_ssd_is_short(steps):
-    """Sessions are evicted from SSD, too, folded or not: the same blocks in the same order."""
+def test_packing_changes_no_answer_when_ssd_is_short(steps):
+    """Sessions are evicted from SSD, too, packed or not: the same blocks in the same order."""
     live_through(steps, num_extents=8, partial=[])
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(STEPS, max_size=25))
-def test_folding_changes_no_answer_with_partial_blocks(steps):
-    """Packed tails are folded like whole blocks."""
+def test_packing_changes_no_answer_with_partial_blocks(steps):
+    """Packed tails are packed like whole blocks."""
     live_through(steps, num_extents=200, partial=[6])

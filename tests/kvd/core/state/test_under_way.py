@@ -2,7 +2,7 @@
 
 from kvd.core.state.block import Block
 from kvd.core.state.extents import ExtentTable
-from kvd.core.state.write_queue import WriteQueue
+from kvd.core.state.under_way import WriteQueue
 from tests.property.cache_world import BLOCK_TOKENS, SHAPE
 
 PARTIAL = 1  # token: such blocks are packed

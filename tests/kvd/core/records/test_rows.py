@@ -3,10 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.core.records.records import BlockRecord, Span
-from kvd.core.state.packing import (
+from kvd.core.records.rows import (
     FULL,
     PLAIN_SPAN_BYTES,
+    BlockRecord,
+    Span,
     pack_full,
     pack_places,
     pack_spans,

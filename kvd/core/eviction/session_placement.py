@@ -1,21 +1,99 @@
 """SessionPlacement: which sessions go and which come, by queue and policy; knows no blocks.
 
-Pure (D1). The daemon makes room in blocks by it (placement.py), `kvd plan` in bytes, so that what
-is planned is what ships. It owns the queue, the policy and the order of prefetching; it must not
-know where any byte is: its callers tell it what enters and leaves a tier.
+Pure (D1). The daemon makes room in blocks by it (kvd/core/io/placement.py), `kvd plan` in bytes, so
+that what is planned is what ships. It owns the queue, the policy and the order of prefetching; it
+must not know where any byte is: its callers tell it what enters and leaves a tier, and, with
+`settle` and `reopen`, of which waiting sessions something is to be read.
 
-*Source:* CachedAttention §3.3.1 (windows, S_kv).
+*Source:* CachedAttention §3.3.1 (windows, S_kv, look-ahead prefetching).
 """
 
 from collections.abc import Callable, Iterator
+from itertools import islice
+
+from sortedcontainers import SortedList
 
 from kvd.core.eviction.policy import EvictionPolicy, PolicyContext
-from kvd.core.eviction.prefetch_order import PrefetchOrder
-from kvd.core.eviction.queue_window import QueueChange, QueueWindow
+from kvd.core.eviction.queue_window import QueuePlace, QueueWindow
 from kvd.core.records.records import Tier
+from shared.types.queue_change import QueueChange
 from shared.types.session_key import SessionKey
 
+MOST_LATE = 16  # sessions passed over because they cannot be read in time, per look
+BULK_SHARE = 8  # with more than one of so many sessions to be moved, sorting all is faster
 MEAN_SHARE = 1 / 256  # of the newest session's size in the running mean
+
+
+class PrefetchOrder:
+    """Waiting sessions that may still have something to be read into DRAM, soonest needed first.
+
+    Places are looked up when the order is asked, not when something changes: a whole queue that is
+    told at once is sorted at once. A look costs O(log sessions) for each change before it.
+    """
+
+    def __init__(self, queue: QueueWindow) -> None:
+        self._queue = queue
+        self._open: SortedList[QueuePlace] = SortedList()
+        self._places: dict[SessionKey, QueuePlace] = {}
+        self._reopened: dict[SessionKey, None] = {}  # their places are to be looked up
+
+    def __len__(self) -> int:
+        """Sessions that may have something to be read."""
+        self._look_up()
+        return len(self._open)
+
+    def reopen(self, key: SessionKey) -> None:
+        """Look at a session again: its place is another, or bytes of it left DRAM or came to SSD.
+
+        One with no waiting turn is not looked at; it is to be settled when that is so. O(1).
+        """
+        self._reopened[key] = None
+
+    def settle(self, key: SessionKey) -> None:
+        """There is nothing more to be read of a session now."""
+        self._reopened.pop(key, None)
+        place = self._places.pop(key, None)
+        if place is not None:
+            self._open.remove(place)
+
+    def pick(self, window: int, is_in_time: Callable[[SessionKey, int], bool]) -> SessionKey | None:
+        """The session to be read next, if there is one.
+
+        Args:
+            window: jobs of the queue that are looked at (the paper's L_pw).
+            is_in_time: whether a session can be read within so many nanoseconds, 0: not known when.
+                One that cannot yields to a later one that can; if none can, the first is read
+                all the same: what is there by then need not be read on demand.
+        """
+        self._look_up()
+        first = None
+        for place in islice(self._open, MOST_LATE):
+            if self._queue.num_ahead(place) >= window:
+                break
+            if is_in_time(place.key, self._queue.starts_in_ns(place)):
+                return place.key
+            first = first or place.key
+        return first
+
+    def _look_up(self) -> None:
+        """Give every session that was reopened its place, if a turn of it waits."""
+        reopened = self._reopened
+        if not reopened:
+            return
+        found = {key: self._queue.place(key) for key in reopened}
+        places = {key: place for key, place in found.items() if place is not None}
+        if len(reopened) * BULK_SHARE > len(self._places):
+            kept = {key: place for key, place in self._places.items() if key not in reopened}
+            self._places = kept | places
+            self._open = SortedList(self._places.values())
+        else:
+            for key in reopened:
+                old = self._places.pop(key, None)
+                if old is not None:
+                    self._open.remove(old)
+            self._places |= places
+            self._open.update(places.values())
+        reopened.clear()
 
 
 class SessionPlacement:
@@ -36,7 +114,7 @@ class SessionPlacement:
         make_policy: Callable[[PolicyContext], EvictionPolicy],
         capacity_bytes: Callable[[], int],
     ) -> None:
-        self.queue = QueueWindow(self._engaged)
+        self.queue = QueueWindow(self._on_queue)
         self.prefetching = PrefetchOrder(self.queue)
         self._capacity_bytes = capacity_bytes
         self._mean_bytes = 0.0
@@ -101,7 +179,7 @@ class SessionPlacement:
 
     # ------------------------------------------------------------------------------------- windows
 
-    def sized(self, num_bytes: int) -> None:
+    def note_size(self, num_bytes: int) -> None:
         """Note the size of a session that was just stored: it counts in S_kv."""
         self._num_sized += 1
         share = max(MEAN_SHARE, 1 / self._num_sized)
@@ -121,11 +199,11 @@ class SessionPlacement:
         tier: Tier | None,
         now_ns: int,
         *,
-        colder_than: SessionKey | None = None,
+        giving_way_to: SessionKey | None = None,
         clean: bool = False,
     ) -> Iterator[SessionKey]:
-        """Sessions coldest first; see EvictionPolicy.victims."""
-        return self.policy.victims(tier, now_ns, colder_than=colder_than, clean=clean)
+        """Sessions in order of eviction; see EvictionPolicy.victims."""
+        return self.policy.victims(tier, now_ns, giving_way_to=giving_way_to, clean=clean)
 
     # -------------------------------------------------------------------------------------- inside
 
@@ -151,7 +229,7 @@ class SessionPlacement:
     def _has_jobs(self, owner: int) -> bool:
         return bool(self.queue.num_waiting(owner) or self.queue.num_running(owner))
 
-    def _engaged(self, key: SessionKey) -> None:
+    def _on_queue(self, key: SessionKey) -> None:
         """The queue says something else of a session than before."""
         place, is_running = self.queue.place(key), self.queue.is_running(key)
         is_busy = place is not None or is_running
@@ -164,8 +242,8 @@ class SessionPlacement:
         else:
             self._loaded.discard(key)
         if key in self._arriving:
-            self.policy.arrived(key, self._now_ns)
-        self.policy.engaged(key, place, self._now_ns, is_running=is_running)
+            self.policy.on_submit(key, self._now_ns)
+        self.policy.on_queue(key, place, self._now_ns, is_running=is_running)
         if place is None:
             self.prefetching.settle(key)
         else:
