@@ -25,7 +25,7 @@ from kvd.core.records.records import LeaseState, LoadAnswer, LoadSpan, Lookup, T
 from kvd.core.records.rows import StoredBlock
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
-from kvd.core.state.leases import LoadLease
+from kvd.core.state.leases import LeasePhase, LoadLease, move
 from kvd.core.state.session_history import MoveKind
 from kvd.core.state.under_way import Arrival
 from shared.types.lineage import Lineage
@@ -124,7 +124,7 @@ class Loader:
         if lease.entries:
             return self._hit(lease)
         failure = lease.failure
-        lease.is_settled = True
+        move(lease, "settle")
         self.release(lease)
         if not lease.is_export:
             self._state.outbox.count("load_misses")
@@ -137,7 +137,7 @@ class Loader:
             self.release(lease)
             return lease.key
         has_arrived = lease.entries and not lease.num_waiting and not lease.failure
-        if not lease.is_settled:  # followed by its progress word, or given up
+        if lease.phase is LeasePhase.HELD:  # followed by its progress word, or given up
             self._count(lease) if has_arrived else self._state.outbox.count("load_misses")
         if has_arrived and not lease.more:
             self._state.placement.loaded(lease.key)
@@ -154,7 +154,7 @@ class Loader:
             self._state.outbox.add(LeaseReady(lease.lease_id))
         if lease.is_tracked:
             self._state.outbox.add(UntrackLoad(lease.lease_id))
-        self._state.leases.remove(lease)
+        self._state.leases.end(lease)
         self._cut(lease, 0, "")
 
     def revoke(self, block: Block) -> None:
@@ -328,7 +328,7 @@ class Loader:
         return LoadAnswer(lookup, lease.lease_id, spans, end_token, lease.more)
 
     def _hit(self, lease: LoadLease) -> LoadAnswer:
-        lease.is_settled = True
+        move(lease, "settle")
         self._count(lease)
         return self._granted(lease, Lookup.HIT)
 

@@ -38,7 +38,7 @@ class Peers:
             if isinstance(lease, LoadLease):
                 self._loader.release(lease)
             else:
-                self._state.leases.give_to(lease, owner, is_orphan=True)
+                self._state.leases.detach(lease)
                 num_slots += len(lease.slots())
         self._state.placement.forget_engine(owner, self._state.now_ns)
         self._state.turns.engine_gone(owner)

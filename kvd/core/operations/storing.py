@@ -124,7 +124,7 @@ class Storer:
 
     def release(self, lease: StoreLease | RestoredLease) -> None:
         """End a lease; slots that are not committed are free again."""
-        self._state.leases.remove(lease)
+        self._state.leases.end(lease)
         if isinstance(lease, StoreLease):
             for _, part in lease.parts:
                 if isinstance(part, NewBlock):
@@ -145,7 +145,7 @@ class Storer:
 
     def give_to(self, lease: StoreLease | RestoredLease, owner: int) -> None:
         """Have an engine that came back hold its lease again."""
-        self._state.leases.give_to(lease, owner, is_orphan=False)
+        self._state.leases.reattach(lease, owner)
         self._journal(lease)
 
     # ------------------------------------------------------------------------------------- prepare
