@@ -155,8 +155,7 @@ class CacheEngine:
         self._prefetcher.go_on()
         if state.compaction is not None or state.wasteful:
             self.compactions.resume()
-        if state.tails.waiting:
-            state.tails.pack_idle()
+        state.tails.pack_idle()
         rows = self.take_rows(max_row_bytes)
         self.writes.index_took_rows()
         return [*rows, *state.outbox.drain()]

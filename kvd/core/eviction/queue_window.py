@@ -13,7 +13,6 @@ session is queued exactly while one of its jobs waits, and its place is that of 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import NamedTuple
 
 from sortedcontainers import SortedList
@@ -133,10 +132,6 @@ class QueueWindow:
     def num_ahead(self, place: QueuePlace) -> int:
         """Jobs before a place: O(log jobs)."""
         return self._order.bisect_left(place)
-
-    def first(self, num_jobs: int) -> Iterator[SessionKey]:
-        """Sessions of the next jobs, soonest first; one may come twice."""
-        return islice(self, num_jobs)
 
     def starts_in_ns(self, place: QueuePlace) -> int:
         """Estimated time until the job starts, by the jobs before it at its engine; 0: unknown."""

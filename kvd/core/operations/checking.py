@@ -11,7 +11,7 @@ from kvd.core.operations.compaction_plan import Phase, Target
 from kvd.core.records.records import Pin, Tier
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
-from kvd.core.state.leases import LoadLease, StoreLease
+from kvd.core.state.leases import LeasePhase, LoadLease, StoreLease
 from kvd.core.state.slots import SlotState
 from shared.types.block_key import TOKEN_BYTES
 
@@ -161,7 +161,9 @@ def _check_leases(state: CacheState) -> None:
     readers: Counter[int] = Counter()
     holders: Counter[int] = Counter()
     orphans = [
-        lease for lease in state.leases if not isinstance(lease, LoadLease) and lease.is_orphan
+        lease
+        for lease in state.leases
+        if not isinstance(lease, LoadLease) and lease.phase is LeasePhase.ORPHAN
     ]
     for lease in state.leases:
         if isinstance(lease, LoadLease):

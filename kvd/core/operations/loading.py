@@ -8,6 +8,7 @@ progress word until it ends.
 
 from collections.abc import Callable
 from itertools import takewhile
+from typing import TYPE_CHECKING
 
 from kvd.core.io.reading import Reader
 from kvd.core.io.verifying import Verifier
@@ -30,10 +31,12 @@ from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import LeasePhase, LoadLease, move
 from kvd.core.state.session_history import MoveKind
-from kvd.core.state.under_way import Arrival
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
+
+if TYPE_CHECKING:
+    from kvd.core.state.under_way import Arrival
 
 BUSY = "busy"
 READ_ERROR = "read_error"

@@ -70,12 +70,10 @@ def _is_free(state: CacheState, slot_id: int) -> bool:
 def _quarantine(state: CacheState, orphan: OrphanSlot) -> None:
     writing = orphan.writing
     lease = state.leases.get(writing.lease_id)
-    if isinstance(lease, RestoredLease):
-        state.leases.remove(lease)
-    else:
+    if not isinstance(lease, RestoredLease):
         lease = RestoredLease(writing.lease_id, writing.owner, since_ns=state.now_ns)
-    lease.held.append((orphan.slot_id, writing.generation))
-    state.leases.add(lease)
+        state.leases.add(lease)
+    state.leases.quarantine(lease, orphan.slot_id, writing.generation)
     state.slots.adopt(orphan.slot_id, writing.generation, is_committed=False)
     state.journal.states[orphan.slot_id] = SlotState.WRITING
 

@@ -6,7 +6,9 @@ import pytest
 
 import kvd
 from kvd.core.state.block import BLOCK_MOVES, Block, BlockIo
+from kvd.core.state.leases import LEASE_MOVES, StoreLease, move
 from kvd.core.state.slots import SLOT_MOVES, SlotTable
+from shared.types.session_key import SessionKey
 
 README = Path(kvd.__file__).with_name("README.md")
 
@@ -14,7 +16,7 @@ README = Path(kvd.__file__).with_name("README.md")
 def test_the_readme_draws_what_the_tables_say():
     """Its diagrams are made from them."""
     text = README.read_text(encoding="utf-8")
-    for moves in (BLOCK_MOVES, SLOT_MOVES):
+    for moves in (BLOCK_MOVES, SLOT_MOVES, LEASE_MOVES):
         assert f"```mermaid\n{moves.diagram()}\n```" in text
 
 
@@ -50,3 +52,15 @@ def test_a_slot_is_adopted_once():
     for is_committed in (True, False):
         with pytest.raises(AssertionError):
             slots.adopt(1, 7, is_committed=is_committed)
+
+
+def test_a_lease_ends_once():
+    """An orphan is its engine's again, or ends; what has ended is nobody's."""
+    lease = StoreLease(1, 2, SessionKey("t", "m", "s"))
+    with pytest.raises(AssertionError):
+        move(lease, "reattach")
+    for event in ("detach", "reattach", "end"):
+        move(lease, event)
+    for event in ("settle", "detach", "reattach", "end"):
+        with pytest.raises(AssertionError, match=f"{event} cannot happen to what is ended"):
+            move(lease, event)
