@@ -29,6 +29,7 @@ from kvd.core.operations.compaction_plan import (
     Phase,
     Plan,
     Target,
+    copy_action,
     is_pending,
     is_wasteful,
     plan_compaction,
@@ -36,11 +37,7 @@ from kvd.core.operations.compaction_plan import (
 from kvd.core.records.actions import (
     SESSION_COMPACTED,
     CommitRows,
-    CompactRows,
-    DenseBlock,
     IoOutcome,
-    RowRun,
-    SourceSlot,
 )
 from kvd.core.records.records import Tier
 from kvd.core.state.block import Block, BlockIo
@@ -237,21 +234,7 @@ class Compactor:
         state.tenants.charge(key.tenant, len(targets))
         for block in sources:
             block.io = BlockIo.COPYING
-        state.outbox.add(
-            CompactRows(
-                run.op_id,
-                tuple(SourceSlot(_slot(b), b.num_tokens, b.checksums) for b in sources),
-                tuple(self._dense_block(target) for target in targets),
-            )
-        )
-
-    def _dense_block(self, target: Target) -> DenseBlock:
-        blocks = self._state.blocks
-        runs = tuple(
-            RowRun(_slot(blocks[span.block_key]), span.start, span.num_tokens)
-            for span in target.dense.sources
-        )
-        return DenseBlock(target.slot_id, target.dense.span.num_tokens, runs)
+        state.outbox.add(copy_action(state, run))
 
     # ---------------------------------------------------------------------------------- on the way
 
@@ -364,8 +347,3 @@ class Compactor:
         for block in sources:
             if self._state.blocks.holds(block) and block.slot_id is not None and block.checksums:
                 self._verifier.start(block, urgent=False)
-
-
-def _slot(block: Block) -> int:
-    assert block.slot_id is not None, "a source is in DRAM"
-    return block.slot_id
