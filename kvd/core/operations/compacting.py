@@ -25,10 +25,6 @@ from kvd.core.io.placement import Placement
 from kvd.core.io.verifying import Verifier
 from kvd.core.io.writing import Writer
 from kvd.core.operations.compaction_plan import (
-    Compaction,
-    Phase,
-    Plan,
-    Target,
     copy_action,
     is_pending,
     is_wasteful,
@@ -42,6 +38,7 @@ from kvd.core.records.actions import (
 from kvd.core.records.records import Tier
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
+from kvd.core.state.compaction_run import Compaction, Phase, Plan, Target
 from kvd.core.state.session import Session
 from kvd.core.state.session_history import MoveKind
 from shared.types.session_key import SessionKey

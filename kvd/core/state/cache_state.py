@@ -56,7 +56,7 @@ from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
 if TYPE_CHECKING:
-    from kvd.core.operations.compaction_plan import Compaction
+    from kvd.core.state.compaction_run import Compaction
 
 FOLD_BATCH = 64  # sessions per call, so that one call stays short
 _DROPS = {
