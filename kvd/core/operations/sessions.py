@@ -1,4 +1,4 @@
-"""What sessions are asked to be: shorter by a discard, pinned, ended, of another TTL, or gone.
+"""Requests that change stored sessions: discards, ends, pins, TTLs, flushes; and their expiry.
 
 Pure. Invariants: 1. a leased, queued or pinned session does not expire; 2. a hard-pinned session is
 in no eviction order, a soft-pinned one is guarded in every one; 3. a flush never touches a leased
@@ -32,10 +32,10 @@ class Sessions:
     """Changes sessions of one cache state, as engines and operators ask for it.
 
     Args:
-        state: of the cache.
-        inspector: describes what was changed.
-        consider_compaction: called with each session of which something was discarded.
-        prefetcher: looks for room again, where sessions have ended.
+        state: the cache's tables.
+        inspector: describes the session whose TTL was set.
+        consider_compaction: called with each session after a discard.
+        prefetcher: looks for room again after the end of a session.
     """
 
     def __init__(

@@ -42,11 +42,11 @@ class Storer:
     """Prepares and completes stores of one cache state.
 
     Args:
-        state: of the cache.
-        placement: keeps quotas and the bound on sessions.
-        writer: makes room.
-        hasher: takes what was stored.
-        consider_compaction: called with each session that was stored.
+        state: the cache's tables.
+        placement: makes room within quotas, and for another session.
+        writer: makes room in DRAM.
+        hasher: has new blocks hashed, and then written.
+        consider_compaction: called with each session after a store.
     """
 
     def __init__(
