@@ -1,4 +1,4 @@
-"""Arrivals: what ends that loads wait for, reads and verifications, and what follows for them.
+"""Arrivals: the ends of reads and verifications, which loads wait for, and what follows.
 
 Pure. A block that has arrived is its leases'; one that does not come cuts them before it. A copy
 in DRAM that turns out corrupt is read again from SSD, if it is there, under the same leases.
@@ -23,12 +23,12 @@ class Arrivals:
     """Takes the completions of reads and verifications of one cache state.
 
     Args:
-        state: of the cache.
-        loader: has the leases that wait.
-        reader: begins the reads.
-        writer: writes what is verified and was to be written.
-        verifier: begins the verifications, but for those of scrubs.
-        scrubbed: called with what a scrub's verification has found.
+        state: the cache's tables.
+        loader: cuts or ends the leases that waited in vain.
+        reader: reads a block whose copy in DRAM is corrupt.
+        writer: writes verified blocks that were to be written, and what room was made for.
+        verifier: begins the next verifications.
+        scrubbed: called with the outcome of a scrub's verification.
     """
 
     def __init__(

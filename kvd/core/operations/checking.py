@@ -7,10 +7,11 @@ daemon).
 from collections import Counter
 from itertools import pairwise
 
-from kvd.core.operations.compaction_plan import Phase, Target
-from kvd.core.records.records import Pin, Tier
+from kvd.core.records.records import Tier
+from kvd.core.records.rows import Pin
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
+from kvd.core.state.compaction_run import Phase, Target
 from kvd.core.state.leases import LeasePhase, LoadLease, StoreLease
 from kvd.core.state.slots import SlotState
 from shared.types.block_key import TOKEN_BYTES

@@ -25,10 +25,7 @@ from kvd.core.io.placement import Placement
 from kvd.core.io.verifying import Verifier
 from kvd.core.io.writing import Writer
 from kvd.core.operations.compaction_plan import (
-    Compaction,
-    Phase,
-    Plan,
-    Target,
+    copy_action,
     is_pending,
     is_wasteful,
     plan_compaction,
@@ -36,15 +33,12 @@ from kvd.core.operations.compaction_plan import (
 from kvd.core.records.actions import (
     SESSION_COMPACTED,
     CommitRows,
-    CompactRows,
-    DenseBlock,
     IoOutcome,
-    RowRun,
-    SourceSlot,
 )
 from kvd.core.records.records import Tier
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
+from kvd.core.state.compaction_run import Compaction, Phase, Plan, Target
 from kvd.core.state.session import Session
 from kvd.core.state.session_history import MoveKind
 from shared.types.session_key import SessionKey
@@ -237,21 +231,7 @@ class Compactor:
         state.tenants.charge(key.tenant, len(targets))
         for block in sources:
             block.move("copy")
-        state.outbox.add(
-            CompactRows(
-                run.op_id,
-                tuple(SourceSlot(_slot(b), b.num_tokens, b.checksums) for b in sources),
-                tuple(self._dense_block(target) for target in targets),
-            )
-        )
-
-    def _dense_block(self, target: Target) -> DenseBlock:
-        blocks = self._state.blocks
-        runs = tuple(
-            RowRun(_slot(blocks[span.block_key]), span.start, span.num_tokens)
-            for span in target.dense.sources
-        )
-        return DenseBlock(target.slot_id, target.dense.span.num_tokens, runs)
+        state.outbox.add(copy_action(state, run))
 
     # ---------------------------------------------------------------------------------- on the way
 
@@ -364,8 +344,3 @@ class Compactor:
         for block in sources:
             if self._state.blocks.holds(block) and block.slot_id is not None and block.checksums:
                 self._verifier.start(block, urgent=False)
-
-
-def _slot(block: Block) -> int:
-    assert block.slot_id is not None, "a source is in DRAM"
-    return block.slot_id

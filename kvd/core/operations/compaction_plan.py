@@ -8,89 +8,20 @@ made of it and the number of rows means equal rows (shared/types/block_key.py: d
 
 A span that cannot be moved now stays: its block is shared, not in DRAM, not hashed or verified yet,
 or in use.
-
-The values that compacting.py works on, a plan and a run under way, are here, too.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 
 from kvd.core.operations.chaining import Chaining
+from kvd.core.records.actions import CompactRows, DenseBlock, RowRun, SourceSlot
 from kvd.core.records.rows import Span, is_plain
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
+from kvd.core.state.compaction_run import Compaction, Dense, Plan
 from kvd.core.state.session import Session
 from shared.types.block_key import TOKEN_BYTES, dense_key
-from shared.types.session_key import SessionKey
 
 MANY_SPANS = 4  # of a block, on average: a load names each of them
-
-
-@dataclass(frozen=True, slots=True)
-class Dense:
-    """A block to be made: the rows of some spans, one after the other."""
-
-    span: Span
-    sources: tuple[Span, ...]
-    token_ids: bytes
-
-
-@dataclass(slots=True)
-class Plan:
-    """A part of a session's spans, and what is to take its place.
-
-    Attributes:
-        first: index of the first span that is replaced.
-        old: the spans that are replaced, dense or not.
-        new: what takes their place.
-        dense: the new ones among those.
-        end_offset: position of what follows in the session, in tokens.
-    """
-
-    first: int
-    old: list[Span] = field(default_factory=list)
-    new: list[Span] = field(default_factory=list)
-    dense: list[Dense] = field(default_factory=list)
-    end_offset: int = 0
-
-
-class Phase(Enum):
-    """How far a run is; compacting.py says what each phase means."""
-
-    COPYING = "copying"
-    WRITING = "writing"
-    COMMITTING = "committing"
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A slot that becomes a dense block."""
-
-    dense: Dense
-    slot_id: int
-    generation: int
-
-
-@dataclass(slots=True, eq=False)
-class Compaction:
-    """A run under way.
-
-    Attributes:
-        op_id: of the operation that the performer has yet to answer, if any.
-        targets: slots being filled, while COPYING.
-        sources: blocks whose rows go into new ones: COPYING while that is under way, held while
-            COMMITTING.
-        made: the new blocks, held while WRITING.
-    """
-
-    op_id: int
-    key: SessionKey
-    plan: Plan
-    sources: list[Block]
-    targets: list[Target]
-    made: list[Block] = field(default_factory=list)
-    phase: Phase = Phase.COPYING
 
 
 def is_wasteful(state: CacheState, session: Session) -> bool:
@@ -208,3 +139,21 @@ def may_be_copied(state: CacheState, block: Block) -> bool:
     is_at_rest = block.io is BlockIo.IDLE and not block.readers and not block.holders
     is_own = len(block.users) == 1 and block.slot_id is not None
     return is_own and is_good and is_at_rest and not state.unwritten.holds(block)
+
+
+def copy_action(state: CacheState, run: Compaction) -> CompactRows:
+    """Ask for the copying of a run."""
+    targets = []
+    for target in run.targets:
+        runs = tuple(
+            RowRun(_slot(state.blocks[span.block_key]), span.start, span.num_tokens)
+            for span in target.dense.sources
+        )
+        targets.append(DenseBlock(target.slot_id, target.dense.span.num_tokens, runs))
+    sources = tuple(SourceSlot(_slot(b), b.num_tokens, b.checksums) for b in run.sources)
+    return CompactRows(run.op_id, sources, tuple(targets))
+
+
+def _slot(block: Block) -> int:
+    assert block.slot_id is not None, "a source is in DRAM"
+    return block.slot_id

@@ -17,7 +17,7 @@ from shared.types.queue_change import QueueChange
 
 
 class KnownEngines:
-    """The engines of one cache state."""
+    """Takes what engines tell one cache: their queues, and the ends of their connections."""
 
     def __init__(
         self, state: CacheState, loader: Loader, storer: Storer, prefetcher: Prefetcher

@@ -48,11 +48,11 @@ class Loader:
     """Prepares, settles and completes loads of one cache state.
 
     Args:
-        state: of the cache.
-        reader: begins the reads.
-        writer: makes room.
-        verifier: begins the verifications.
-        consider_compaction: called with each session that was loaded.
+        state: the cache's tables.
+        reader: begins reads of blocks that are on SSD only.
+        writer: makes room for them in DRAM.
+        verifier: begins verifications of blocks that nobody has verified yet.
+        consider_compaction: called with each session after a load.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""How much of a token sequence is stored, and in which blocks.
+"""How much of a token sequence is stored, and in which blocks; and which blocks the rest is to be.
 
 Pure; changes nothing but that it unpacks the sessions whose blocks it finds. Two ways, the longer
 wins:
@@ -41,6 +41,16 @@ class Piece:
     def end(self) -> int:
         """Position after its last token."""
         return self.token_offset + self.span.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBlock:
+    """A span that a session is to have: on an existing block, or on one that needs a slot."""
+
+    span: Span
+    token_ids: bytes
+    token_offset: int
+    block: Block | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,3 +171,40 @@ def _follow_chain(
             return
         yield Piece(plain_span(chain, end - offset), block, offset)
         offset = end
+
+
+def kept_pieces(
+    pieces: list[Piece], from_token: int, num_tokens: int, chaining: Chaining
+) -> list[Piece]:
+    """Choose the stored pieces that a store builds on: a partial block at the end is replaced.
+
+    It is, unless its tokens are not all there to be stored again (`from_token`).
+    """
+    if not pieces or pieces[-1].end == num_tokens:
+        return pieces
+    last = pieces[-1]
+    is_partial = last.end < chaining.end_of_block(last.token_offset)
+    # A span behind a discard stays: its block was computed before it, what follows was not
+    # (equal keys must mean equal computation).
+    is_plain = last.span.start == 0 and last.span.chain == last.span.block_key
+    if is_partial and is_plain and from_token <= last.token_offset:
+        return pieces[:-1]
+    return pieces
+
+
+def plan_blocks(
+    state: CacheState, chaining: Chaining, token_ids: bytes, base: list[Piece]
+) -> list[PlannedBlock]:
+    """Name the blocks of everything behind the pieces, the last one perhaps partial."""
+    chain = base[-1].span.chain if base else chaining.root
+    offset = base[-1].end if base else 0
+    num_tokens = num_tokens_of(token_ids)
+    planned = []
+    while offset < num_tokens:
+        end = min(chaining.end_of_block(offset), num_tokens)
+        tokens = slice_tokens(token_ids, offset, end)
+        chain = chaining.key(chain, offset, tokens)
+        span = plain_span(chain, end - offset)
+        planned.append(PlannedBlock(span, tokens, offset, state.find_block(chain)))
+        offset = end
+    return planned

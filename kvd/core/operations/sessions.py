@@ -1,4 +1,4 @@
-"""What sessions are asked to be: shorter by a discard, pinned, ended, of another TTL, or gone.
+"""Requests that change stored sessions: discards, ends, pins, TTLs, flushes; and their expiry.
 
 Pure. Invariants: 1. a leased, queued or pinned session does not expire; 2. a hard-pinned session is
 in no eviction order, a soft-pinned one is guarded in every one; 3. a flush never touches a leased
@@ -14,7 +14,8 @@ from kvd.core.io.prefetching import Prefetcher
 from kvd.core.operations import discarding
 from kvd.core.records.actions import SESSION_ENDED, SESSION_EXPIRED, SESSION_FLUSHED
 from kvd.core.records.errors import InvalidRequestError
-from kvd.core.records.records import TTL_NEVER_NS, FlushAnswer, Pin, SessionInfo, Tier
+from kvd.core.records.records import FlushAnswer, SessionInfo, Tier
+from kvd.core.records.rows import TTL_NEVER_NS, Pin
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.session import Session
 from kvd.core.state.session_history import MoveKind
@@ -32,10 +33,10 @@ class Sessions:
     """Changes sessions of one cache state, as engines and operators ask for it.
 
     Args:
-        state: of the cache.
-        inspector: describes what was changed.
-        consider_compaction: called with each session of which something was discarded.
-        prefetcher: looks for room again, where sessions have ended.
+        state: the cache's tables.
+        inspector: describes the session whose TTL was set.
+        consider_compaction: called with each session after a discard.
+        prefetcher: looks for room again after the end of a session.
     """
 
     def __init__(

@@ -7,22 +7,22 @@ tokens (D9); 4. what was prepared before a discard and is completed after it pub
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from kvd.core.io.placement import Placement
 from kvd.core.io.verifying import Hasher
 from kvd.core.io.writing import Writer
 from kvd.core.operations.chaining import Chaining
 from kvd.core.operations.matching import (
-    Piece,
+    PlannedBlock,
     check_from_token,
+    kept_pieces,
     match_tokens,
     num_tokens_of,
-    slice_tokens,
+    plan_blocks,
 )
 from kvd.core.records.actions import SESSION_STORED
 from kvd.core.records.records import StoreAnswer, StoreBlock
-from kvd.core.records.rows import Span, WritingSlot, plain_span
+from kvd.core.records.rows import Span, WritingSlot
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import NewBlock, Part, RestoredLease, StoreLease, lost
@@ -39,25 +39,15 @@ QUOTA = "quota"
 MEAN_SHARE = 1 / 16  # of the newest store in the running mean
 
 
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """A span the session is to have: on an existing block, or on one that needs a slot."""
-
-    span: Span
-    token_ids: bytes
-    token_offset: int
-    block: Block | None
-
-
 class Storer:
     """Prepares and completes stores of one cache state.
 
     Args:
-        state: of the cache.
-        placement: keeps quotas and the bound on sessions.
-        writer: makes room.
-        hasher: takes what was stored.
-        consider_compaction: called with each session that was stored.
+        state: the cache's tables.
+        placement: makes room within quotas, and for another session.
+        writer: makes room in DRAM.
+        hasher: has new blocks hashed, and then written.
+        consider_compaction: called with each session after a store.
     """
 
     def __init__(
@@ -116,7 +106,7 @@ class Storer:
             state.touch(session)
         chaining = Chaining(state, key.tenant, lineage)
         match = match_tokens(state, key, token_ids, chaining)
-        base = self._base(match.pieces, from_token, num_tokens, chaining)
+        base = kept_pieces(match.pieces, from_token, num_tokens, chaining)
         stored_end = base[-1].end if base else 0
         if from_token > stored_end:
             return self._refused(GAP, stored_end)
@@ -124,7 +114,7 @@ class Storer:
         lease = StoreLease(lease_id, owner, key, lineage=lineage, since_ns=now_ns)
         lease.num_discards = session.num_discards if session else 0
         held: list[Part] = [(piece.span, piece.block) for piece in base]
-        planned = self._planned(chaining, token_ids, base)
+        planned = plan_blocks(state, chaining, token_ids, base)
         held += [(new.span, new.block) for new in planned if new.block is not None]
         self._hold(held)
         num_new = sum(new.block is None for new in planned)
@@ -201,37 +191,7 @@ class Storer:
 
     # ------------------------------------------------------------------------------------- prepare
 
-    def _base(
-        self, pieces: list[Piece], from_token: int, num_tokens: int, chaining: Chaining
-    ) -> list[Piece]:
-        """The stored pieces that stay; a trailing partial block is replaced if it can be."""
-        if not pieces or pieces[-1].end == num_tokens:
-            return pieces
-        last = pieces[-1]
-        is_partial = last.end < chaining.end_of_block(last.token_offset)
-        # A span behind a discard stays: its block was computed before it, what follows was not
-        # (equal keys must mean equal computation).
-        is_plain = last.span.start == 0 and last.span.chain == last.span.block_key
-        if is_partial and is_plain and from_token <= last.token_offset:
-            return pieces[:-1]
-        return pieces
-
-    def _planned(self, chaining: Chaining, token_ids: bytes, base: list[Piece]) -> list[_Planned]:
-        """Blocks for everything after the base, the last one perhaps partial."""
-        chain = base[-1].span.chain if base else chaining.root
-        offset = base[-1].end if base else 0
-        num_tokens = num_tokens_of(token_ids)
-        planned = []
-        while offset < num_tokens:
-            end = min(chaining.end_of_block(offset), num_tokens)
-            tokens = slice_tokens(token_ids, offset, end)
-            chain = chaining.key(chain, offset, tokens)
-            block = self._state.find_block(chain)
-            planned.append(_Planned(plain_span(chain, end - offset), tokens, offset, block))
-            offset = end
-        return planned
-
-    def _grant(self, lease: StoreLease, planned: list[_Planned]) -> StoreAnswer | None:
+    def _grant(self, lease: StoreLease, planned: list[PlannedBlock]) -> StoreAnswer | None:
         """Lease as many planned blocks as there are slots; None if no new block got one."""
         slots = self._state.slots
         blocks = []

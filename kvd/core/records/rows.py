@@ -18,7 +18,6 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvd.core.records.records import Pin
 from shared.types.block_key import KEY_BYTES
 from shared.types.session_key import SessionKey
 

@@ -25,8 +25,8 @@ from kvd.core.records.actions import (
     DropBlock,
 )
 from kvd.core.records.extent_shape import ExtentShape
-from kvd.core.records.records import Pin, Tier
-from kvd.core.records.rows import Span
+from kvd.core.records.records import Tier
+from kvd.core.records.rows import Pin, Span
 from kvd.core.state.block import Block, BlockIndex, BlockIo
 from kvd.core.state.block_users import BlockUsers
 from kvd.core.state.extents import ExtentTable
@@ -44,7 +44,7 @@ from shared.types.kv_layout import KVLayout
 from shared.types.session_key import SessionKey
 
 if TYPE_CHECKING:
-    from kvd.core.operations.compaction_plan import Compaction
+    from kvd.core.state.compaction_run import Compaction
 
 _DROPS = {
     SESSION_DROPPED: MoveKind.DROPPED,

@@ -5,7 +5,9 @@ from kvd.core.eviction.policies import POLICIES
 from kvd.core.inspection.session_filter import EVERYTHING
 from kvd.core.records.actions import HashSlot
 from kvd.core.records.records import LoadAnswer, Lookup, SessionInfo, StoreAnswer, Tier
+from kvd.core.records.rows import Span, unpack_spans
 from kvd.core.state.limits import Limits
+from shared.types.lineage import Lineage
 from shared.types.queue_change import QueueChange, QueuedJob
 from shared.types.session_key import SessionKey
 from tests.property.cache_world import MODEL, CacheWorld, compute, to_bytes
@@ -112,3 +114,25 @@ def tiers_of(world: CacheWorld, key: SessionKey) -> list[str]:
 
 def counter(world: CacheWorld, name: str) -> int:
     return world.engine.inspection.stats().counters[name]
+
+
+def store_named(world: CacheWorld, key: SessionKey, tokens: list[int], lineage: Lineage) -> None:
+    """Store a sequence whose discards are named."""
+    answer = world.engine.stores.prepare(key, to_bytes(tokens), 0, OWNER, lineage=lineage)
+    for block in answer.blocks:
+        world.slots[block.slot_id] = compute([0], tokens)[1:][block.token_offset :][
+            : block.num_tokens
+        ]
+    if answer.lease_id:
+        complete_store(world, answer)
+    world.quiesce()
+
+
+def spans_of_a(world: CacheWorld) -> list[Span]:
+    """What the index has of the first session, when it has taken everything."""
+    world.commit(len(world.index.uncommitted))
+    return unpack_spans(world.index.sessions[A].spans)
+
+
+def keys_of(world: CacheWorld, key: SessionKey) -> list[bytes]:
+    return [block.key for block in world.engine.inspection.describe(key).blocks]
