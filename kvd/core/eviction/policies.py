@@ -39,15 +39,6 @@ class LruPolicy(EvictionPolicy):
     """
 
     name = "lru"
-    looks_ahead = False
-
-    def _rank(
-        self,
-        key: SessionKey,  # noqa: ARG002
-        facts: SessionFacts,
-        tier: Tier | None,  # noqa: ARG002
-    ) -> EvictionRank:
-        return ENDED if facts.is_ended else IDLE, facts.last_use
 
 
 class FifoPolicy(EvictionPolicy):
@@ -57,7 +48,6 @@ class FifoPolicy(EvictionPolicy):
     """
 
     name = "fifo"
-    looks_ahead = False
 
     def _rank(
         self,
@@ -87,7 +77,7 @@ class LookaheadQueuePolicy(EvictionPolicy):
             return QUEUED, *later_first(place)
         if self._queue.is_running(key):
             return (RUNNING if tier is Tier.DRAM else IDLE), END, facts.last_use
-        return ENDED if facts.is_ended else IDLE, facts.last_use
+        return super()._rank(key, facts, tier)
 
     def _place_of(self, key: SessionKey) -> QueuePlace | None:
         """The place that a session is kept for, if there is one."""
@@ -129,18 +119,9 @@ class LookaheadPolicy(LookaheadQueuePolicy):
         else:
             self._moved[key] = place
 
-    def victims(
-        self,
-        tier: Tier | None,
-        now_ns: int,
-        *,
-        giving_way_to: SessionKey | None = None,
-        clean: bool = False,
-    ) -> Iterator[SessionKey]:
-        """See EvictionPolicy."""
+    def _pass_time(self, now_ns: int) -> None:  # noqa: ARG002
         self._settle()
         self._move_edge(self._window())
-        return super().victims(tier, now_ns, giving_way_to=giving_way_to, clean=clean)
 
     def _place_of(self, key: SessionKey) -> QueuePlace | None:
         place = self._places.get(key)
@@ -235,18 +216,6 @@ class PredictivePolicy(LookaheadQueuePolicy):
         """See EvictionPolicy; the session is still watched for a while."""
         super().on_remove(key)
         self._idle.dropped(key)
-
-    def victims(
-        self,
-        tier: Tier | None,
-        now_ns: int,
-        *,
-        giving_way_to: SessionKey | None = None,
-        clean: bool = False,
-    ) -> Iterator[SessionKey]:
-        """See EvictionPolicy."""
-        self._pass_time(now_ns)
-        return super().victims(tier, now_ns, giving_way_to=giving_way_to, clean=clean)
 
     def returning(self, now_ns: int) -> Iterator[SessionKey]:
         """See EvictionPolicy."""

@@ -129,6 +129,10 @@ class QueueWindow:
         places = self._places.get(key)
         return places[0] if places else None
 
+    def place_of(self, key: SessionKey) -> QueuePlace:
+        """Where the first waiting turn of a session stands that is queued."""
+        return self._places[key][0]
+
     def num_ahead(self, place: QueuePlace) -> int:
         """Jobs before a place: O(log jobs)."""
         return self._order.bisect_left(place)
