@@ -48,14 +48,13 @@ from kvd.core.records.records import (
     LeaseState,
     LoadAnswer,
     Lookup,
-    Pin,
     QueueStats,
     SessionDetail,
     SessionInfo,
     StoreAnswer,
     TenantUsage,
 )
-from kvd.core.records.rows import AdoptedSlot, IndexRows, OrphanSlot, StoredBlock
+from kvd.core.records.rows import AdoptedSlot, IndexRows, OrphanSlot, Pin, StoredBlock
 from kvd.core.recovery import adopting, restoring
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.index_line import NO_BOUND, IndexAction

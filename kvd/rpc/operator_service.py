@@ -14,7 +14,8 @@ from kvd.caches.session_listing import look_through
 from kvd.core.engine import CacheEngine
 from kvd.core.inspection.session_filter import SessionFilter
 from kvd.core.records.errors import InvalidRequestError
-from kvd.core.records.records import FlushAnswer, LeaseInfo, Pin
+from kvd.core.records.records import FlushAnswer, LeaseInfo
+from kvd.core.records.rows import Pin
 from kvd.engines.attached import Engines
 from kvd.errors import NoHolderError, NotOursToKillError, UnknownModelError
 from kvd.rpc.operator_messages import verify_message

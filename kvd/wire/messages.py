@@ -1,16 +1,8 @@
 """The core's records as protobuf messages, and session keys back. Pure."""
 
 from kvd.core.records.errors import InvalidRequestError
-from kvd.core.records.records import (
-    TTL_NEVER_NS,
-    BlockInfo,
-    LoadAnswer,
-    Lookup,
-    Pin,
-    SessionInfo,
-    StoreAnswer,
-    Tier,
-)
+from kvd.core.records.records import BlockInfo, LoadAnswer, Lookup, SessionInfo, StoreAnswer, Tier
+from kvd.core.records.rows import TTL_NEVER_NS, Pin
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.kv_layout import KVLayout
 from shared.types.lineage import LINEAGE_BYTES, WHOLE, Lineage

@@ -29,17 +29,8 @@ from kvd.core.records.errors import (
     UnknownLineageError,
     UnknownSessionError,
 )
-from kvd.core.records.records import (
-    TTL_NEVER_NS,
-    Admission,
-    LeaseState,
-    LoadAnswer,
-    Lookup,
-    Pin,
-    StoreAnswer,
-    Tier,
-)
-from kvd.core.records.rows import CommittedSlot
+from kvd.core.records.records import Admission, LeaseState, LoadAnswer, Lookup, StoreAnswer, Tier
+from kvd.core.records.rows import TTL_NEVER_NS, CommittedSlot, Pin
 from kvd.core.state.limits import TenantLimits
 from shared.types.lineage import WHOLE, Lineage
 from shared.types.queue_change import QueueChange, QueuedJob, RunningJob

@@ -7,14 +7,13 @@ session_filter.py's.
 from kvd.core.records.records import (
     BlockInfo,
     EngineStats,
-    Pin,
     QueueStats,
     SessionDetail,
     SessionInfo,
     Tier,
     TierStats,
 )
-from kvd.core.records.rows import BlockRecord, Span
+from kvd.core.records.rows import BlockRecord, Pin, Span
 from kvd.core.state.block import Block
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.session import Session

@@ -8,7 +8,8 @@ from collections import Counter
 from itertools import pairwise
 
 from kvd.core.operations.compaction import Phase, Target
-from kvd.core.records.records import Pin, Tier
+from kvd.core.records.records import Tier
+from kvd.core.records.rows import Pin
 from kvd.core.state.block import Block, BlockIo
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.leases import LeasePhase, LoadLease, StoreLease

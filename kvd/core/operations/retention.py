@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from kvd.core.inspection.session_filter import SessionFilter, selects
 from kvd.core.records.actions import SESSION_ENDED, SESSION_EXPIRED, SESSION_FLUSHED
 from kvd.core.records.errors import InvalidRequestError, UnknownSessionError
-from kvd.core.records.records import TTL_NEVER_NS, FlushAnswer, Pin, Tier
+from kvd.core.records.records import FlushAnswer, Tier
+from kvd.core.records.rows import TTL_NEVER_NS, Pin
 from kvd.core.state.cache_state import CacheState
 from kvd.core.state.session import Session
 from kvd.core.state.session_history import MoveKind

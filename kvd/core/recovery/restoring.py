@@ -17,8 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvd.core.records.actions import RESTORED
-from kvd.core.records.records import TTL_NEVER_NS, Pin
-from kvd.core.records.rows import PLACE_BYTES, IndexRows, SessionRecord, plain_span
+from kvd.core.records.rows import (
+    PLACE_BYTES,
+    TTL_NEVER_NS,
+    IndexRows,
+    Pin,
+    SessionRecord,
+    plain_span,
+)
 from kvd.core.recovery.row_join import (
     BlockColumns,
     Flags,

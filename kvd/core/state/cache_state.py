@@ -25,8 +25,8 @@ from kvd.core.records.actions import (
     DropBlock,
 )
 from kvd.core.records.extent_shape import ExtentShape
-from kvd.core.records.records import Pin, Tier
-from kvd.core.records.rows import Span
+from kvd.core.records.records import Tier
+from kvd.core.records.rows import Pin, Span
 from kvd.core.state.block import Block, BlockIndex, BlockIo
 from kvd.core.state.block_users import BlockUsers
 from kvd.core.state.extents import ExtentTable
@@ -89,7 +89,7 @@ class CacheState:
         self.unverified: OrderedDict[bytes, Block] = OrderedDict()
         self.unwritten = WriteQueue(self.shape, self.extents)
         self.mean_store_blocks = 0.0  # that a store asks slots for
-        self.journal = Journal(self.outbox)
+        self.journal = Journal(self.outbox.add)
         self.scrubbed: dict[tuple[Tier, int], int] = {}  # slot or extent -> operation of a scrub
         self.wasteful: OrderedDict[SessionKey, None] = OrderedDict()  # that wait to be compacted
         self.tenants = TenantTable(limits.tenant_limits, layout.block_bytes)

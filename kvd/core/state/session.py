@@ -9,10 +9,11 @@ Invariant: spans are contiguous from the session's first kept token; only a pref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvd.core.records.records import TTL_NEVER_NS, Pin
 from kvd.core.records.rows import (
     PLACE_BYTES,
+    TTL_NEVER_NS,
     BlockRecord,
+    Pin,
     SessionRecord,
     Span,
     num_tokens_of_places,

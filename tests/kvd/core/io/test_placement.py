@@ -7,7 +7,8 @@ from kvd.core.eviction.policies import POLICIES, LruPolicy
 from kvd.core.eviction.policy import PolicyContext
 from kvd.core.eviction.queue_window import QueueWindow
 from kvd.core.records.actions import WriteBlock
-from kvd.core.records.records import Admission, Pin, Tier
+from kvd.core.records.records import Admission, Tier
+from kvd.core.records.rows import Pin
 from shared.types.queue_change import QueueChange, RunningJob
 from tests.kvd.core.turns import (
     ONES,

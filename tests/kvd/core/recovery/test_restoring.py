@@ -8,12 +8,12 @@ import pytest
 
 from kvd.core.engine import CacheEngine, Limits
 from kvd.core.records.actions import ClearSlot, DropBlock, DropSession, IoOutcome, PutSession
-from kvd.core.records.records import Pin
 from kvd.core.records.rows import (
     PLAIN_SPAN_BYTES,
     AdoptedSlot,
     CommittedSlot,
     IndexRows,
+    Pin,
     SessionRecord,
     Span,
     columns_of,

@@ -11,8 +11,7 @@ from kvd.core.records.actions import (
     PutBlock,
     PutUse,
 )
-from kvd.core.records.records import Pin
-from kvd.core.records.rows import BlockRecord
+from kvd.core.records.rows import BlockRecord, Pin
 from kvd.core.state.index_line import ROW_BYTES, IndexLine
 from kvd.core.state.session import Session
 from tests.kvd.core.turns import (
