@@ -269,7 +269,7 @@ class Tiers:
         victims: list[SessionKey] = []
         if missing_bytes <= 0:
             return victims
-        for victim in self._placement.victims(tier, now_ns, giving_way_to=giving_way_to):
+        for victim in self._placement.policy.victims(tier, now_ns, giving_way_to=giving_way_to):
             if victim == key:
                 return None
             held = self._sessions[victim]

@@ -184,8 +184,8 @@ class PlacementMachine(RuleBasedStateMachine):
     @rule(tier=st.sampled_from(Tier), key=KEYS)
     def give_way(self, tier, key) -> None:
         """Who gives way to a session is some of those that go at all, in the same order."""
-        order = list(self.placement.victims(tier, self.now_ns))
-        colder = list(self.placement.victims(tier, self.now_ns, giving_way_to=key))
+        order = list(self.placement.policy.victims(tier, self.now_ns))
+        colder = list(self.placement.policy.victims(tier, self.now_ns, giving_way_to=key))
         assert key not in colder
         assert colder == [other for other in order if other in colder]
         if self.name in WHOLE_QUEUE and key in self._queued():
@@ -240,7 +240,7 @@ class PlacementMachine(RuleBasedStateMachine):
             return
         policy = self.placement.policy
         for tier in (None, *Tier):
-            order = list(self.placement.victims(tier, self.now_ns))
+            order = list(self.placement.policy.victims(tier, self.now_ns))
             ranked = set.union(*self.ranked.values()) if tier is None else self.ranked[tier]
             if tier is not None:
                 assert set(order) == ranked

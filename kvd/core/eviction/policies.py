@@ -9,8 +9,6 @@ in common is in ranked.py.
 from collections.abc import Iterator
 from itertools import islice
 
-from sortedcontainers import SortedList
-
 from kvd.core.eviction.idle_sessions import IdleSessions
 from kvd.core.eviction.policy import (
     END,
@@ -39,15 +37,6 @@ class LruPolicy(EvictionPolicy):
     """
 
     name = "lru"
-    looks_ahead = False
-
-    def _rank(
-        self,
-        key: SessionKey,  # noqa: ARG002
-        facts: SessionFacts,
-        tier: Tier | None,  # noqa: ARG002
-    ) -> EvictionRank:
-        return ENDED if facts.is_ended else IDLE, facts.last_use
 
 
 class FifoPolicy(EvictionPolicy):
@@ -57,7 +46,6 @@ class FifoPolicy(EvictionPolicy):
     """
 
     name = "fifo"
-    looks_ahead = False
 
     def _rank(
         self,
@@ -87,7 +75,7 @@ class LookaheadQueuePolicy(EvictionPolicy):
             return QUEUED, *later_first(place)
         if self._queue.is_running(key):
             return (RUNNING if tier is Tier.DRAM else IDLE), END, facts.last_use
-        return ENDED if facts.is_ended else IDLE, facts.last_use
+        return super()._rank(key, facts, tier)
 
     def _place_of(self, key: SessionKey) -> QueuePlace | None:
         """The place that a session is kept for, if there is one."""
@@ -114,63 +102,18 @@ class LookaheadPolicy(LookaheadQueuePolicy):
     def __init__(self, context: PolicyContext) -> None:
         super().__init__(context)
         self._window = context.eviction_window
-        self._places: dict[SessionKey, QueuePlace] = {}
-        self._inside: SortedList[QueuePlace] = SortedList()
-        self._outside: SortedList[QueuePlace] = SortedList()  # none is before one inside
-        self._moved: dict[SessionKey, QueuePlace | None] = {}  # since victims were asked for
+        self._edge: QueuePlace | None = None  # the first place outside; None: all are inside
 
-    def on_queue(
-        self, key: SessionKey, place: QueuePlace | None, now_ns: int, *, is_running: bool
-    ) -> None:
-        """See EvictionPolicy."""
-        super().on_queue(key, place, now_ns, is_running=is_running)
-        if place is None and key not in self._places:
-            self._moved.pop(key, None)  # it came and went between two looks
-        else:
-            self._moved[key] = place
-
-    def victims(
-        self,
-        tier: Tier | None,
-        now_ns: int,
-        *,
-        giving_way_to: SessionKey | None = None,
-        clean: bool = False,
-    ) -> Iterator[SessionKey]:
-        """See EvictionPolicy."""
-        self._settle()
-        self._move_edge(self._window())
-        return super().victims(tier, now_ns, giving_way_to=giving_way_to, clean=clean)
+    def _pass_time(self, now_ns: int) -> None:  # noqa: ARG002
+        edge = self._queue.place_at(self._window())
+        for place in self._queue.between(self._edge, edge):
+            self._changed(place.key)
+        self._edge = edge
 
     def _place_of(self, key: SessionKey) -> QueuePlace | None:
-        place = self._places.get(key)
-        return place if place is not None and self._side_of(place) is self._inside else None
-
-    def _side_of(self, place: QueuePlace) -> "SortedList[QueuePlace]":
-        return self._inside if self._inside and place <= self._inside[-1] else self._outside
-
-    def _settle(self) -> None:
-        """Give every session that moved its place."""
-        for key in self._moved:
-            old = self._places.pop(key, None)
-            if old is not None:
-                self._side_of(old).remove(old)
-        moved = {key: place for key, place in self._moved.items() if place is not None}
-        self._places.update(moved)
-        inside = {p for p in moved.values() if self._side_of(p) is self._inside}
-        self._inside.update(inside)
-        self._outside.update(p for p in moved.values() if p not in inside)
-        self._moved.clear()
-
-    def _move_edge(self, num_jobs: int) -> None:
-        while self._inside and self._queue.num_ahead(self._inside[-1]) >= num_jobs:
-            place = self._inside.pop()
-            self._outside.add(place)
-            self._changed(place.key)
-        while self._outside and self._queue.num_ahead(self._outside[0]) < num_jobs:
-            place = self._outside.pop(0)
-            self._inside.add(place)
-            self._changed(place.key)
+        place = super()._place_of(key)
+        is_inside = place is not None and (self._edge is None or place < self._edge)
+        return place if is_inside else None
 
 
 class PredictivePolicy(LookaheadQueuePolicy):
@@ -235,18 +178,6 @@ class PredictivePolicy(LookaheadQueuePolicy):
         """See EvictionPolicy; the session is still watched for a while."""
         super().on_remove(key)
         self._idle.dropped(key)
-
-    def victims(
-        self,
-        tier: Tier | None,
-        now_ns: int,
-        *,
-        giving_way_to: SessionKey | None = None,
-        clean: bool = False,
-    ) -> Iterator[SessionKey]:
-        """See EvictionPolicy."""
-        self._pass_time(now_ns)
-        return super().victims(tier, now_ns, giving_way_to=giving_way_to, clean=clean)
 
     def returning(self, now_ns: int) -> Iterator[SessionKey]:
         """See EvictionPolicy."""

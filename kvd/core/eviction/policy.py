@@ -20,7 +20,6 @@ Invariant: facts are kept of the sessions in the order of all tiers that do not 
 ones.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -66,7 +65,7 @@ class SessionFacts:
     is_guarded: bool = False
 
 
-class EvictionPolicy(ABC):
+class EvictionPolicy:
     """See the module docstring. Every call is O(log sessions), and so is each victim.
 
     Attributes:
@@ -76,25 +75,33 @@ class EvictionPolicy(ABC):
     """
 
     name: str
-    looks_ahead: bool
+    looks_ahead = False
 
     def __init__(self, context: PolicyContext) -> None:
         self._queue = context.queue
         self._facts: dict[SessionKey, SessionFacts] = {}
         self._resting = RestingSessions()
         self._num_uses = 0
-        self._orders: dict[Tier | None, SessionOrder] = {
+        self._orders: dict[Tier | None, SessionOrder[EvictionRank]] = {
             tier: SessionOrder(partial(self._guarded_rank, tier)) for tier in (None, *Tier)
         }
         self._clean = SessionOrder(partial(self._guarded_rank, Tier.DRAM))
 
-    @abstractmethod
-    def _rank(self, key: SessionKey, facts: SessionFacts, tier: Tier | None) -> EvictionRank:
-        """Rank a session: its band, and numbers that no other in the band has."""
+    def _rank(
+        self,
+        key: SessionKey,  # noqa: ARG002
+        facts: SessionFacts,
+        tier: Tier | None,  # noqa: ARG002
+    ) -> EvictionRank:
+        """Rank a session: its band, and numbers that no other in the band has; by its last use."""
+        return ENDED if facts.is_ended else IDLE, facts.last_use
+
+    def _pass_time(self, now_ns: int) -> None:
+        """Have ranks be those of now, before victims are asked for."""
 
     # -------------------------------------------------------------------------- a session's life
 
-    def on_submit(self, key: SessionKey, now_ns: int) -> None:  # noqa: B027
+    def on_submit(self, key: SessionKey, now_ns: int) -> None:
         """Note that a turn of the session was submitted; perhaps nothing is stored of it."""
 
     def on_queue(
@@ -123,7 +130,7 @@ class EvictionPolicy(ABC):
         self._changed(key)
         self._settle_many()
 
-    def on_resize(self, key: SessionKey, num_tokens: int) -> None:  # noqa: B027
+    def on_resize(self, key: SessionKey, num_tokens: int) -> None:
         """Note how much is stored of the session, after it was stored."""
 
     def on_end(self, key: SessionKey) -> None:
@@ -205,7 +212,7 @@ class EvictionPolicy(ABC):
     def victims(
         self,
         tier: Tier | None,
-        now_ns: int,  # noqa: ARG002
+        now_ns: int,
         *,
         giving_way_to: SessionKey | None = None,
         clean: bool = False,
@@ -216,6 +223,7 @@ class EvictionPolicy(ABC):
         With `giving_way_to`, only those that may give way to this session, which need not be in the
         order itself: none that is needed sooner.
         """
+        self._pass_time(now_ns)
         between = self._clean.between if clean else partial(self._between, tier)
         if giving_way_to is None:
             return between((False,), (True, END))

@@ -129,6 +129,21 @@ class QueueWindow:
         places = self._places.get(key)
         return places[0] if places else None
 
+    def place_of(self, key: SessionKey) -> QueuePlace:
+        """Where the first waiting turn of a session stands that is queued."""
+        return self._places[key][0]
+
+    def place_at(self, index: int) -> QueuePlace | None:
+        """Place with so many jobs before it, None if there are no more: O(log jobs)."""
+        return self._order[index] if index < len(self._order) else None
+
+    def between(self, one: QueuePlace | None, other: QueuePlace | None) -> Iterator[QueuePlace]:
+        """Places from the one to the other, whichever is sooner; None is behind all."""
+        bounds = sorted(place for place in (one, other) if place is not None)
+        if not bounds:
+            return iter(())
+        return self._order.irange(bounds[0], bounds[1] if len(bounds) > 1 else None)
+
     def num_ahead(self, place: QueuePlace) -> int:
         """Jobs before a place: O(log jobs)."""
         return self._order.bisect_left(place)

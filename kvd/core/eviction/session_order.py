@@ -1,27 +1,29 @@
 """Orders of sessions, from the one to be evicted first on.
 
-Pure. `SessionOrder` holds the sessions of one tier, by whatever ranks them; `RestingSessions` are
-those that a start found and nobody has used since; `LruOrder` is by last use alone, for the quotas
-of tenants.
+Pure. `SessionOrder` holds sessions by whatever ranks them (also those that are to be read ahead);
+`RestingSessions` are those that a start found and nobody has used since; `LruOrder` is by last use
+alone, for the quotas of tenants.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, pairwise
+from typing import Generic, TypeVar
 
 from sortedcontainers import SortedDict
 
 from shared.types.session_key import SessionKey
 
-EvictionRank = tuple[float, ...]  # the lowest goes first; no two in an order are equal
+Rank = TypeVar("Rank", bound=tuple[object, ...])  # no two sessions of an order have the same
+EvictionRank = tuple[float, ...]  # the lowest goes first
 MOST_CHANGED = 512  # sessions whose places are looked up in one call: some ten milliseconds
 BULK_SHARE = 8  # with more than one of so many sessions to be moved, sorting all is faster
 RESTING_PAGE = 1024  # places whose sessions are counted together, to pass over those that woke
 LRU_PAGE = 1 << 16  # sessions in one table: one of a million takes a tenth of a second to grow
 
 
-class SessionOrder:
-    """The sessions of one tier by their rank. Changes are O(1), a look O(log sessions) for each.
+class SessionOrder(Generic[Rank]):
+    """Some sessions by their rank. Changes are O(1), a look O(log sessions) for each.
 
     Places are looked up when the order is asked, not when something changes: a session that changes
     ten times between two looks is moved once, and a whole queue that is told at once is sorted at
@@ -33,10 +35,10 @@ class SessionOrder:
         rank_of: of a session of the order, now.
     """
 
-    def __init__(self, rank_of: Callable[[SessionKey], EvictionRank]) -> None:
+    def __init__(self, rank_of: Callable[[SessionKey], Rank]) -> None:
         self._rank_of = rank_of
-        self._placed: SortedDict[EvictionRank, SessionKey] = SortedDict()
-        self._ranks: dict[SessionKey, EvictionRank | None] = {}  # None: not placed yet
+        self._placed: SortedDict[Rank, SessionKey] = SortedDict()
+        self._ranks: dict[SessionKey, Rank | None] = {}  # None: not placed yet
         self._changed: dict[SessionKey, None] = {}
 
     def __len__(self) -> int:
@@ -62,7 +64,7 @@ class SessionOrder:
             del self._placed[rank]
         self._changed.pop(key, None)
 
-    def rank(self, key: SessionKey) -> EvictionRank | None:
+    def rank(self, key: SessionKey) -> Rank | None:
         """Look up the session's rank in this order; None: it is not there."""
         self._settle()
         return self._ranks.get(key)
@@ -72,20 +74,20 @@ class SessionOrder:
         if len(self._changed) >= MOST_CHANGED:
             self._settle()
 
-    def between(self, low: EvictionRank, high: EvictionRank) -> Iterator[SessionKey]:
-        """Sessions of at least the one rank and below the other, in order of eviction."""
+    def between(self, low: Rank, high: Rank) -> Iterator[SessionKey]:
+        """Sessions of at least the one rank and below the other, the lowest first."""
         return (key for _, key in self.ranked_between(low, high))
 
     def ranked_between(
-        self, low: EvictionRank, high: EvictionRank
-    ) -> Iterator[tuple[EvictionRank, SessionKey]]:
-        """The same, each with its rank."""
+        self, low: Rank | None = None, high: Rank | None = None
+    ) -> Iterator[tuple[Rank, SessionKey]]:
+        """The same, each with its rank; None: without a bound."""
         self._settle()
         placed = self._placed
         bounds = placed.irange(low, high, (True, False))
         return ((rank, placed[rank]) for rank in bounds)
 
-    def downwards(self, low: EvictionRank, high: EvictionRank) -> Iterator[SessionKey]:
+    def downwards(self, low: Rank, high: Rank) -> Iterator[SessionKey]:
         """The same, in reverse order."""
         self._settle()
         placed = self._placed

@@ -8,53 +8,47 @@ must not know where any byte is: its callers tell it what enters and leaves a ti
 *Source:* CachedAttention §3.3.1 (windows, S_kv, look-ahead prefetching).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 
-from sortedcontainers import SortedList
-
 from kvd.core.eviction.policy import EvictionPolicy, PolicyContext
-from kvd.core.eviction.queue_window import QueuePlace, QueueWindow
-from kvd.core.records.records import Tier
+from kvd.core.eviction.queue_window import QueueWindow
+from kvd.core.eviction.session_order import SessionOrder
 from shared.types.queue_change import QueueChange
 from shared.types.session_key import SessionKey
 
 MOST_LATE = 16  # sessions passed over because they cannot be read in time, per look
-BULK_SHARE = 8  # with more than one of so many sessions to be moved, sorting all is faster
 MEAN_SHARE = 1 / 256  # of the newest session's size in the running mean
 
 
 class PrefetchOrder:
     """Waiting sessions that may still have something to be read into DRAM, soonest needed first.
 
-    Places are looked up when the order is asked, not when something changes: a whole queue that is
-    told at once is sorted at once. A look costs O(log sessions) for each change before it.
+    A look costs O(log sessions) for each change before it.
     """
 
     def __init__(self, queue: QueueWindow) -> None:
         self._queue = queue
-        self._open: SortedList[QueuePlace] = SortedList()
-        self._places: dict[SessionKey, QueuePlace] = {}
-        self._reopened: dict[SessionKey, None] = {}  # their places are to be looked up
+        self._open = SessionOrder(queue.place_of)
 
     def __len__(self) -> int:
         """Sessions that may have something to be read."""
-        self._look_up()
         return len(self._open)
 
     def reopen(self, key: SessionKey) -> None:
         """Look at a session again: its place is another, or bytes of it left DRAM or came to SSD.
 
-        One with no waiting turn is not looked at; it is to be settled when that is so. O(1).
+        Of one with no waiting turn there is nothing to be read. O(1).
         """
-        self._reopened[key] = None
+        if self._queue.is_queued(key):
+            self._open.enter(key)
+            self._open.change(key)
+        else:
+            self._open.leave(key)
 
     def settle(self, key: SessionKey) -> None:
         """There is nothing more to be read of a session now."""
-        self._reopened.pop(key, None)
-        place = self._places.pop(key, None)
-        if place is not None:
-            self._open.remove(place)
+        self._open.leave(key)
 
     def pick(self, window: int, is_in_time: Callable[[SessionKey, int], bool]) -> SessionKey | None:
         """The session to be read next, if there is one.
@@ -65,35 +59,14 @@ class PrefetchOrder:
                 One that cannot yields to a later one that can; if none can, the first is read
                 all the same: what is there by then need not be read on demand.
         """
-        self._look_up()
         first = None
-        for place in islice(self._open, MOST_LATE):
+        for place, key in islice(self._open.ranked_between(), MOST_LATE):
             if self._queue.num_ahead(place) >= window:
                 break
-            if is_in_time(place.key, self._queue.starts_in_ns(place)):
-                return place.key
-            first = first or place.key
+            if is_in_time(key, self._queue.starts_in_ns(place)):
+                return key
+            first = first or key
         return first
-
-    def _look_up(self) -> None:
-        """Give every session that was reopened its place, if a turn of it waits."""
-        reopened = self._reopened
-        if not reopened:
-            return
-        found = {key: self._queue.place(key) for key in reopened}
-        places = {key: place for key, place in found.items() if place is not None}
-        if len(reopened) * BULK_SHARE > len(self._places):
-            kept = {key: place for key, place in self._places.items() if key not in reopened}
-            self._places = kept | places
-            self._open = SortedList(self._places.values())
-        else:
-            for key in reopened:
-                old = self._places.pop(key, None)
-                if old is not None:
-                    self._open.remove(old)
-            self._places |= places
-            self._open.update(places.values())
-        reopened.clear()
 
 
 class SessionPlacement:
@@ -194,17 +167,6 @@ class SessionPlacement:
         """Sessions of mean size that fit: L_pw of DRAM's bytes, L_ew of those of both tiers."""
         return int(capacity_bytes / self._mean_bytes) if self._mean_bytes else 0
 
-    def victims(
-        self,
-        tier: Tier | None,
-        now_ns: int,
-        *,
-        giving_way_to: SessionKey | None = None,
-        clean: bool = False,
-    ) -> Iterator[SessionKey]:
-        """Sessions in order of eviction; see EvictionPolicy.victims."""
-        return self.policy.victims(tier, now_ns, giving_way_to=giving_way_to, clean=clean)
-
     # -------------------------------------------------------------------------------------- inside
 
     def _eviction_window(self) -> int:
@@ -244,7 +206,4 @@ class SessionPlacement:
         if key in self._arriving:
             self.policy.on_submit(key, self._now_ns)
         self.policy.on_queue(key, place, self._now_ns, is_running=is_running)
-        if place is None:
-            self.prefetching.settle(key)
-        else:
-            self.prefetching.reopen(key)
+        self.prefetching.reopen(key)

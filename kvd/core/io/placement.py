@@ -187,7 +187,7 @@ class Placement:
         self, tier: Tier | None, giving_way_to: SessionKey | None = None, *, clean: bool = False
     ) -> Iterable[SessionKey]:
         state = self._state
-        return state.placement.victims(tier, state.now_ns, giving_way_to=giving_way_to, clean=clean)
+        return state.policy.victims(tier, state.now_ns, giving_way_to=giving_way_to, clean=clean)
 
     def _rules(self, *, may_cut: bool) -> Iterable[_Rule]:
         """What to do in DRAM in turn, until there is room."""

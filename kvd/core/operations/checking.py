@@ -99,7 +99,7 @@ def _check_sessions(state: CacheState) -> None:
         assert set(block.users) == users.get(block.key, set()), (
             "a block's users are the sessions that name it"
         )
-    ranked = set(state.placement.victims(None, state.now_ns))
+    ranked = set(state.policy.victims(None, state.now_ns))
     assert ranked == {key for key, s in state.sessions.items() if s.pin is not Pin.HARD}, (
         "all but hard-pinned sessions rank"
     )

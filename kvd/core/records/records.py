@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from kvd.core.records.rows import Pin
 from shared.types.session_key import SessionKey
-
-TTL_NEVER_NS = -1  # a session's own TTL: never expire; None is the default TTL
 
 
 class Tier(Enum):
@@ -26,14 +25,6 @@ class Lookup(Enum):
     HIT = "hit"
     PENDING = "pending"
     MISS = "miss"
-
-
-class Pin(Enum):
-    """An operator's protection of a session."""
-
-    NONE = 0
-    SOFT = 1  # does not expire; evicted only when nothing else is left
-    HARD = 2  # does not expire, is never evicted
 
 
 class Admission(Enum):

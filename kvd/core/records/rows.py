@@ -17,6 +17,7 @@ recovery then compares with the blocks there are.
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from shared.types.block_key import KEY_BYTES
 from shared.types.session_key import SessionKey
@@ -32,6 +33,15 @@ _NO_DIGEST = bytes(KEY_BYTES)
 PLAIN_SPAN_BYTES = _PLAIN_SPAN.size
 FULL_SPAN_BYTES = _FULL_SPAN.size
 PLACE_BYTES = _PLACE.size
+TTL_NEVER_NS = -1  # a session's own TTL: never expire; None is the default TTL
+
+
+class Pin(Enum):
+    """An operator's protection of a session."""
+
+    NONE = 0
+    SOFT = 1  # does not expire; evicted only when nothing else is left
+    HARD = 2  # does not expire, is never evicted
 
 
 @dataclass(frozen=True, slots=True)

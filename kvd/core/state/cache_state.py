@@ -89,7 +89,7 @@ class CacheState:
         self.unverified: OrderedDict[bytes, Block] = OrderedDict()
         self.unwritten = WriteQueue(self.shape, self.extents)
         self.mean_store_blocks = 0.0  # that a store asks slots for
-        self.journal = Journal(self.outbox)
+        self.journal = Journal(self.outbox.add)
         self.scrubbed: dict[tuple[Tier, int], int] = {}  # slot or extent -> operation of a scrub
         self.wasteful: OrderedDict[SessionKey, None] = OrderedDict()  # that wait to be compacted
         self.tenants = TenantTable(limits.tenant_limits, layout.block_bytes)

@@ -6,12 +6,12 @@ Pure. Invariants: 1. a slot's generation grows with each allocation, so that a l
 A slot that an SSD read fills, or that is wiped, is WRITING too: its writer is the performer.
 """
 
+from collections.abc import Callable
 from enum import Enum
 
 from kvd.core.records.actions import ClearSlot, PutSlot
 from kvd.core.records.rows import CommittedSlot, SlotRecord, WritingSlot
 from kvd.core.state.block import Block
-from kvd.core.state.outbox import Outbox
 from kvd.core.state.transitions import Transitions
 
 
@@ -39,19 +39,22 @@ SLOT_MOVES = Transitions(
 class Journal:
     """What the journal says of each slot, so that a next kvd may take the arena over.
 
+    Args:
+        note: hands an action out that notes a change.
+
     Attributes:
         states: of slots that hold something; a mirror.
     """
 
-    def __init__(self, outbox: Outbox) -> None:
-        self._outbox = outbox
+    def __init__(self, note: Callable[[PutSlot | ClearSlot], None]) -> None:
+        self._note = note
         self.states: dict[int, SlotState] = {}
 
     def put(self, slot_id: int, record: SlotRecord) -> None:
         """Note what a slot holds."""
         is_writing = isinstance(record, WritingSlot)
         self.states[slot_id] = SlotState.WRITING if is_writing else SlotState.COMMITTED
-        self._outbox.add(PutSlot(slot_id, record))
+        self._note(PutSlot(slot_id, record))
 
     def put_block(self, block: Block) -> None:
         """Note that a slot holds a hashed block: a next kvd may adopt it."""
@@ -65,7 +68,7 @@ class Journal:
     def clear(self, slot_id: int) -> None:
         """Note that nothing in a slot counts."""
         if self.states.pop(slot_id, None) is not None:
-            self._outbox.add(ClearSlot(slot_id))
+            self._note(ClearSlot(slot_id))
 
 
 class SlotTable:

@@ -46,5 +46,5 @@ class Sessions:
     def victims(self, tier: Tier | None = Tier.SSD, giving_way_to: str | None = None) -> str:
         """Names of victims, coldest first."""
         than = key_of(giving_way_to) if giving_way_to else None
-        found = self.placement.victims(tier, self.now_ns, giving_way_to=than)
+        found = self.placement.policy.victims(tier, self.now_ns, giving_way_to=than)
         return "".join(key.session_id for key in found)

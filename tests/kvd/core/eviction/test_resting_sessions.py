@@ -88,7 +88,7 @@ def test_looking_at_the_order_ranks_no_session_that_rests(monkeypatch):
 
     monkeypatch.setattr(EvictionPolicy, "_resting_rank", counted)
     for tier in (None, Tier.SSD):
-        victims = sessions.placement.victims(tier, 0)
+        victims = sessions.placement.policy.victims(tier, 0)
         assert [next(victims) for _ in range(3)] == keys[:3]
     assert list(sessions.policy.returning(0)) == []
     assert num_ranked < 100

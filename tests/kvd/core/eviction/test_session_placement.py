@@ -240,7 +240,7 @@ def test_who_waits_goes_last_and_the_tail_before_the_head(name):
     placement = placement_by(name)
     touch_all(placement, *KEYS)
     placement.change_queue(ENGINE, QueueChange(waiting(A, C, B)), 10)
-    order = list(placement.victims(Tier.SSD, 11))
+    order = list(placement.policy.victims(Tier.SSD, 11))
     assert (sorted(order[:3]), order[3:]) == ([D, E, F], [B, C, A])
 
 
@@ -251,7 +251,7 @@ def test_two_engines_make_one_queue(name):
     touch_all(placement, *KEYS)
     placement.change_queue(ENGINE, QueueChange(waiting(A, B), interval_ns=100), 10)
     placement.change_queue(OTHER, QueueChange(waiting(C, D), interval_ns=70), 10)
-    order = list(placement.victims(Tier.SSD, 11))
+    order = list(placement.policy.victims(Tier.SSD, 11))
     assert (sorted(order[:2]), order[2:]) == ([E, F], [B, D, A, C])
 
 
@@ -263,7 +263,7 @@ def test_when_an_engine_is_gone_its_sessions_are_idle_again(name):
     placement.change_queue(ENGINE, QueueChange(waiting(A, B), [RunningJob(7, C)]), 10)
     placement.change_queue(OTHER, QueueChange(waiting(D)), 10)
     placement.forget_engine(ENGINE, 11)
-    assert sorted(placement.victims(Tier.DRAM, 12, giving_way_to=D)) == [A, B, C, E, F]
+    assert sorted(placement.policy.victims(Tier.DRAM, 12, giving_way_to=D)) == [A, B, C, E, F]
 
 
 @pytest.mark.parametrize("name", [name for name in ("fifo", "lru") if name in POLICIES])
@@ -272,7 +272,7 @@ def test_some_do_not_look_at_the_queue(name):
     placement = placement_by(name)
     touch_all(placement, *KEYS)
     placement.change_queue(ENGINE, QueueChange(waiting(A, C, B)), 10)
-    assert list(placement.victims(Tier.SSD, 11)) == KEYS
+    assert list(placement.policy.victims(Tier.SSD, 11)) == KEYS
 
 
 @pytest.mark.parametrize("name", WHOLE_QUEUE)
@@ -281,9 +281,9 @@ def test_nobody_gives_way_to_one_that_is_needed_later(name):
     placement = placement_by(name)
     touch_all(placement, *KEYS[:5])
     placement.change_queue(ENGINE, QueueChange(waiting(A, F, B)), 10)
-    before_f = list(placement.victims(Tier.DRAM, 11, giving_way_to=F))
+    before_f = list(placement.policy.victims(Tier.DRAM, 11, giving_way_to=F))
     assert (sorted(before_f[:3]), before_f[3:]) == ([C, D, E], [B])
-    assert sorted(placement.victims(Tier.DRAM, 11, giving_way_to=B)) == [C, D, E]
+    assert sorted(placement.policy.victims(Tier.DRAM, 11, giving_way_to=B)) == [C, D, E]
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
@@ -293,7 +293,7 @@ def test_a_session_that_has_ended_goes_first(name):
     touch_all(placement, *KEYS)
     placement.policy.on_end(E)
     for tier in Tier:
-        assert next(placement.victims(tier, 10)) == E
+        assert next(placement.policy.victims(tier, 10)) == E
     placement.policy.on_access(E, 11)
     for tier in Tier:
-        assert next(placement.victims(tier, 12)) != E
+        assert next(placement.policy.victims(tier, 12)) != E

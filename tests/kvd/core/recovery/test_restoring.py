@@ -294,7 +294,7 @@ def test_a_start_lets_the_columns_go_and_joins_spans_a_part_at_a_time(monkeypatc
     engine.restore(rows, (), (), 1)
     assert (rows.block_keys, rows.extents, rows.block_tokens) == (b"", (), ())
     assert not engine._state.policy._facts
-    victims = engine._state.placement.victims(None, 100)
+    victims = engine._state.placement.policy.victims(None, 100)
     assert [key.session_id for key in victims] == list("9876543210")
     num_blocks = {info.key.session_id: info.num_blocks for info in infos(engine)}
     assert num_blocks == {str(number): 1 if number == 4 else 3 for number in range(10)}
