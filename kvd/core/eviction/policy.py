@@ -86,6 +86,7 @@ class EvictionPolicy:
             tier: SessionOrder(partial(self._guarded_rank, tier)) for tier in (None, *Tier)
         }
         self._clean = SessionOrder(partial(self._guarded_rank, Tier.DRAM))
+        self._all_orders = (*self._orders.values(), self._clean)
 
     def _rank(
         self,
@@ -158,7 +159,7 @@ class EvictionPolicy:
         if self._resting.wake(key) is not None:
             return  # it was nowhere else
         self._facts.pop(key, None)
-        for order in (*self._orders.values(), self._clean):
+        for order in self._all_orders:
             order.leave(key)
 
     # -------------------------------------------------------------------------------- its bytes
@@ -294,11 +295,11 @@ class EvictionPolicy:
         return self._num_uses
 
     def _settle_many(self) -> None:
-        for order in (*self._orders.values(), self._clean):
+        for order in self._all_orders:
             order.settle_many()
 
     def _changed(self, key: SessionKey) -> None:
-        for order in (*self._orders.values(), self._clean):
+        for order in self._all_orders:
             order.change(key)
 
 

@@ -8,9 +8,9 @@ alone, for the quotas of tenants.
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, pairwise
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from sortedcontainers import SortedDict
+from sortedcontainers import SortedList
 
 from shared.types.session_key import SessionKey
 
@@ -37,7 +37,7 @@ class SessionOrder(Generic[Rank]):
 
     def __init__(self, rank_of: Callable[[SessionKey], Rank]) -> None:
         self._rank_of = rank_of
-        self._placed: SortedDict[Rank, SessionKey] = SortedDict()
+        self._placed: SortedList[tuple[Any, ...]] = SortedList()  # (rank, key)
         self._ranks: dict[SessionKey, Rank | None] = {}  # None: not placed yet
         self._changed: dict[SessionKey, None] = {}
 
@@ -57,11 +57,16 @@ class SessionOrder(Generic[Rank]):
         if key in self._ranks:
             self._changed[key] = None
 
+    def put(self, key: SessionKey) -> None:
+        """Take the session in, or note that it may have another rank."""
+        self._ranks.setdefault(key)
+        self._changed[key] = None
+
     def leave(self, key: SessionKey) -> None:
         """Take the session out, if it is there."""
         rank = self._ranks.pop(key, None)
         if rank is not None:
-            del self._placed[rank]
+            self._placed.remove((rank, key))
         self._changed.pop(key, None)
 
     def rank(self, key: SessionKey) -> Rank | None:
@@ -83,31 +88,29 @@ class SessionOrder(Generic[Rank]):
     ) -> Iterator[tuple[Rank, SessionKey]]:
         """The same, each with its rank; None: without a bound."""
         self._settle()
-        placed = self._placed
-        bounds = placed.irange(low, high, (True, False))
-        return ((rank, placed[rank]) for rank in bounds)
+        least, most = None if low is None else (low,), None if high is None else (high,)
+        return self._placed.irange(least, most)  # (rank,) sorts before every (rank, key)
 
     def downwards(self, low: Rank, high: Rank) -> Iterator[SessionKey]:
         """The same, in reverse order."""
         self._settle()
-        placed = self._placed
-        bounds = placed.irange(low, high, (True, False), reverse=True)
-        return (placed[rank] for rank in bounds)
+        return (key for _, key in self._placed.irange((low,), (high,), reverse=True))
 
     def _settle(self) -> None:
         """Give every session that changed its place."""
+        if not self._changed:
+            return
         if len(self._changed) * BULK_SHARE > len(self._ranks):
-            keys = {self._rank_of(key): key for key in self._ranks}
-            self._placed = SortedDict(keys)
-            self._ranks = {key: rank for rank, key in keys.items()}
+            self._ranks = {key: self._rank_of(key) for key in self._ranks}
+            self._placed = SortedList((rank, key) for key, rank in self._ranks.items())
         else:
             for key in self._changed:
                 rank = self._ranks[key]
                 if rank is not None:
-                    del self._placed[rank]
+                    self._placed.remove((rank, key))
             for key in self._changed:
                 rank = self._ranks[key] = self._rank_of(key)
-                self._placed[rank] = key
+                self._placed.add((rank, key))
         self._changed.clear()
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from itertools import islice
 
 from kvd.core.eviction.policy import EvictionPolicy, PolicyContext
-from kvd.core.eviction.queue_window import QueueWindow
+from kvd.core.eviction.queue_window import QueuePlace, QueueWindow
 from kvd.core.eviction.session_order import SessionOrder
 from shared.types.queue_change import QueueChange
 from shared.types.session_key import SessionKey
@@ -35,16 +35,16 @@ class PrefetchOrder:
         """Sessions that may have something to be read."""
         return len(self._open)
 
-    def reopen(self, key: SessionKey) -> None:
-        """Look at a session again: its place is another, or bytes of it left DRAM or came to SSD.
-
-        Of one with no waiting turn there is nothing to be read. O(1).
-        """
-        if self._queue.is_queued(key):
-            self._open.enter(key)
-            self._open.change(key)
-        else:
+    def on_queue(self, key: SessionKey, place: QueuePlace | None) -> None:
+        """Look at a session again: its place is another; None: no turn of it waits. O(1)."""
+        if place is None:
             self._open.leave(key)
+        else:
+            self._open.put(key)
+
+    def reopen(self, key: SessionKey) -> None:
+        """Look at a session again, if it waits: bytes of it left DRAM, or came to SSD."""
+        self.on_queue(key, self._queue.place(key))
 
     def settle(self, key: SessionKey) -> None:
         """There is nothing more to be read of a session now."""
@@ -206,4 +206,4 @@ class SessionPlacement:
         if key in self._arriving:
             self.policy.on_submit(key, self._now_ns)
         self.policy.on_queue(key, place, self._now_ns, is_running=is_running)
-        self.prefetching.reopen(key)
+        self.prefetching.on_queue(key, place)

@@ -54,7 +54,26 @@ _DROPS = {
 
 
 class CacheState:
-    """See the module docstring."""
+    """See the module docstring.
+
+    Attributes:
+        layout: what a block looks like; `shape`: how one lies on SSD.
+        blocks, slots, extents, journal: where the bytes are; changed by the transitions below, by
+            the reader and the writer, and by what makes blocks: stores, compactions, recovery.
+        sessions, users, tails: which session uses which blocks; changed by the transitions below.
+        placement, policy, tenants: the orders in which sessions go, and come.
+        leases: who may use slots; changed by loads, stores and engines that come and go.
+        under_way, unwritten: what the performer does, and the writes that wait.
+        unverified: adopted blocks whose verification is not begun, in the order it will be in.
+        wasteful: sessions that wait to be compacted; `compaction`: the run under way.
+        scrubbed: slot or extent -> operation of a scrub that checks it.
+        ttl: deadlines of sessions; one of the clocks that `make_clock` has made.
+        mean_store_blocks: that a store asks slots for.
+        num_pins: sessions, by how they are pinned.
+        ssd_degraded: why writes are held back; "": they are not.
+        outbox, measures, history, turns: what is handed out, counted and remembered.
+        now_ns: time of the call under way.
+    """
 
     def __init__(
         self,
@@ -78,24 +97,23 @@ class CacheState:
         self.tails = PackedTails(
             self.blocks, self.sessions, self.users, packs_sessions=limits.packs_sessions
         )
-        self._clocks: list[TtlClock] = []  # see make_clock
+        self._clocks: list[TtlClock] = []
         self.ttl = self.make_clock()
         self.turns = TurnLog(limits.max_turns)
         self.outbox = Outbox()
         self.measures = Measures()
         self.under_way = UnderWay()
-        self.compaction: Compaction | None = None  # under way
-        # Adopted blocks whose verification is not begun, in the order in which it will be.
+        self.compaction: Compaction | None = None
         self.unverified: OrderedDict[bytes, Block] = OrderedDict()
         self.unwritten = WriteQueue(self.shape, self.extents)
-        self.mean_store_blocks = 0.0  # that a store asks slots for
+        self.mean_store_blocks = 0.0
         self.journal = Journal(self.outbox.add)
-        self.scrubbed: dict[tuple[Tier, int], int] = {}  # slot or extent -> operation of a scrub
-        self.wasteful: OrderedDict[SessionKey, None] = OrderedDict()  # that wait to be compacted
+        self.scrubbed: dict[tuple[Tier, int], int] = {}
+        self.wasteful: OrderedDict[SessionKey, None] = OrderedDict()
         self.tenants = TenantTable(limits.tenant_limits, layout.block_bytes)
         self.history = SessionHistory()
-        self.num_pins = dict.fromkeys((Pin.SOFT, Pin.HARD), 0)  # sessions
-        self.ssd_degraded = ""  # why writes are held back; "": they are not
+        self.num_pins = dict.fromkeys((Pin.SOFT, Pin.HARD), 0)
+        self.ssd_degraded = ""
         self.now_ns = 0
 
     def _capacity_bytes(self) -> int:
