@@ -1,4 +1,4 @@
-"""What an engine's queue costs kvd: told whole, and one change of it. No process, no RPC.
+"""What an engine's queue costs kvd: sent whole, and one change of it. No process, no RPC.
 
 A message is parsed, decoded, checked and taken by the pure engine with its default policy, as the
 service does it; nothing is stored of the sessions that wait. Python's garbage collector is held
@@ -17,12 +17,11 @@ from kvd.bench.sessions import bench_key
 from kvd.config import EvictionSettings
 from kvd.core.engine import CacheEngine, Limits
 from kvd.core.eviction.registry import POLICIES
-from kvd.rpc.told_queue import ToldQueue
-from kvd.wire.queue_messages import queue_update
+from kvd.rpc.queue_replica import QueueReplica, queue_update
 from shared.kvd_client.queue_feed import QueueFeed
-from shared.kvd_client.queue_message import snapshot_message
+from shared.kvd_client.queue_sender import snapshot_message
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.types.queue_change import QueueUpdate
+from shared.types.queue_delta import QueueUpdate
 from shared.types.statistics import spread
 
 OWNER = 1
@@ -44,7 +43,7 @@ def measure_queues(options: BenchOptions) -> QueueCosts:
 
 
 class _Telling:
-    """A scheduler with a queue, and a cache engine that is told of it."""
+    """A scheduler with a queue, and a cache engine that takes it."""
 
     def __init__(self, num_jobs: int, policy: str) -> None:
         self._num_jobs = num_jobs
@@ -54,7 +53,7 @@ class _Telling:
             self._add(number, float(number))
         limits = Limits(num_slots=BLOCKS_PER_SESSION, num_extents=0)
         self._engine = CacheEngine(SMALL_LAYOUT, limits, lambda _tenant: SALT, POLICIES[policy])
-        self._told = ToldQueue(self._apply)
+        self._replica = QueueReplica(self._apply)
 
     def change(self, number: int) -> None:
         """Let a job leave, and another join somewhere."""
@@ -68,7 +67,7 @@ class _Telling:
         sent = snapshot_message(OWNER, update).SerializeToString()
         started = time.perf_counter()
         received = kvd_pb2.QueueSnapshot.FromString(sent)
-        is_known = self._told.take(queue_update(received, MODEL, self._num_jobs))
+        is_known = self._replica.take(queue_update(received, MODEL, self._num_jobs))
         seconds = time.perf_counter() - started
         self._feed.acknowledged(update.sequence, send_full=not is_known)
         return seconds

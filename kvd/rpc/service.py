@@ -18,7 +18,7 @@ from kvd.engines.attached import AttachedEngine, Engines
 from kvd.engines.data_socket import DataSocket
 from kvd.errors import AttachDeniedError, StoppingError
 from kvd.host.engine_users import EngineUsers
-from kvd.rpc.queue_streams import QueueStreams
+from kvd.rpc.queue_replica import QueueStreams
 from kvd.runtime.cache import Cache
 from kvd.wire.messages import key_of, lineage_of, load_response, session_message, store_response
 from shared.config.reload import LiveSettings

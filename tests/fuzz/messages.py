@@ -15,11 +15,18 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import strategies as st
 
 from shared.kvd_client.layout_message import layout_message
-from shared.kvd_client.queue_message import snapshot_message
+from shared.kvd_client.queue_sender import snapshot_message
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.kv_layout import Component, KVLayout, Layer
-from shared.types.queue_change import QueueChange, QueuedJob, QueueUpdate, RunningJob
-from shared.types.queue_digest import combined, running_digest, waiting_digest
+from shared.types.queue_delta import (
+    QueueChange,
+    QueuedJob,
+    QueueUpdate,
+    RunningJob,
+    combined,
+    running_digest,
+    waiting_digest,
+)
 from shared.types.session_key import SessionKey
 from tests.synthetic_engine import MODEL, encode, small_layout
 

@@ -13,7 +13,7 @@ from inference_svc.core.rates.rates import Rates
 from inference_svc.core.scheduling.request import Request, RequestState
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.core.scheduling.step_plan import Admission, SchedulerLimits, StepPlan, StepResult
-from shared.types.queue_digest import Rank
+from shared.types.queue_delta import Rank
 from shared.types.session_key import SessionKey
 
 ADMITTED = (RequestState.LOADING, RequestState.READY, RequestState.RUNNING)

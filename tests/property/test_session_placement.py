@@ -15,7 +15,7 @@ from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
 from kvd.core.eviction.registry import POLICIES, make_policy
 from kvd.core.records.records import Tier
 from kvd.core.state.session_placement import SessionPlacement
-from shared.types.queue_digest import combined, running_digest, waiting_digest
+from shared.types.queue_delta import combined, running_digest, waiting_digest
 from shared.types.session_key import SessionKey
 
 SESSIONS = [SessionKey("a", "m", f"s{number}") for number in range(7)]

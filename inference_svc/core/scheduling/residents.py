@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from inference_svc.core.scheduling.request import Request
 from shared.types.lineage import Lineage
-from shared.types.queue_digest import Rank
+from shared.types.queue_delta import Rank
 from shared.types.session_key import SessionKey
 
 

@@ -20,7 +20,7 @@ from sortedcontainers import SortedList
 
 from inference_svc.core.scheduling.request import Request
 from shared.kvd_client.queue_feed import QueueFeed
-from shared.types.queue_digest import Rank
+from shared.types.queue_delta import Rank
 from shared.types.session_key import SessionKey
 
 

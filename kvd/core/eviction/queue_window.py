@@ -18,8 +18,15 @@ from typing import NamedTuple
 
 from sortedcontainers import SortedList
 
-from shared.types.queue_change import QueueChange, QueuedJob, RunningJob
-from shared.types.queue_digest import Rank, combined, running_digest, waiting_digest
+from shared.types.queue_delta import (
+    QueueChange,
+    QueuedJob,
+    Rank,
+    RunningJob,
+    combined,
+    running_digest,
+    waiting_digest,
+)
 from shared.types.session_key import SessionKey
 
 __all__ = ["QueueChange", "QueuePlace", "QueueWindow", "QueuedJob", "RunningJob"]

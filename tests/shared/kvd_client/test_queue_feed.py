@@ -3,8 +3,14 @@
 import pytest
 
 from shared.kvd_client.queue_feed import FEW_CHANGES, QueueFeed
-from shared.types.queue_change import QueuedJob, QueueUpdate, RunningJob
-from shared.types.queue_digest import combined, running_digest, waiting_digest
+from shared.types.queue_delta import (
+    QueuedJob,
+    QueueUpdate,
+    RunningJob,
+    combined,
+    running_digest,
+    waiting_digest,
+)
 from shared.types.session_key import SessionKey
 
 MANY = 1000

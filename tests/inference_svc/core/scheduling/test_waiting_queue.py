@@ -7,7 +7,7 @@ import pytest
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.scheduling.waiting_queue import WaitingQueue
 from shared.kvd_client.queue_feed import QueueFeed
-from shared.types.queue_change import QueuedJob, RunningJob
+from shared.types.queue_delta import QueuedJob, RunningJob
 from shared.types.session_key import SessionKey
 
 

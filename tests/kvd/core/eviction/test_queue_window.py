@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from kvd.core.eviction.queue_window import QueueChange, QueuedJob, QueueWindow, RunningJob
-from shared.types.queue_digest import combined, running_digest, waiting_digest
+from shared.types.queue_delta import combined, running_digest, waiting_digest
 from shared.types.session_key import SessionKey
 
 MS = 1_000_000

@@ -5,11 +5,11 @@ import math
 import pytest
 
 from kvd.core.records.errors import InvalidRequestError
-from kvd.wire.queue_messages import queue_update
-from shared.kvd_client.queue_message import snapshot_message
+from kvd.rpc.queue_replica import queue_update
+from shared.kvd_client.queue_sender import snapshot_message
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.errors import InvalidInputError
-from shared.types.queue_change import QueueChange, QueuedJob, QueueUpdate, RunningJob
+from shared.types.queue_delta import QueueChange, QueuedJob, QueueUpdate, RunningJob
 from shared.types.session_key import InvalidNameError, SessionKey
 
 MODEL = "0f"
