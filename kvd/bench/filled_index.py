@@ -27,7 +27,7 @@ from kvd.bench.sessions import TENANT
 from kvd.core.records.extent_shape import ExtentShape
 from kvd.tiers.faults import NoFaults
 from kvd.tiers.manifest import PUT_BLOCK, PUT_SESSION, LayoutRow, Manifest, Value
-from shared.kvd_client.layout_message import layout_message
+from shared.kvd_client.messages import layout_message
 from shared.types.block_key import KEY_BYTES
 from shared.types.units import ceil_div
 

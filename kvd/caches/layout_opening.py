@@ -26,7 +26,7 @@ from kvd.tiers.manifest import SET_ASIDE, LayoutRow, Manifest
 from kvd.tiers.space_budget import SpaceBudget
 from kvd.tiers.volume import SegmentVolume
 from kvd.tiers.volume_identity import UnusableVolumeError, sync_directory
-from shared.kvd_client.layout_message import layout_message, layout_of
+from shared.kvd_client.messages import layout_message, layout_of
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.process.log import get_logger
 from shared.types.block_key import KEY_BYTES

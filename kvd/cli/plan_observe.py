@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvd.cli.plan_output import check_json, print_report, progress_bar
 from kvd.client.connection import open_client
-from kvd.wire.turn_messages import recorded_turns
+from kvd.wire.messages import recorded_turns
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.errors import StateError
 from shared.types.units import NS_PER_S

@@ -21,7 +21,6 @@ from kvd.tiers.progress import Wakeup
 from shared.access.refusals import RefusalLog
 from shared.access.sockets import SocketGroupError, open_to_group
 from shared.kvd_client import data_socket_protocol as packets
-from shared.kvd_client import seqpacket
 from shared.process.log import get_logger
 from shared.types.histogram import Tally
 
@@ -194,7 +193,7 @@ class DataSocket:
 
     async def _converse(self, sock: socket.socket, peer: Peer) -> None:
         """Answer packets until the peer is gone."""
-        seqpacket.send(sock, packets.encode(packets.Welcome(peer.token)))
+        packets.send(sock, packets.Welcome(peer.token))
         while True:
             waits_s = ATTACH_S if peer.token in self._waiting else None
             packet = await _next_packet(sock, peer.gone, waits_s)
@@ -220,13 +219,13 @@ class DataSocket:
         slots, progress = arena.slots, arena.progress
         mapping = packets.ArenaMapping(slots.slot_bytes, slots.num_slots, progress.num_words)
         fds = [arena.fd, progress.fd, peer.wakeup.fd]
-        seqpacket.send(sock, packets.encode(mapping), fds)
+        packets.send(sock, mapping, fds)
 
     def _refuse(self, sock: socket.socket, uid: int, reason: str, message: str) -> None:
         self._refusals.note(reason, f"uid {uid}", message=message)
         self._refused.add(reason, f"uid {uid}")  # users are few: those of this machine
         try:
-            seqpacket.send(sock, packets.encode(packets.Refused(reason, message)))
+            packets.send(sock, packets.Refused(reason, message))
         except OSError:
             return  # it has gone by itself
 
@@ -246,7 +245,7 @@ async def _next_packet(
 ) -> bytes | None:
     """Wait for a packet; b"" at the end of the connection, None if it is gone or silent."""
     waits = asyncio.ensure_future(gone.wait())
-    receiving = asyncio.ensure_future(seqpacket.receive(sock))
+    receiving = asyncio.ensure_future(packets.receive(sock))
     try:
         await asyncio.wait(
             (receiving, waits), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
@@ -259,5 +258,5 @@ async def _next_packet(
     if receiving.cancelled():
         return None
     packet, fds = receiving.result()
-    seqpacket.close_fds(fds)
+    packets.close_fds(fds)
     return packet

@@ -15,7 +15,8 @@ from kvd.core.records.records import (
 )
 from kvd.engines.attached import OwnerFacts
 from kvd.tiers.tier_facts import ArenaFacts, EncryptionFacts, VolumeFacts
-from kvd.wire.messages import TIERS, key_message
+from kvd.wire.messages import TIERS
+from shared.kvd_client.messages import key_message
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.engine_id import shown_id
 from shared.types.kv_layout import KVLayout

@@ -21,8 +21,9 @@ from kvd.rpc.operator_messages import verify_message
 from kvd.rpc.reloading import Reloader
 from kvd.runtime.cache import Cache
 from kvd.session_files.transfers import Transfers
-from kvd.wire.messages import key_message, key_of, session_message, ttl_ns_of
+from kvd.wire.messages import key_of, session_message, ttl_ns_of
 from kvd.wire.selection import allowed_tenants, check_allowed, filter_of, is_of_one, tenant_to_erase
+from shared.kvd_client.messages import key_message
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
 from shared.types.session_key import SessionKey
 

@@ -25,9 +25,8 @@ from kvd.rpc.reloading import settings_message
 from kvd.rpc.session_moves import gone_error, history_messages
 from kvd.runtime.cache import Cache
 from kvd.wire.events import EventHub
-from kvd.wire.messages import block_message, key_of, session_message
+from kvd.wire.messages import block_message, key_of, recent_turns_messages, session_message
 from kvd.wire.selection import allowed_tenants, check_allowed, event_filter_of, listing_of
-from kvd.wire.turn_messages import recent_turns_messages
 from shared.config.reload import LiveSettings
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
 from shared.version import __version__

@@ -22,7 +22,7 @@ from kvd.rpc.queue_replica import QueueStreams
 from kvd.runtime.cache import Cache
 from kvd.wire.messages import key_of, lineage_of, load_response, session_message, store_response
 from shared.config.reload import LiveSettings
-from shared.kvd_client.layout_message import layout_of
+from shared.kvd_client.messages import layout_of
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
 from shared.process.log import get_logger
 from shared.types.session_key import SessionKey

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import xxhash
 from google.protobuf.message import DecodeError
 
-from shared.kvd_client.layout_message import layout_message, layout_of
+from shared.kvd_client.messages import layout_message, layout_of
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.block_key import TOKEN_BYTES
 from shared.types.errors import InvalidInputError, ReportedError

@@ -9,8 +9,9 @@ from kvd.errors import LimitReachedError
 from kvd.session_files.exporter import Exporter
 from kvd.session_files.importer import Importer, Target, read_file
 from kvd.session_files.timely import timely
-from kvd.wire.messages import key_message, key_of
+from kvd.wire.messages import key_of
 from kvd.wire.selection import check_allowed
+from shared.kvd_client.messages import key_message
 from shared.pb.kvd.v1 import kvd_pb2
 
 MOST_TRANSFERS = 4  # at once: each holds some tens of megabytes

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvd.core.records.actions import Emit
 from kvd.errors import LimitReachedError
-from kvd.wire.messages import key_message
+from shared.kvd_client.messages import key_message
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.process.log import get_logger
 

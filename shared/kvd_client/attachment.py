@@ -16,11 +16,9 @@ from socket import socket
 import grpc
 
 from shared.kvd_client import data_socket_protocol as packets
-from shared.kvd_client import seqpacket
-from shared.kvd_client.arena_map import ArenaMap
+from shared.kvd_client.arena_map import ArenaMap, ProgressWords
 from shared.kvd_client.grants import KvdProtocolError
-from shared.kvd_client.layout_message import layout_message
-from shared.kvd_client.progress_words import ProgressWords
+from shared.kvd_client.messages import layout_message
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
 from shared.process.runtime_dir import DATA_SOCKET, ENGINE_SOCKET, channel_options
 from shared.serving.grpc_status import error_from_rpc
@@ -90,7 +88,7 @@ class Attachment:
         """Return when the peer is gone; call `on_draining(deadline_s)` when it announces that."""
         watched = {
             asyncio.create_task(self._follow(on_draining)),
-            asyncio.create_task(seqpacket.receive(self.data)),  # kvd sends nothing unasked: its end
+            asyncio.create_task(packets.receive(self.data)),  # kvd sends nothing unasked: its end
         }
         loop = asyncio.get_running_loop()
         with contextlib.suppress(OSError):  # nothing that can be waited for: waits end by deadline
@@ -129,7 +127,7 @@ class Attachment:
         """
         if leaving:
             with contextlib.suppress(OSError):  # it is gone: then there is nobody to tell
-                seqpacket.send(self.data, packets.encode(packets.Leaving()))
+                packets.send(self.data, packets.Leaving())
         self.events.cancel()
         self.data.close()
         os.close(self.wakeup_fd)
@@ -160,7 +158,7 @@ async def attach(
         ReportedError: it refuses, for example a layout.
     """
     try:
-        data = seqpacket.connect(str(runtime_dir / DATA_SOCKET))
+        data = packets.connect(str(runtime_dir / DATA_SOCKET))
     except OSError as error:
         raise KvdUnavailableError(
             f"no kvd in {runtime_dir} ({error.strerror})", "start it with: kvd serve"
@@ -192,7 +190,7 @@ async def _shake_hands(
     known: MappedArena | None,
 ) -> Attachment:
     welcome, fds = await _answer(data)
-    seqpacket.close_fds(fds)
+    packets.close_fds(fds)
     if not isinstance(welcome, packets.Welcome) or welcome.protocol != packets.PROTOCOL:
         raise _unexpected(welcome)
     stub = kvd_pb2_grpc.EngineStub(channel)
@@ -235,7 +233,7 @@ async def _map_arena(
     data: socket, arena_id: str, known: MappedArena | None
 ) -> tuple[MappedArena, ProgressWords, int]:
     """Map what kvd hands out; the wakeup is the caller's to close."""
-    seqpacket.send(data, packets.encode(packets.ArenaRequest(arena_id)))
+    packets.send(data, packets.ArenaRequest(arena_id))
     answer, fds = await _answer(data)
     keep_fd = -1
     try:
@@ -255,7 +253,7 @@ async def _map_arena(
     except ValueError as error:
         raise _unexpected(error) from error
     finally:
-        seqpacket.close_fds([fd for fd in fds if fd != keep_fd])
+        packets.close_fds([fd for fd in fds if fd != keep_fd])
     return mapped, progress, keep_fd
 
 
@@ -276,7 +274,7 @@ def _known_slots(
 
 
 async def _answer(data: socket) -> tuple[packets.Message, list[int]]:
-    packet, fds = await seqpacket.receive(data)
+    packet, fds = await packets.receive(data)
     try:
         if not packet:
             raise KvdUnavailableError("kvd closed the data connection", "see its log")
@@ -284,10 +282,10 @@ async def _answer(data: socket) -> tuple[packets.Message, list[int]]:
         if isinstance(message, packets.Refused):
             raise KvdUnavailableError(f"kvd refused: {message.message}", message.reason)
     except packets.MalformedPacketError as error:
-        seqpacket.close_fds(fds)
+        packets.close_fds(fds)
         raise _unexpected(error) from error
     except ReportedError:
-        seqpacket.close_fds(fds)
+        packets.close_fds(fds)
         raise
     return message, fds
 

@@ -28,6 +28,7 @@ from shared.kvd_client.grants import (
     load_grant,
     store_grant,
 )
+from shared.kvd_client.messages import key_message, lineage_message
 from shared.kvd_client.queue_feed import QueueFeed
 from shared.kvd_client.queue_sender import QueueSender
 from shared.pb.kvd.v1 import kvd_pb2
@@ -93,13 +94,13 @@ class KvdClient(KvdConnection):
         attachment = self._ready()
         request = kvd_pb2.PrepareLoadRequest(
             engine_id=attachment.engine_id,
-            session=_message(key),
+            session=key_message(key),
             token_ids=token_ids,
             from_token=from_token,
             deadline_s=deadline_s,
             accept_pending=accept_pending,
             dram_only=dram_only,
-            lineage=_lineage_message(lineage),
+            lineage=lineage_message(lineage),
         )
         call = self._call(attachment.stub.PrepareLoad, request, deadline_s + GRACE_S, attachment)
         response = await self._granted(call, self._give_back_load, attachment)
@@ -132,11 +133,11 @@ class KvdClient(KvdConnection):
         attachment = self._ready()
         request = kvd_pb2.PrepareStoreRequest(
             engine_id=attachment.engine_id,
-            session=_message(key),
+            session=key_message(key),
             token_ids=token_ids,
             from_token=from_token,
             deadline_s=deadline_s,
-            lineage=_lineage_message(lineage),
+            lineage=lineage_message(lineage),
         )
         call = self._call(attachment.stub.PrepareStore, request, deadline_s + GRACE_S, attachment)
         response = await self._granted(call, self._give_back_store, attachment)
@@ -171,10 +172,10 @@ class KvdClient(KvdConnection):
         attachment = self._ready()
         request = kvd_pb2.DiscardRequest(
             engine_id=attachment.engine_id,
-            session=_message(key),
+            session=key_message(key),
             token_ids=token_ids,
             ranges=[kvd_pb2.TokenRange(start=start, end=end) for start, end in ranges],
-            lineage=_lineage_message(lineage),
+            lineage=lineage_message(lineage),
         )
         response = await self._call(attachment.stub.Discard, request, CALL_S)
         return int(response.kept_tokens)
@@ -196,7 +197,7 @@ class KvdClient(KvdConnection):
             NotFoundError: nothing is stored.
         """
         ready = self._ready()
-        request = kvd_pb2.GetSessionRequest(session=_message(key), engine_id=ready.engine_id)
+        request = kvd_pb2.GetSessionRequest(session=key_message(key), engine_id=ready.engine_id)
         return await self._call(ready.stub.GetSession, request, CALL_S)
 
     def follow_queue(self, feed: QueueFeed) -> None:
@@ -219,7 +220,9 @@ class KvdClient(KvdConnection):
         await self._queue.run(attachment)
 
     async def _tell_end(self, attachment: Attachment, key: SessionKey) -> None:
-        request = kvd_pb2.EndSessionRequest(engine_id=attachment.engine_id, session=_message(key))
+        request = kvd_pb2.EndSessionRequest(
+            engine_id=attachment.engine_id, session=key_message(key)
+        )
         try:
             await self._call(attachment.stub.EndSession, request, CALL_S)
         except ReportedError as error:
@@ -261,14 +264,3 @@ class KvdClient(KvdConnection):
             self._release(lease_id)
             attachment.events.cancel()
             raise
-
-
-def _message(key: SessionKey) -> kvd_pb2.SessionKey:
-    return kvd_pb2.SessionKey(tenant=key.tenant, model=key.model, session_id=key.session_id)
-
-
-def _lineage_message(lineage: Lineage | None) -> kvd_pb2.Lineage | None:
-    """Encode; that there was no discard is a lineage too, and is not the same as naming none."""
-    if lineage is None:
-        return None
-    return kvd_pb2.Lineage(digest=lineage.digest, clean_tokens=lineage.clean_tokens)

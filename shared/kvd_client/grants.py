@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from shared.kvd_client.arena_map import ArenaMap
-from shared.kvd_client.progress_words import LoadProgress, ProgressWords
+from shared.kvd_client.arena_map import ArenaMap, LoadProgress, ProgressWords
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.block_key import TOKEN_BYTES
 from shared.types.errors import UnavailableError

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from hypothesis import strategies as st
 
-from shared.kvd_client.layout_message import layout_message
+from shared.kvd_client.messages import layout_message
 from shared.kvd_client.queue_sender import snapshot_message
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.kv_layout import Component, KVLayout, Layer

@@ -35,7 +35,7 @@ from inference_svc.runtime.store.saves import Saves
 from inference_svc.runtime.store.session_store import SessionStore
 from inference_svc.runtime.transfer.resident_slabs import ResidentSlabs
 from inference_svc.runtime.transfer.shift import SlabShifts
-from shared.kvd_client.progress_words import LoadFailedError
+from shared.kvd_client.arena_map import LoadFailedError
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S

@@ -21,7 +21,7 @@ from inference_svc.runtime.engine.engine_job import EngineJob
 from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.layer_gate import StepNotDoneError
 from inference_svc.runtime.worker_thread import WorkerThread
-from shared.kvd_client.progress_words import LoadFailedError
+from shared.kvd_client.arena_map import LoadFailedError
 from shared.process.log import get_logger
 from shared.types.errors import ReportedError
 

@@ -13,16 +13,15 @@ from kvd.errors import AttachDeniedError, UnusableSocketError
 from kvd.host.engine_users import EngineUsers
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore
 from shared.kvd_client import data_socket_protocol as packets
-from shared.kvd_client import seqpacket
-from shared.kvd_client.progress_words import ProgressWords, lease_bits
+from shared.kvd_client.arena_map import ProgressWords, lease_bits
 from shared.types.histogram import Tally
 from tests.synthetic_engine import small_layout
 
 # Connects, leaves the connection to a child that outlives it, and waits to be killed.
 LEAVING_PROCESS = """
 import os, sys, time
-from shared.kvd_client import seqpacket
-sock = seqpacket.connect(sys.argv[1])
+from shared.kvd_client import data_socket_protocol as packets
+sock = packets.connect(sys.argv[1])
 os.set_inheritable(sock.fileno(), True)
 child = os.fork()
 if child == 0:
@@ -47,12 +46,12 @@ async def _serving(tmp_path, max_peers=4, refused=None):
 
 
 async def _received(sock):
-    packet, fds = await seqpacket.receive(sock)
+    packet, fds = await packets.receive(sock)
     return packets.decode(packet), fds
 
 
 def _connect(tmp_path):
-    return seqpacket.connect(str(tmp_path / "data.sock"))
+    return packets.connect(str(tmp_path / "data.sock"))
 
 
 async def _until(is_so):
@@ -75,11 +74,11 @@ async def test_a_token_is_claimed_once(tmp_path):
 async def test_the_arena_is_given_after_attach(tmp_path):
     """Before Attach has named an arena nobody gets it; afterwards its descriptors come along."""
     arena = ArenaStore(ArenaOptions(), tmp_path, num_words=4).create(small_layout(), 2)
-    request = packets.encode(packets.ArenaRequest(arena.arena_id))
+    request = packets.ArenaRequest(arena.arena_id)
     async with _serving(tmp_path) as (data_socket, _):
         with _connect(tmp_path) as early:
             await _received(early)
-            seqpacket.send(early, request)
+            packets.send(early, request)
             refused, fds = await _received(early)
             assert isinstance(refused, packets.Refused)
             assert not fds
@@ -87,7 +86,7 @@ async def test_the_arena_is_given_after_attach(tmp_path):
             welcome, _ = await _received(sock)
             peer = data_socket.claim(welcome.token)
             peer.arena = arena
-            seqpacket.send(sock, request)
+            packets.send(sock, request)
             mapping, fds = await _received(sock)
             slots_fd, progress_fd, wakeup_fd = fds
             assert mapping == packets.ArenaMapping(arena.slots.slot_bytes, 2, 4)
@@ -97,7 +96,7 @@ async def test_the_arena_is_given_after_attach(tmp_path):
             arena.progress.publish(77, 3)
             assert (lease_bits(words.word(index)), words.word(index) & 0xFFFF) == (77, 3)
             assert os.read(wakeup_fd, 8) == b"w"
-            seqpacket.close_fds(fds)
+            packets.close_fds(fds)
     arena.close()
 
 
@@ -108,7 +107,7 @@ async def test_the_end_of_a_connection_is_not_the_end_of_its_process(tmp_path):
             with _connect(tmp_path) as sock:
                 await _received(sock)
                 for goodbye in goodbyes:
-                    seqpacket.send(sock, packets.encode(goodbye))
+                    packets.send(sock, goodbye)
         await _until(lambda: len(gone) == 2)
         assert sorted(peer.has_left for peer in gone) == [False, True]
 

@@ -5,7 +5,7 @@ import pytest
 from kvd.runtime.load_tracking import LoadTracker
 from kvd.tiers.io_measures import IoMeasures
 from kvd.tiers.progress import Progress
-from shared.kvd_client.progress_words import FAILED_BIT, LAYERS_MASK, ProgressWords
+from shared.kvd_client.arena_map import FAILED_BIT, LAYERS_MASK, ProgressWords
 
 LEASE, OTHER = (7 << 40) + 1, (7 << 40) + 2
 

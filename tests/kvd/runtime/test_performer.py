@@ -43,7 +43,7 @@ from kvd.tiers.io_pool import IoPool, Priority
 from kvd.tiers.manifest import MAX_QUEUED_BYTES, LayoutRow, Manifest
 from kvd.tiers.space_budget import SpaceBudget
 from kvd.tiers.volume import SegmentVolume
-from shared.kvd_client.progress_words import FAILED_BIT, LAYERS_MASK, ProgressWords
+from shared.kvd_client.arena_map import FAILED_BIT, LAYERS_MASK, ProgressWords
 from shared.types.kv_layout import Component, KVLayout, Layer
 from shared.types.session_key import SessionKey
 from shared.types.units import SECTOR_BYTES

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.kvd_client import seqpacket
-from shared.kvd_client.data_socket_protocol import MAX_FDS
+from shared.kvd_client import data_socket_protocol as packets
 
 
 @pytest.fixture
@@ -25,40 +24,40 @@ async def test_descriptors_ride_along(pair):
     """A descriptor arrives as another number for the same file, not inherited by children."""
     fd = os.memfd_create("test")
     os.write(fd, b"content")
-    seqpacket.send(pair[0], b"packet", [fd])
-    packet, (received,) = await seqpacket.receive(pair[1])
+    socket.send_fds(pair[0], [b"packet"], [fd])
+    packet, (received,) = await packets.receive(pair[1])
     assert packet == b"packet"
     assert os.pread(received, 7, 0) == b"content"
     assert not os.get_inheritable(received)
-    seqpacket.close_fds([fd, received])
+    packets.close_fds([fd, received])
 
 
 async def test_waiting_and_end(pair):
     """A receive waits for its packet, and sees the end as an empty one."""
-    waiting = asyncio.ensure_future(seqpacket.receive(pair[1]))
+    waiting = asyncio.ensure_future(packets.receive(pair[1]))
     await asyncio.sleep(0)
     assert not waiting.done()
-    seqpacket.send(pair[0], b"late")
+    pair[0].send(b"late")
     assert (await waiting)[0] == b"late"
     pair[0].close()
-    assert await seqpacket.receive(pair[1]) == (b"", [])
+    assert await packets.receive(pair[1]) == (b"", [])
 
 
 async def test_oversized_packets_are_an_error(pair):
     """A packet that does not fit is not half a message."""
-    seqpacket.send(pair[0], b"x" * 5000)
+    pair[0].send(b"x" * 5000)
     with pytest.raises(OSError, match="cut short"):
-        await seqpacket.receive(pair[1])
+        await packets.receive(pair[1])
 
 
 async def test_too_many_descriptors_are_an_error_and_closed(pair):
     """Descriptors nobody asked for are not kept open."""
     before = _num_open()
-    fds = [os.memfd_create(str(number)) for number in range(MAX_FDS + 2)]
-    seqpacket.send(pair[0], b"packet", fds)
+    fds = [os.memfd_create(str(number)) for number in range(packets.MAX_FDS + 2)]
+    socket.send_fds(pair[0], [b"packet"], fds)
     with pytest.raises(OSError, match="cut short"):
-        await seqpacket.receive(pair[1])
-    seqpacket.close_fds(fds)
+        await packets.receive(pair[1])
+    packets.close_fds(fds)
     assert _num_open() == before
 
 
@@ -69,14 +68,14 @@ def _num_open():
 def test_connecting_to_nobody(tmp_path):
     """Connecting fails at once where nobody listens."""
     with pytest.raises(OSError, match="No such file"):
-        seqpacket.connect(str(tmp_path / "nobody"))
+        packets.connect(str(tmp_path / "nobody"))
 
 
 async def test_a_cancelled_receive_leaves_no_reader(pair):
     """After a cancelled receive the next one gets the packet."""
-    waiting = asyncio.ensure_future(seqpacket.receive(pair[1]))
+    waiting = asyncio.ensure_future(packets.receive(pair[1]))
     await asyncio.sleep(0)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    seqpacket.send(pair[0], b"next")
-    assert (await seqpacket.receive(pair[1]))[0] == b"next"
+    pair[0].send(b"next")
+    assert (await packets.receive(pair[1]))[0] == b"next"

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from kvd.core.records.records import Tier, TierStats
 from kvd.core.state.turn_log import MAX_TURNS, RecordedTurn
-from kvd.wire.turn_messages import TURNS_PER_MESSAGE, recent_turns_messages, recorded_turns
+from kvd.wire.messages import TURNS_PER_MESSAGE, recent_turns_messages, recorded_turns
 from shared.types.units import NS_PER_S
 from tests.synthetic_engine import small_layout
 

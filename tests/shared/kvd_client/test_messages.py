@@ -2,7 +2,7 @@
 
 import pytest
 
-from shared.kvd_client.layout_message import layout_message, layout_of
+from shared.kvd_client.messages import layout_message, layout_of
 from shared.types.kv_layout import Component, InvalidLayoutError, KVLayout, Layer
 
 LAYOUT = KVLayout(
