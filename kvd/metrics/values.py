@@ -7,9 +7,7 @@ from functools import partial
 
 from kvd.caches.caches import Caches
 from kvd.config import Settings
-from kvd.core.engine import CacheEngine
-from kvd.core.records.records import LeaseInfo, QueueStats, TenantUsage
-from kvd.core.state.measures import Measures
+from kvd.core.records.records import TenantUsage
 from kvd.engines.attached import Engines
 from kvd.metrics.table import METRICS
 from kvd.runtime.cache import Cache
@@ -50,7 +48,9 @@ def _fill(sources: Sources, scrape: Scrape) -> None:
         _fill_counters(scrape, layout, cache)
         _fill_gauges(scrape, layout, cache, sources)
         _fill_histograms(scrape, layout, cache)
-        _fill_tenants(scrape, layout, cache.act(_tenants), sources.live.settings.tenants)
+        _fill_tenants(
+            scrape, layout, cache.act(lambda core, _: core.tenants()), sources.live.settings.tenants
+        )
     for unavailable in sources.caches.unavailable:
         scrape.put("kvd_layout_unavailable", 1, unavailable.fingerprint[:LAYOUT_CHARS])
     encryption = sources.caches.secrets.facts()
@@ -87,7 +87,9 @@ def _fill_info(scrape: Scrape, layout: str, cache: Cache, sources: Sources) -> N
 def _fill_counters(scrape: Scrape, layout: str, cache: Cache) -> None:
     counters = cache.stats().counters
     scrape.put_counters(counters, layout)
-    scrape.put_tally("kvd_load_misses_total", cache.act(_measures).misses, layout)
+    scrape.put_tally(
+        "kvd_load_misses_total", cache.act(lambda core, _: core.measures).misses, layout
+    )
     token_bytes = cache.layout.block_bytes // cache.layout.block_tokens
     loaded_tokens = counters["load_tokens_dram"] + counters["load_tokens_ssd"]
     scrape.put("kvd_moved_bytes_total", loaded_tokens * token_bytes, layout, "load")
@@ -116,12 +118,12 @@ def _fill_gauges(scrape: Scrape, layout: str, cache: Cache, sources: Sources) ->
     scrape.put("kvd_sessions", stats.num_sessions, layout)
     scrape.put("kvd_pinned_sessions", stats.num_soft_pins, layout, "soft")
     scrape.put("kvd_pinned_sessions", stats.num_hard_pins, layout, "hard")
-    kinds = Counter(lease.kind for lease in cache.act(_leases))
+    kinds = Counter(lease.kind for lease in cache.act(lambda core, _: core.leases()))
     for kind in ("load", "store"):
         scrape.put("kvd_leases", kinds[kind], layout, kind)
     scrape.put("kvd_quarantined_leases", stats.num_orphan_leases, layout)
     scrape.put("kvd_quarantined_slots", stats.num_quarantined_slots, layout)
-    queue = cache.act(_queue_stats)
+    queue = cache.act(lambda core, _: core.queue_stats())
     scrape.put("kvd_queue_waiting_jobs", queue.waiting_jobs, layout)
     scrape.put("kvd_queue_running_sessions", queue.running_sessions, layout)
     scrape.put("kvd_prefetch_window_jobs", queue.prefetch_window, layout)
@@ -130,7 +132,7 @@ def _fill_gauges(scrape: Scrape, layout: str, cache: Cache, sources: Sources) ->
 
 
 def _fill_histograms(scrape: Scrape, layout: str, cache: Cache) -> None:
-    measures, io = cache.act(_measures), cache.io_measures
+    measures, io = cache.act(lambda core, _: core.measures), cache.io_measures
     for name, histogram in (
         ("kvd_load_seconds", measures.load_s),
         ("kvd_store_seconds", measures.store_s),
@@ -153,19 +155,3 @@ def _fill_tenants(
         scrape.put("kvd_tenant_sessions", usage.num_sessions, layout, usage.tenant)
         if usage.quota_bytes is not None:
             scrape.put("kvd_tenant_quota_bytes", usage.quota_bytes, layout, usage.tenant)
-
-
-def _measures(core: CacheEngine, _now_ns: int) -> Measures:
-    return core.measures
-
-
-def _queue_stats(core: CacheEngine, _now_ns: int) -> QueueStats:
-    return core.queue_stats()
-
-
-def _leases(core: CacheEngine, _now_ns: int) -> tuple[LeaseInfo, ...]:
-    return core.leases()
-
-
-def _tenants(core: CacheEngine, _now_ns: int) -> tuple[TenantUsage, ...]:
-    return core.tenants()

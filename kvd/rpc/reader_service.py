@@ -1,7 +1,7 @@
 """The Reader service: sessions, leases, statistics and events, for monitors and operators."""
 
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
@@ -11,25 +11,34 @@ from kvd.caches.session_listing import SessionLister
 from kvd.config import Settings
 from kvd.core.engine import CacheEngine
 from kvd.core.records.errors import UnknownSessionError
-from kvd.core.records.records import LeaseInfo, TenantUsage
-from kvd.core.state.turn_log import RecordedTurn
+from kvd.core.state.session_history import Move, MoveKind
 from kvd.engines.attached import Engines
-from kvd.engines.process_stats import engine_message, process_message
 from kvd.rpc.operator_messages import (
     encryption_message,
+    engine_message,
+    history_messages,
     layout_stats_message,
     lease_message,
+    process_message,
+    settings_message,
     unavailable_message,
 )
-from kvd.rpc.reloading import settings_message
-from kvd.rpc.session_moves import gone_error, history_messages
 from kvd.runtime.cache import Cache
 from kvd.wire.events import EventHub
 from kvd.wire.messages import block_message, key_of, recent_turns_messages, session_message
 from kvd.wire.selection import allowed_tenants, check_allowed, event_filter_of, listing_of
 from shared.config.reload import LiveSettings
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
+from shared.types.session_key import SessionKey, session_key
+from shared.types.units import NS_PER_S, format_duration
 from shared.version import __version__
+
+# What became of a session that is not stored any more, by the last move of its history.
+_GONE = {
+    MoveKind.DROPPED: "left all tiers for room",
+    MoveKind.EXPIRED: "expired",
+    MoveKind.FLUSHED: "was flushed",
+}
 
 
 class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the stubs are untyped
@@ -97,7 +106,7 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
         owners = {facts.owner: facts for facts in self._engines.owners()}
         messages = []
         for cache in self._caches.of_model(request.model):
-            leases, now_ns = cache.act(_leases)
+            leases, now_ns = cache.act(lambda core, now_ns: (core.leases(), now_ns))
             messages += [
                 lease_message(lease, cache.layout, owners.get(lease.owner), now_ns)
                 for lease in leases
@@ -136,7 +145,7 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
         """The turns of the last while, layout by layout."""
         settings = self._settings
         for cache in self._caches.of_model(request.model):
-            turns, now_ns = cache.act(_recent_turns)
+            turns, now_ns = cache.act(lambda core, now_ns: (core.recent_turns(), now_ns))
             for message in recent_turns_messages(
                 turns,
                 cache.layout,
@@ -170,7 +179,7 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
             cache.arena_facts(self._caches.keep),
             cache.volume_facts(),
             self._settings.ssd.admission,
-            cache.act(_tenants),
+            cache.act(lambda core, _: core.tenants()),
             cache.act(lambda core, _: core.queue_stats()),
         )
 
@@ -180,13 +189,22 @@ def _num_jobs(owner: int, core: CacheEngine, _now_ns: int) -> tuple[int, int]:
     return core.num_queued(owner), core.num_running(owner)
 
 
-def _leases(core: CacheEngine, now_ns: int) -> tuple[tuple[LeaseInfo, ...], int]:
-    return core.leases(), now_ns
+def gone_error(caches: Caches, key: SessionKey) -> UnknownSessionError | None:
+    """Say what became of a session that is not stored any more; None: it is not remembered."""
+    for cache in caches.of_model(key.model):
+        full = session_key(key.tenant, cache.layout.model, key.session_id)
+        moves, now_ns = cache.act(partial(_history, full))
+        if moves and moves[-1].kind in _GONE:
+            last = moves[-1]
+            ago = format_duration(max(0.0, (now_ns - last.last_ns) / NS_PER_S))
+            why = f" ({last.why})" if last.why == "corrupt" else ""
+            return UnknownSessionError(
+                f"session {key.session_id!r} of tenant {key.tenant!r} is not stored any more: "
+                f"it {_GONE[last.kind]}{why} {ago} ago",
+                "list what is stored with: kvd ls",
+            )
+    return None
 
 
-def _recent_turns(core: CacheEngine, now_ns: int) -> tuple[Iterator[RecordedTurn], int]:
-    return core.recent_turns(), now_ns
-
-
-def _tenants(core: CacheEngine, _now_ns: int) -> tuple[TenantUsage, ...]:
-    return core.tenants()
+def _history(key: SessionKey, core: CacheEngine, now_ns: int) -> tuple[tuple[Move, ...], int]:
+    return core.history(key), now_ns

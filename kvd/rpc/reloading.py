@@ -1,11 +1,7 @@
 """A reload of a running kvd: by SIGHUP, or by an operator who wants to hear what came of it."""
 
-import json
-
-from kvd.config import Settings, is_live
+from kvd.config import Settings
 from shared.config.reload import Changes, LiveSettings
-from shared.config.settings import LoadedSettings
-from shared.pb.kvd.v1 import kvd_pb2
 from shared.process import systemd
 from shared.process.log import get_logger
 from shared.types.errors import ReportedError
@@ -46,16 +42,3 @@ class Reloader:
             self.reload()
         except ReportedError:
             return
-
-
-def settings_message(loaded: LoadedSettings[Settings]) -> kvd_pb2.GetSettingsResponse:
-    """Encode the settings in force, without secrets."""
-    values = loaded.values()
-    settings = [
-        kvd_pb2.Setting(
-            key=key, value=value, source=source, live=is_live(key), json=json.dumps(values[key])
-        )
-        for key, value, source in loaded.rows()
-    ]
-    file = "" if loaded.file is None else str(loaded.file.absolute())
-    return kvd_pb2.GetSettingsResponse(settings=settings, file=file)

@@ -7,7 +7,7 @@ import pytest
 from kvd.core.records.errors import InvalidRequestError
 from kvd.errors import AttachDeniedError
 from kvd.host.engine_users import EngineUsers, uid_of
-from kvd.rpc.scoping import narrow
+from kvd.rpc.access import narrow
 from kvd.wire.selection import is_of_one
 from shared.access.identity import Identity, TenantDeniedError
 from shared.pb.kvd.v1 import kvd_pb2
