@@ -1,4 +1,4 @@
-"""The one table of kvd's metrics. Pure; metric_values.py fills it at each scrape.
+"""The one table of kvd's metrics. Pure; kvd/metrics/values.py fills it at each scrape.
 
 `layout` is the first characters of a layout's fingerprint, which `kvd_layout_info` explains; there
 are few of them (limits.max_layouts). A tenant is a label only if the settings name it.
@@ -95,10 +95,7 @@ METRICS = MetricTable(
             LAYOUT,
         ),
         Metric(
-            "kvd_dirty_bytes",
-            "gauge",
-            "What is in DRAM only, and would be lost with it",
-            LAYOUT,
+            "kvd_dirty_bytes", "gauge", "What is in DRAM only, and would be lost with it", LAYOUT
         ),
         Metric(
             "kvd_unverified_blocks",

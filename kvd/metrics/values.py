@@ -48,9 +48,8 @@ def _fill(sources: Sources, scrape: Scrape) -> None:
         _fill_counters(scrape, layout, cache)
         _fill_gauges(scrape, layout, cache, sources)
         _fill_histograms(scrape, layout, cache)
-        _fill_tenants(
-            scrape, layout, cache.act(lambda core, _: core.tenants()), sources.live.settings.tenants
-        )
+        usages = cache.act(lambda core, _: core.tenants())
+        _fill_tenants(scrape, layout, usages, sources.live.settings.tenants)
     for unavailable in sources.caches.unavailable:
         scrape.put("kvd_layout_unavailable", 1, unavailable.fingerprint[:LAYOUT_CHARS])
     encryption = sources.caches.secrets.facts()
@@ -87,9 +86,8 @@ def _fill_info(scrape: Scrape, layout: str, cache: Cache, sources: Sources) -> N
 def _fill_counters(scrape: Scrape, layout: str, cache: Cache) -> None:
     counters = cache.stats().counters
     scrape.put_counters(counters, layout)
-    scrape.put_tally(
-        "kvd_load_misses_total", cache.act(lambda core, _: core.measures).misses, layout
-    )
+    misses = cache.act(lambda core, _: core.measures).misses
+    scrape.put_tally("kvd_load_misses_total", misses, layout)
     token_bytes = cache.layout.block_bytes // cache.layout.block_tokens
     loaded_tokens = counters["load_tokens_dram"] + counters["load_tokens_ssd"]
     scrape.put("kvd_moved_bytes_total", loaded_tokens * token_bytes, layout, "load")

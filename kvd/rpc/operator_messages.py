@@ -23,7 +23,7 @@ from kvd.core.records.records import (
     TierStats,
 )
 from kvd.core.state.session_history import Move
-from kvd.engines.attached import AttachedEngine, OwnerFacts
+from kvd.engines.attached import Engine, EngineInfo
 from kvd.tiers.tier_facts import ArenaFacts, EncryptionFacts, VolumeFacts
 from shared.config.settings import LoadedSettings
 from shared.kvd_client.messages import key_message
@@ -90,7 +90,7 @@ _MOVE = MessageFields(
 
 
 def lease_message(
-    lease: LeaseInfo, layout: KVLayout, holder: OwnerFacts | None, now_ns: int
+    lease: LeaseInfo, layout: KVLayout, engine: EngineInfo | None, now_ns: int
 ) -> kvd_pb2.LeaseInfo:
     """Encode."""
     return _LEASE.encode(
@@ -100,9 +100,9 @@ def lease_message(
         bytes=lease.num_slots * layout.block_bytes,
         age_s=max(0.0, (now_ns - lease.since_ns) / NS_PER_S),
         engine_id=shown_id(lease.owner),
-        engine_name=holder and holder.name,
-        pid=holder and holder.pid,
-        process_status=holder and holder.state,
+        engine_name=engine and engine.name,
+        pid=engine and engine.pid,
+        process_status=engine and engine.process_status,
     )
 
 
@@ -221,22 +221,20 @@ def process_message() -> kvd_pb2.ProcessStats:
         )
 
 
-def engine_message(
-    engine: AttachedEngine, queue_jobs: int, running_jobs: int
-) -> kvd_pb2.EngineInfo:
+def engine_message(engine: Engine, queue_jobs: int, running_jobs: int) -> kvd_pb2.EngineInfo:
     """One attached engine; what its process does not show us is left empty."""
     message = kvd_pb2.EngineInfo(
         engine_id=engine.shown_id,
         name=engine.name,
         layout=engine.cache.layout.fingerprint,
-        pid=engine.peer.pid,
+        pid=engine.pid,
         attached_s=time.monotonic() - engine.since_s,
         queue_jobs=queue_jobs,
         running_jobs=running_jobs,
         version=engine.version,
     )
     try:
-        process = psutil.Process(engine.peer.pid)
+        process = psutil.Process(engine.pid)
         message.command = " ".join(process.cmdline())[:MAX_COMMAND]
         message.rss_bytes = process.memory_info().rss
     except psutil.Error:

@@ -206,12 +206,12 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
 
     def _leases_of(self, pid: int) -> list[tuple[Cache, LeaseInfo]]:
         """What a process holds."""
-        owners = {facts.owner for facts in self._engines.owners() if facts.pid == pid}
+        engine_ids = {info.engine_id for info in self._engines.infos() if info.pid == pid}
         return [
             (cache, lease)
             for cache in self._caches
             for lease in cache.act(lambda core, _: core.leases())
-            if lease.owner in owners
+            if lease.owner in engine_ids
         ]
 
 

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from kvd.core.engine import CacheEngine
 from kvd.core.records.errors import InvalidRequestError
-from kvd.engines.attached import AttachedEngine, Engines
+from kvd.engines.attached import Engine, Engines
 from kvd.errors import NotAttachedError, StreamReplacedError
 from kvd.host.engine_users import EngineUsers
 from kvd.wire.messages import ns_of
@@ -101,7 +101,7 @@ class QueueStreams:
                         "the engine has opened another queue stream", "go on with that one"
                     )
                 for tenant in _tenants(message):
-                    self._users.check(engine.peer.uid, tenant)
+                    self._users.check(engine.uid, tenant)
                 update = queue_update(message, engine.cache.layout.model, self._max_jobs)
                 is_known = queue.take(update)
                 yield kvd_pb2.QueueAck(sequence=message.sequence, send_full=not is_known)
@@ -110,14 +110,14 @@ class QueueStreams:
                 del self._newest[engine.engine_id]
                 self._forget(engine)
 
-    def _open(self, engine: AttachedEngine) -> QueueReplica:
+    def _open(self, engine: Engine) -> QueueReplica:
         """Begin a stream, of which nothing is known yet."""
         if engine.engine_id in self._newest:
             self._forget(engine)
         queue = self._newest[engine.engine_id] = QueueReplica(partial(self._apply, engine))
         return queue
 
-    def _forget(self, engine: AttachedEngine) -> None:
+    def _forget(self, engine: Engine) -> None:
         """Forget an engine's jobs, unless the core has forgotten them with the engine."""
         try:
             self._engines.of(engine.engine_id)
@@ -125,7 +125,7 @@ class QueueStreams:
             return
         self._apply(engine, QueueUpdate(0, 0, QueueChange(), 0))
 
-    def _apply(self, engine: AttachedEngine, update: QueueUpdate) -> int:
+    def _apply(self, engine: Engine, update: QueueUpdate) -> int:
         """Have the core take an update, and return the digest of the engine's queue."""
         digest, num_jobs = engine.cache.act(partial(_take, engine.engine_id, update))
         check_num_jobs(num_jobs, self._max_jobs)

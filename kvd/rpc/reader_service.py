@@ -86,14 +86,14 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
         except UnknownSessionError as error:
             raise gone_error(self._caches, asked) or error from error
         detail, now_ns = cache.act(lambda core, now_ns: (core.describe(key), now_ns))
-        owners = {facts.owner: facts for facts in self._engines.owners()}
+        engines = {info.engine_id: info for info in self._engines.infos()}
         leases = cache.act(lambda core, _: core.leases())
         return kvd_pb2.DescribeSessionResponse(
             info=session_message(detail.info, cache.layout, now_ns),
             blocks=[block_message(block) for block in detail.blocks],
             history=history_messages(cache.act(lambda core, _: core.history(key)), now_ns),
             leases=[
-                lease_message(lease, cache.layout, owners.get(lease.owner), now_ns)
+                lease_message(lease, cache.layout, engines.get(lease.owner), now_ns)
                 for lease in leases
                 if lease.key == key
             ],
@@ -103,12 +103,12 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
         self, request: kvd_pb2.ListLeasesRequest, _context: Any
     ) -> kvd_pb2.ListLeasesResponse:
         """Who uses slots, attached or quarantined; oldest first."""
-        owners = {facts.owner: facts for facts in self._engines.owners()}
+        engines = {info.engine_id: info for info in self._engines.infos()}
         messages = []
         for cache in self._caches.of_model(request.model):
             leases, now_ns = cache.act(lambda core, now_ns: (core.leases(), now_ns))
             messages += [
-                lease_message(lease, cache.layout, owners.get(lease.owner), now_ns)
+                lease_message(lease, cache.layout, engines.get(lease.owner), now_ns)
                 for lease in leases
             ]
         messages.sort(key=lambda message: -message.age_s)

@@ -14,7 +14,7 @@ from kvd.config import LimitSettings, Settings
 from kvd.core.engine import CacheEngine
 from kvd.core.records.errors import InvalidRequestError, UnknownSessionError
 from kvd.core.records.records import LeaseState, LoadAnswer, Lookup, StoreAnswer
-from kvd.engines.attached import AttachedEngine, Engines
+from kvd.engines.attached import Engine, Engines
 from kvd.engines.data_socket import DataSocket
 from kvd.errors import AttachDeniedError, StoppingError
 from kvd.host.engine_users import EngineUsers
@@ -209,7 +209,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
             async for ack in acks:
                 yield ack
 
-    def _who(self, request: Any) -> tuple[AttachedEngine, SessionKey]:
+    def _who(self, request: Any) -> tuple[Engine, SessionKey]:
         """Return the caller and the session it names, which must be of its own model."""
         engine = self._engines.of(request.engine_id)
         key = key_of(request.session, engine.cache.layout.model)
@@ -218,14 +218,14 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
                 f"the session's model is {key.model[:12]}, not {engine.cache.layout.model[:12]}",
                 "attach with the layout of the session's model",
             )
-        self._users.check(engine.peer.uid, key.tenant)
+        self._users.check(engine.uid, key.tenant)
         return engine, key
 
-    def _act(self, engine: AttachedEngine, step: Callable[[CacheEngine, int], T]) -> T:
+    def _act(self, engine: Engine, step: Callable[[CacheEngine, int], T]) -> T:
         """Act for an engine that must still be attached, which each wait puts in doubt."""
         return self._engines.of(engine.engine_id).cache.act(step)
 
-    async def _settled(self, engine: AttachedEngine, lease_id: int, until: float) -> LoadAnswer:
+    async def _settled(self, engine: Engine, lease_id: int, until: float) -> LoadAnswer:
         """Wait for a load's reads, until the deadline; what has not arrived by then is cut off."""
         cache = engine.cache
         try:

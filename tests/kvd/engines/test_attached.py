@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from kvd.core.engine import CacheEngine, Limits
-from kvd.engines.attached import Engines
+from kvd.engines.attached import ENGINE_MOVES, Engine, Engines, EngineState
 from kvd.engines.data_socket import Peer
 from kvd.errors import LimitReachedError, NotAttachedError
 from kvd.host.process_identity import ProcessIdentity, start_ticks_of, watch_identity, watch_peer
@@ -107,8 +107,8 @@ async def test_a_store_outlives_its_connection(engines, cache):
         lease, other = cache.store(engine), cache.store(engine, B)
         end(engines, first)
         assert cache.leases() == [(lease, True), (other, True)]
-        (facts,) = engines.owners()
-        assert (facts.pid, facts.quarantined) == (child.pid, True)
+        (info,) = engines.infos()
+        assert (info.pid, info.is_quarantined) == (child.pid, True)
         with pytest.raises(NotAttachedError):
             engines.of(engine.engine_id)
 
@@ -116,11 +116,11 @@ async def test_a_store_outlives_its_connection(engines, cache):
         engine, confirmed, lost = engines.attach("e", cache, again, INSTANCE, [lease, 12345])
         assert (confirmed, lost) == ([lease], [12345])
         assert cache.leases() == [(lease, False)]
-        assert [facts.quarantined for facts in engines.owners()] == [False]
+        assert [info.is_quarantined for info in engines.infos()] == [False]
         done = cache.act(lambda core, now: core.complete_store(lease, engine.engine_id, True, now))
         assert done == 4
         end(engines, again)
-        assert not engines.owners()
+        assert not engines.infos()
 
 
 @pytest.mark.parametrize("how", ["dead", "has left"])
@@ -136,7 +136,7 @@ async def test_an_engine_that_cannot_write_any_more_is_forgotten(engines, cache,
         else:
             peer.has_left = True
         end(engines, peer)
-        assert (cache.leases(), engines.owners()) == ([], [])
+        assert (cache.leases(), engines.infos()) == ([], [])
 
 
 async def test_a_connection_without_stores_leaves_no_holder(engines, cache):
@@ -146,7 +146,7 @@ async def test_a_connection_without_stores_leaves_no_holder(engines, cache):
             peer = peer_of(child.pid)
             engines.attach("e", cache, peer, INSTANCE, ())
             end(engines, peer)
-        assert not engines.owners()
+        assert not engines.infos()
 
 
 async def test_a_holder_that_dies_gives_its_slots_back(engines, cache):
@@ -158,11 +158,11 @@ async def test_a_holder_that_dies_gives_its_slots_back(engines, cache):
         os.kill(child.pid, signal.SIGSTOP)
         end(engines, peer)
         assert cache.leases() == [(lease, True)]
-        await until(lambda: engines.owners()[0].state == "stopped")
+        await until(lambda: engines.infos()[0].process_status == "stopped")
         assert not engines.kill(os.getpid())
         assert engines.kill(child.pid)
         await until(lambda: not cache.leases())
-        assert not engines.owners()
+        assert not engines.infos()
         assert not engines.kill(child.pid)
 
 
@@ -193,7 +193,7 @@ async def test_a_client_that_is_faster_than_the_end_of_its_connection(engines, c
         assert first.gone.is_set()
         end(engines, first)
         assert cache.leases() == [(lease, False)]
-        assert len(engines.owners()) == 1
+        assert len(engines.infos()) == 1
         end(engines, second)
 
 
@@ -206,13 +206,13 @@ async def test_engines_and_holders_are_bounded_together(engines, cache):
             engine, _, _ = engines.attach("e", cache, peer, instance, ())
             cache.store(engine, A if number else B)
             end(engines, peer)
-        held = len(engines.owners())
+        held = len(engines.infos())
         assert held == 3
         peer = peer_of(child.pid)
         with pytest.raises(LimitReachedError, match="kvd leases"):
             engines.attach("e", cache, peer, INSTANCE, ())
         engines.attach("e", cache, peer, instances[0], ())
-        assert len(engines.owners()) == 3
+        assert len(engines.infos()) == 3
         end(engines, peer)
 
 
@@ -232,9 +232,20 @@ async def test_writers_of_an_earlier_kvd(engines, cache):
         owner = orphans[0].writing.owner
         assert owner == orphans[1].writing.owner
         assert engines.identity_of(owner) == living
-        assert [facts.pid for facts in engines.owners()] == [child.pid]
+        assert [info.pid for info in engines.infos()] == [child.pid]
         child.kill()
-        await until(lambda: not engines.owners())
+        await until(lambda: not engines.infos())
+
+
+def test_what_cannot_happen_to_an_engine(cache):
+    """A move that its state does not have is refused, and none leads back from the end."""
+    for state, moves in ENGINE_MOVES.items():
+        for event in {event for moves in ENGINE_MOVES.values() for event in moves} - set(moves):
+            engine = Engine(1, "e", cache, ProcessIdentity(1, 1, b""), state=state)
+            with pytest.raises(AssertionError, match=event):
+                engine.move(event)
+            assert engine.state is state
+    assert not ENGINE_MOVES[EngineState.GONE]
 
 
 async def test_questions_about_nobody(engines):
@@ -250,7 +261,7 @@ async def test_an_instance_that_is_none(engines, cache, instance):
         peer = peer_of(child.pid)
         with pytest.raises(InvalidInputError):
             engines.attach("e", cache, peer, instance, ())
-        assert not engines.owners()
+        assert not engines.infos()
         peer.close()
 
 
