@@ -20,7 +20,7 @@ from functools import partial
 
 from kvd.core.engine import CacheEngine
 from kvd.core.records.records import OrphanSlot, WritingSlot
-from kvd.engines.data_socket import Peer
+from kvd.engines.data_socket import DataConnection
 from kvd.errors import LimitReachedError, NotAttachedError
 from kvd.host.process_identity import (
     INSTANCE_BYTES,
@@ -73,8 +73,8 @@ class Engine:
         engine_id: random, so that an id of an earlier kvd means nothing to this one; the `owner` of
             its leases.
         uid: of its user; -1 if an earlier kvd has attached it.
-        peer: its data connection, while it is attached.
-        watch: of its process, while it is quarantined; before, the peer has it.
+        connection: its data connection, while it is attached.
+        watch: of its process, while it is quarantined; before, the connection has it.
         version: its release; "" if it did not say.
         since_s: of the monotonic clock: when its state began.
     """
@@ -84,7 +84,7 @@ class Engine:
     cache: Cache
     identity: ProcessIdentity
     uid: int = -1
-    peer: Peer | None = None
+    connection: DataConnection | None = None
     watch: ProcessWatch | None = None
     version: str = ""
     state: EngineState = EngineState.ATTACHED
@@ -147,18 +147,18 @@ class Engines:
         self,
         name: str,
         cache: Cache,
-        peer: Peer,
+        connection: DataConnection,
         instance: str,
         held: Sequence[int],
         *,
         version: str = "",
     ) -> tuple[Engine, list[int], list[int]]:
-        """Register an engine whose peer has been claimed.
+        """Register an engine whose connection has been claimed.
 
         Args:
             name: for people.
             cache: of its layout; its arena exists.
-            peer: its data connection.
+            connection: of its process.
             instance: random hex, the same at each attach of one client object.
             held: leases of earlier attachments whose slots it may still be writing to.
             version: its release, for people.
@@ -170,12 +170,12 @@ class Engines:
             InvalidInputError: the instance is not one.
             LimitReachedError: too many engines, quarantined ones included.
         """
-        start_ticks = 0 if peer.watch is None else peer.watch.start_ticks
-        identity = ProcessIdentity(peer.pid, start_ticks, _instance(instance))
+        start_ticks = 0 if connection.watch is None else connection.watch.start_ticks
+        identity = ProcessIdentity(connection.pid, start_ticks, _instance(instance))
         for older in self._of_client(identity, EngineState.ATTACHED):
-            assert older.peer is not None, "attached"  # noqa: S101
-            older.peer.gone.set()  # one client has one attachment: the older one is over
-            self.gone(older.peer)
+            assert older.connection is not None, "attached"  # noqa: S101
+            older.connection.gone.set()  # one client has one attachment: the older one is over
+            self.gone(older.connection)
         quarantined = self._of_client(identity, EngineState.QUARANTINED)
         returning = [engine for engine in quarantined if engine.cache is cache]
         if not returning and len(self._engines) >= self._max_engines:
@@ -186,8 +186,10 @@ class Engines:
                 "raise limits.max_engines, or see: kvd leases",
             )
         engine_id = secrets.randbits(63)
-        engine = Engine(engine_id, name, cache, identity, peer.uid, peer, version=version)
-        peer.arena = cache.arena
+        engine = Engine(
+            engine_id, name, cache, identity, connection.uid, connection, version=version
+        )
+        connection.arena = cache.arena
         self._engines[engine_id] = engine
         confirmed: list[int] = []
         for earlier in returning:
@@ -198,7 +200,7 @@ class Engines:
             "engine_attached",
             engine=name,
             engine_id=engine.shown_id,
-            pid=peer.pid,
+            pid=connection.pid,
             confirmed=len(confirmed),
             lost=len(lost),
         )
@@ -215,14 +217,14 @@ class Engines:
             raise NotAttachedError(f"engine {engine_id} is not attached", "attach again")
         return engine
 
-    def gone(self, peer: Peer) -> None:
+    def gone(self, connection: DataConnection) -> None:
         """Note the end of a connection: release what its engine held, or quarantine it."""
-        for engine in [engine for engine in self if engine.peer is peer]:
-            engine.peer = None
-            if not peer.may_still_write:
+        for engine in [engine for engine in self if engine.connection is connection]:
+            engine.connection = None
+            if not connection.may_still_write:
                 self._end(engine)
             elif engine.cache.act(partial(_detach, engine.engine_id)):
-                engine.watch, peer.watch = peer.watch, None  # outlives the connection
+                engine.watch, connection.watch = connection.watch, None  # outlives the connection
                 engine.move("disconnected_storing")
                 self._quarantine(engine)
             else:
@@ -264,7 +266,8 @@ class Engines:
     def wake_of(self, engine_id: int) -> Callable[[], None]:
         """What to call when a progress word of an engine has changed; any thread may."""
         engine = self._engines.get(engine_id)
-        return _nothing if engine is None or engine.peer is None else engine.peer.wakeup.wake
+        connection = None if engine is None else engine.connection
+        return _nothing if connection is None else connection.wakeup.wake
 
     def infos(self) -> list[EngineInfo]:
         """All engines that may hold leases, the attached ones first."""
@@ -283,7 +286,7 @@ class Engines:
     def kill(self, pid: int) -> bool:
         """Send SIGKILL to an engine's process, attached or not; False if there is none."""
         for engine in self._engines.values():
-            watch = engine.watch if engine.peer is None else engine.peer.watch
+            watch = engine.watch if engine.connection is None else engine.connection.watch
             if engine.pid == pid and watch is not None and watch.kill():
                 log.warning("holder_killed", pid=pid)
                 return True
@@ -337,7 +340,7 @@ class Engines:
     def _end(self, engine: Engine) -> None:
         """End all leases of an engine that writes no more."""
         self._forget(engine, "ended")
-        engine.cache.act(partial(_owner_gone, engine.engine_id))
+        engine.cache.act(partial(_engine_gone, engine.engine_id))
         log.info("engine_gone", engine=engine.name, engine_id=engine.shown_id)
 
     def _forget(self, engine: Engine, event: str) -> None:
@@ -359,14 +362,14 @@ def _instance(text: str) -> bytes:
     return instance
 
 
-def _owner_gone(owner: int, core: CacheEngine, now_ns: int) -> None:
-    core.owner_gone(owner, now_ns)
+def _engine_gone(engine_id: int, core: CacheEngine, now_ns: int) -> None:
+    core.owner_gone(engine_id, now_ns)
 
 
-def _detach(owner: int, core: CacheEngine, now_ns: int) -> bool:
+def _detach(engine_id: int, core: CacheEngine, now_ns: int) -> bool:
     """Tell the core, and return whether slots stay with the process."""
-    core.detach(owner, now_ns)
-    return any(lease.owner == owner for lease in core.leases())
+    core.detach(engine_id, now_ns)
+    return any(lease.owner == engine_id for lease in core.leases())
 
 
 def _reattach(

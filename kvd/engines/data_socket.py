@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 
-class Peer:
-    """One connected process.
+class DataConnection:
+    """The connection of one process, attached or not yet.
 
     Attributes:
         token: what Attach must present, once.
@@ -78,25 +78,25 @@ class DataSocket:
     Args:
         path: of the socket.
         users: whose processes may attach.
-        max_peers: at once.
+        max_connections: at once.
         refused: where refusals are counted: by reason and user, "uid 1000".
     """
 
     def __init__(
-        self, path: Path, users: EngineUsers, max_peers: int, refused: Tally | None = None
+        self, path: Path, users: EngineUsers, max_connections: int, refused: Tally | None = None
     ) -> None:
         self._path = path
         self._users = users
-        self._max_peers = max_peers
-        self._waiting: dict[str, Peer] = {}  # token → peer that has not attached yet
-        self._num_peers = 0
-        self._on_gone: Callable[[Peer], None] = lambda _: None
+        self._max_connections = max_connections
+        self._waiting: dict[str, DataConnection] = {}  # by token, until they attach
+        self._num_connections = 0
+        self._on_gone: Callable[[DataConnection], None] = lambda _: None
         self._refusals = RefusalLog("data_connection_refused")
         self._refused = refused or Tally()
 
-    def set_bound(self, max_peers: int) -> None:
+    def set_bound(self, max_connections: int) -> None:
         """Accept so many from now on; those that are there stay."""
-        self._max_peers = max_peers
+        self._max_connections = max_connections
 
     def listen(self, group: str = "") -> socket.socket:
         """Bind and listen; the caller hands the socket to serve().
@@ -122,8 +122,10 @@ class DataSocket:
             raise
         return listener
 
-    async def serve(self, listener: socket.socket, on_gone: Callable[[Peer], None]) -> None:
-        """Accept until cancelled; `on_gone` is called once for each peer that is gone."""
+    async def serve(
+        self, listener: socket.socket, on_gone: Callable[[DataConnection], None]
+    ) -> None:
+        """Accept until cancelled; `on_gone` is called once for each connection that is gone."""
         self._on_gone = on_gone
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as connections:
@@ -135,22 +137,22 @@ class DataSocket:
                     await asyncio.sleep(ACCEPT_RETRY_S)
                     continue
                 sock.setblocking(False)
-                connections.create_task(self._serve_peer(sock))
+                connections.create_task(self._serve_connection(sock))
 
-    def claim(self, token: str) -> Peer:
-        """Return the peer that was given this token; it cannot be claimed again.
+    def claim(self, token: str) -> DataConnection:
+        """Return the connection that was given this token; it cannot be claimed again.
 
         Raises:
             AttachDeniedError: nobody waits with this token.
         """
-        peer = self._waiting.pop(token, None)
-        if peer is None or peer.gone.is_set():
+        connection = self._waiting.pop(token, None)
+        if connection is None or connection.gone.is_set():
             raise AttachDeniedError(
                 "the attach token is unknown or used", "connect to the data socket for a new one"
             )
-        return peer
+        return connection
 
-    async def _serve_peer(self, sock: socket.socket) -> None:
+    async def _serve_connection(self, sock: socket.socket) -> None:
         """Serve one connection to its end."""
         with sock:
             pid, uid, _ = _UCRED.unpack(
@@ -160,65 +162,69 @@ class DataSocket:
                 self._refuse(sock, uid, "denied", f"uid {uid} is not in access.allowed_uids")
                 return
             if self._is_full(uid):
-                told = f"{self._num_peers} engines, limits.max_engines"
-                self._refuse(sock, uid, "limit_reached", told)
+                why = f"{self._num_connections} engines, limits.max_engines"
+                self._refuse(sock, uid, "limit_reached", why)
                 return
             try:
-                peer = _new_peer(sock, pid, uid)
+                connection = _new_connection(sock, pid, uid)
             except OSError as error:
-                told = f"no descriptor is left ({error.strerror})"
-                self._refuse(sock, uid, "limit_reached", told)
+                why = f"no descriptor is left ({error.strerror})"
+                self._refuse(sock, uid, "limit_reached", why)
                 return
-            self._waiting[peer.token] = peer
-            self._num_peers += 1
-            if peer.watch is not None:
+            self._waiting[connection.token] = connection
+            self._num_connections += 1
+            if connection.watch is not None:
                 # A connection inherited by a child outlives its process; the pidfd does not.
-                peer.watch.start(peer.gone.set)
+                connection.watch.start(connection.gone.set)
             try:
-                await self._converse(sock, peer)
+                await self._converse(sock, connection)
             except (OSError, TimeoutError, packets.MalformedPacketError) as error:
                 log.info("data_connection_broken", pid=pid, error=str(error))
             finally:
-                peer.gone.set()
-                self._num_peers -= 1
-                self._waiting.pop(peer.token, None)
-                self._on_gone(peer)
-                peer.close()
+                connection.gone.set()
+                self._num_connections -= 1
+                self._waiting.pop(connection.token, None)
+                self._on_gone(connection)
+                connection.close()
 
     def _is_full(self, uid: int) -> bool:
         """Whether there is no place; what one user leaves unattached takes half of them at most."""
-        num_waiting = sum(peer.uid == uid for peer in self._waiting.values())
-        most = max(1, self._max_peers // 2)
-        return self._num_peers >= self._max_peers or num_waiting >= most
+        num_waiting = sum(connection.uid == uid for connection in self._waiting.values())
+        most = max(1, self._max_connections // 2)
+        return self._num_connections >= self._max_connections or num_waiting >= most
 
-    async def _converse(self, sock: socket.socket, peer: Peer) -> None:
-        """Answer packets until the peer is gone."""
-        packets.send(sock, packets.Welcome(peer.token))
+    async def _converse(self, sock: socket.socket, connection: DataConnection) -> None:
+        """Answer packets until the connection is gone."""
+        packets.send(sock, packets.Welcome(connection.token))
         while True:
-            waits_s = ATTACH_S if peer.token in self._waiting else None
-            packet = await _next_packet(sock, peer.gone, waits_s)
-            if packet is None and not peer.gone.is_set() and peer.token not in self._waiting:
-                continue  # it has attached meanwhile and may be silent for ever
+            waits_s = ATTACH_S if connection.token in self._waiting else None
+            packet = await _next_packet(sock, connection.gone, waits_s)
+            has_attached = connection.token not in self._waiting
+            if packet is None and has_attached and not connection.gone.is_set():
+                continue  # meanwhile: it may be silent for ever
             if not packet:
                 return
             message = packets.decode(packet)
             if isinstance(message, packets.Leaving):
-                peer.has_left = True
+                connection.has_left = True
                 return
-            self._answer(sock, peer, message)
+            self._answer(sock, connection, message)
 
-    def _answer(self, sock: socket.socket, peer: Peer, message: packets.Message) -> None:
-        arena = peer.arena
+    def _answer(
+        self, sock: socket.socket, connection: DataConnection, message: packets.Message
+    ) -> None:
+        arena = connection.arena
         if (
             not isinstance(message, packets.ArenaRequest)
             or arena is None
             or message.arena_id != arena.arena_id
         ):
-            self._refuse(sock, peer.uid, "unexpected", "ask for the arena that Attach has named")
+            why = "ask for the arena that Attach has named"
+            self._refuse(sock, connection.uid, "unexpected", why)
             raise packets.MalformedPacketError("an arena that was not offered")
         slots, progress = arena.slots, arena.progress
         mapping = packets.ArenaMapping(slots.slot_bytes, slots.num_slots, progress.num_words)
-        fds = [arena.fd, progress.fd, peer.wakeup.fd]
+        fds = [arena.fd, progress.fd, connection.wakeup.fd]
         packets.send(sock, mapping, fds)
 
     def _refuse(self, sock: socket.socket, uid: int, reason: str, message: str) -> None:
@@ -230,10 +236,10 @@ class DataSocket:
             return  # it has gone by itself
 
 
-def _new_peer(sock: socket.socket, pid: int, uid: int) -> Peer:
+def _new_connection(sock: socket.socket, pid: int, uid: int) -> DataConnection:
     watch = watch_peer(sock, pid)
     try:
-        return Peer(secrets.token_hex(TOKEN_BYTES), pid, uid, watch)
+        return DataConnection(secrets.token_hex(TOKEN_BYTES), pid, uid, watch)
     except OSError:
         if watch is not None:
             watch.close()

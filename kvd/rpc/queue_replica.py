@@ -139,11 +139,11 @@ def _tenants(message: kvd_pb2.QueueSnapshot) -> list[str]:
     return [tenant or DEFAULT_TENANT for tenant in message.tenants] or [DEFAULT_TENANT]
 
 
-def _take(owner: int, update: QueueUpdate, core: CacheEngine, now_ns: int) -> tuple[int, int]:
+def _take(engine_id: int, update: QueueUpdate, core: CacheEngine, now_ns: int) -> tuple[int, int]:
     """Returns the digest of the engine's queue, and the number of its jobs."""
     take = core.change_queue if update.base_sequence else core.replace_queue
-    digest = take(owner, update.change, now_ns)
-    return digest, core.num_queued(owner) + core.num_running(owner)
+    digest = take(engine_id, update.change, now_ns)
+    return digest, core.num_queued(engine_id) + core.num_running(engine_id)
 
 
 def queue_update(message: kvd_pb2.QueueSnapshot, model: str, max_jobs: int) -> QueueUpdate:

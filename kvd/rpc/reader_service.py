@@ -184,9 +184,9 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
         )
 
 
-def _num_jobs(owner: int, core: CacheEngine, _now_ns: int) -> tuple[int, int]:
+def _num_jobs(engine_id: int, core: CacheEngine, _now_ns: int) -> tuple[int, int]:
     """Of an engine: those that wait, those that run."""
-    return core.num_queued(owner), core.num_running(owner)
+    return core.num_queued(engine_id), core.num_running(engine_id)
 
 
 def gone_error(caches: Caches, key: SessionKey) -> UnknownSessionError | None:

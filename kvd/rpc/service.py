@@ -80,16 +80,16 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         """Bind the stream to the process that the token was given to, and hold it."""
         self._draining.refuse()
         layout = layout_of(request.layout)
-        peer = self._data_socket.claim(request.data_token)
+        connection = self._data_socket.claim(request.data_token)
         try:
             cache, arena = await self._caches.open(layout)
             # Nothing is awaited in between: nobody takes the arena from a layout with an engine.
-            if peer.gone.is_set():
+            if connection.gone.is_set():
                 raise AttachDeniedError("the data connection has ended", "connect again")
             engine, confirmed, lost = self._engines.attach(
                 request.engine_name[:MAX_NAME],
                 cache,
-                peer,
+                connection,
                 request.instance,
                 request.held_leases,
                 version=request.version[:MAX_NAME],
@@ -106,15 +106,15 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
                     max_queue_jobs=self._limits.max_queue_jobs,
                 )
             )
-            await _first_of(peer.gone, self._draining.begun)
+            await _first_of(connection.gone, self._draining.begun)
             if self._draining.begun.is_set():
                 deadline_s = self._draining.deadline_s
                 yield kvd_pb2.AttachEvent(draining=kvd_pb2.Draining(deadline_s=deadline_s))
-                await peer.gone.wait()
+                await connection.gone.wait()
         finally:
-            if not peer.gone.is_set():
+            if not connection.gone.is_set():
                 # Its process may still be copying: slots stay leased until it is gone (D10).
-                log.info("attach_stream_ended", engine=request.engine_name, pid=peer.pid)
+                log.info("attach_stream_ended", engine=request.engine_name, pid=connection.pid)
 
     async def PrepareLoad(  # noqa: N802
         self, request: kvd_pb2.PrepareLoadRequest, _context: Any

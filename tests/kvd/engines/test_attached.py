@@ -13,7 +13,7 @@ import pytest
 
 from kvd.core.engine import CacheEngine, Limits
 from kvd.engines.attached import ENGINE_MOVES, Engine, Engines, EngineState
-from kvd.engines.data_socket import Peer
+from kvd.engines.data_socket import DataConnection
 from kvd.errors import LimitReachedError, NotAttachedError
 from kvd.host.process_identity import ProcessIdentity, start_ticks_of, watch_identity, watch_peer
 from kvd.tiers.journal import JournaledWrite
@@ -66,12 +66,12 @@ def process():
         child.communicate()
 
 
-def peer_of(pid):
-    """A connected peer, as the data socket makes it."""
+def connection_of(pid):
+    """A connection, as the data socket makes it."""
     watch = watch_identity(ProcessIdentity(pid, start_ticks_of(pid), b""))
-    peer = Peer("token", pid, os.getuid(), watch)
-    watch.start(peer.gone.set)
-    return peer
+    connection = DataConnection("token", pid, os.getuid(), watch)
+    watch.start(connection.gone.set)
+    return connection
 
 
 async def until(is_so):
@@ -92,17 +92,17 @@ async def engines():
     made.close()
 
 
-def end(engines, peer):
+def end(engines, connection):
     """End a connection, as the data socket does."""
-    peer.gone.set()
-    engines.gone(peer)
-    peer.close()
+    connection.gone.set()
+    engines.gone(connection)
+    connection.close()
 
 
 async def test_a_store_outlives_its_connection(engines, cache):
     """Its slots stay with the process; the same client finds its lease again, and completes it."""
     with process() as child:
-        first = peer_of(child.pid)
+        first = connection_of(child.pid)
         engine, _, _ = engines.attach("e", cache, first, INSTANCE, ())
         lease, other = cache.store(engine), cache.store(engine, B)
         end(engines, first)
@@ -112,7 +112,7 @@ async def test_a_store_outlives_its_connection(engines, cache):
         with pytest.raises(NotAttachedError):
             engines.of(engine.engine_id)
 
-        again = peer_of(child.pid)
+        again = connection_of(child.pid)
         engine, confirmed, lost = engines.attach("e", cache, again, INSTANCE, [lease, 12345])
         assert (confirmed, lost) == ([lease], [12345])
         assert cache.leases() == [(lease, False)]
@@ -127,15 +127,15 @@ async def test_a_store_outlives_its_connection(engines, cache):
 async def test_an_engine_that_cannot_write_any_more_is_forgotten(engines, cache, how):
     """Its slots are free at once."""
     with process() as child:
-        peer = peer_of(child.pid)
-        engine, _, _ = engines.attach("e", cache, peer, INSTANCE, ())
+        connection = connection_of(child.pid)
+        engine, _, _ = engines.attach("e", cache, connection, INSTANCE, ())
         cache.store(engine)
         if how == "dead":
             child.kill()
-            await asyncio.wait_for(peer.gone.wait(), 30)
+            await asyncio.wait_for(connection.gone.wait(), 30)
         else:
-            peer.has_left = True
-        end(engines, peer)
+            connection.has_left = True
+        end(engines, connection)
         assert (cache.leases(), engines.infos()) == ([], [])
 
 
@@ -143,20 +143,20 @@ async def test_a_connection_without_stores_leaves_no_holder(engines, cache):
     """Engines that come and go while they write nothing do not pile up."""
     with process() as child:
         for _ in range(5):
-            peer = peer_of(child.pid)
-            engines.attach("e", cache, peer, INSTANCE, ())
-            end(engines, peer)
+            connection = connection_of(child.pid)
+            engines.attach("e", cache, connection, INSTANCE, ())
+            end(engines, connection)
         assert not engines.infos()
 
 
 async def test_a_holder_that_dies_gives_its_slots_back(engines, cache):
     """Also one that was stopped, killed by an operator through its pidfd."""
     with process() as child:
-        peer = peer_of(child.pid)
-        engine, _, _ = engines.attach("e", cache, peer, INSTANCE, ())
+        connection = connection_of(child.pid)
+        engine, _, _ = engines.attach("e", cache, connection, INSTANCE, ())
         lease = cache.store(engine)
         os.kill(child.pid, signal.SIGSTOP)
-        end(engines, peer)
+        end(engines, connection)
         assert cache.leases() == [(lease, True)]
         await until(lambda: engines.infos()[0].process_status == "stopped")
         assert not engines.kill(os.getpid())
@@ -169,12 +169,12 @@ async def test_a_holder_that_dies_gives_its_slots_back(engines, cache):
 async def test_nobody_else_gets_a_lease(engines, cache):
     """Neither another process with this instance, nor another instance of this process."""
     with process() as child, process() as thief:
-        peer = peer_of(child.pid)
-        engine, _, _ = engines.attach("e", cache, peer, INSTANCE, ())
+        connection = connection_of(child.pid)
+        engine, _, _ = engines.attach("e", cache, connection, INSTANCE, ())
         lease = cache.store(engine)
-        end(engines, peer)
+        end(engines, connection)
         for pid, instance in ((thief.pid, INSTANCE), (child.pid, secrets.token_hex(16))):
-            other = peer_of(pid)
+            other = connection_of(pid)
             _, confirmed, lost = engines.attach("t", cache, other, instance, [lease])
             assert (confirmed, lost) == ([], [lease])
             end(engines, other)
@@ -184,10 +184,10 @@ async def test_nobody_else_gets_a_lease(engines, cache):
 async def test_a_client_that_is_faster_than_the_end_of_its_connection(engines, cache):
     """The older attachment of the same client is over with the newer one."""
     with process() as child:
-        first = peer_of(child.pid)
+        first = connection_of(child.pid)
         engine, _, _ = engines.attach("e", cache, first, INSTANCE, ())
         lease = cache.store(engine)
-        second = peer_of(child.pid)
+        second = connection_of(child.pid)
         _, confirmed, _ = engines.attach("e", cache, second, INSTANCE, [lease])
         assert confirmed == [lease]
         assert first.gone.is_set()
@@ -202,18 +202,18 @@ async def test_engines_and_holders_are_bounded_together(engines, cache):
     with process() as child:
         instances = [secrets.token_hex(16) for _ in range(3)]
         for number, instance in enumerate(instances):
-            peer = peer_of(child.pid)
-            engine, _, _ = engines.attach("e", cache, peer, instance, ())
+            connection = connection_of(child.pid)
+            engine, _, _ = engines.attach("e", cache, connection, instance, ())
             cache.store(engine, A if number else B)
-            end(engines, peer)
+            end(engines, connection)
         held = len(engines.infos())
         assert held == 3
-        peer = peer_of(child.pid)
+        connection = connection_of(child.pid)
         with pytest.raises(LimitReachedError, match="kvd leases"):
-            engines.attach("e", cache, peer, INSTANCE, ())
-        engines.attach("e", cache, peer, instances[0], ())
+            engines.attach("e", cache, connection, INSTANCE, ())
+        engines.attach("e", cache, connection, instances[0], ())
         assert len(engines.infos()) == 3
-        end(engines, peer)
+        end(engines, connection)
 
 
 async def test_writers_of_an_earlier_kvd(engines, cache):
@@ -258,11 +258,11 @@ async def test_questions_about_nobody(engines):
 async def test_an_instance_that_is_none(engines, cache, instance):
     """It is refused before anything is registered."""
     with process() as child:
-        peer = peer_of(child.pid)
+        connection = connection_of(child.pid)
         with pytest.raises(InvalidInputError):
-            engines.attach("e", cache, peer, instance, ())
+            engines.attach("e", cache, connection, instance, ())
         assert not engines.infos()
-        peer.close()
+        connection.close()
 
 
 def test_the_process_at_the_other_end_of_a_socket():

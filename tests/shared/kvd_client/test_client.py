@@ -160,7 +160,7 @@ async def test_no_thread_waits_for_ever(tmp_path, end):
         if end == "fails":
             kvd.arena.progress.fail(grant.lease_id)
         elif end == "kvd goes":
-            kvd.peer.gone.set()
+            kvd.connection.gone.set()
         elif end == "we go":
             client._attachment.events.cancel()
         with pytest.raises(LoadFailedError):
@@ -221,7 +221,7 @@ async def test_the_ends_of_sessions_are_told_when_kvd_is_back(tmp_path):
             kvd.mute.add("EndSession")
             ending = asyncio.create_task(client.end_session(key_of("d")))
             await until(lambda: kvd.unanswered == ["EndSession"])
-            kvd.peer.gone.set()
+            kvd.connection.gone.set()
             with pytest.raises(KvdUnavailableError):
                 await ending
             kvd.mute.clear()
