@@ -36,7 +36,7 @@ class KvdUnavailableError(UnavailableError):
 
 
 @dataclass(frozen=True)
-class Client:
+class AttachingEngine:
     """Who attaches.
 
     Attributes:
@@ -137,7 +137,7 @@ class Attachment:
 async def attach(
     runtime_dir: Path,
     layout: KVLayout,
-    client: Client,
+    engine: AttachingEngine,
     held_leases: Sequence[int],
     known: MappedArena | None,
     timeout_s: float,
@@ -147,7 +147,7 @@ async def attach(
     Args:
         runtime_dir: where its sockets are.
         layout: of the blocks to load and store.
-        client: who we are.
+        engine: who we are.
         held_leases: of earlier attachments, whose slots threads of ours may be copying.
         known: what is mapped already.
         timeout_s: for all of it.
@@ -168,7 +168,7 @@ async def attach(
     )
     try:
         async with asyncio.timeout(timeout_s):
-            return await _shake_hands(data, channel, layout, client, held_leases, known)
+            return await _shake_hands(data, channel, layout, engine, held_leases, known)
     except BaseException as error:
         data.close()
         await channel.close(None)
@@ -185,7 +185,7 @@ async def _shake_hands(
     data: socket,
     channel: grpc.aio.Channel,
     layout: KVLayout,
-    client: Client,
+    engine: AttachingEngine,
     held_leases: Sequence[int],
     known: MappedArena | None,
 ) -> Attachment:
@@ -199,8 +199,8 @@ async def _shake_hands(
             data_token=welcome.token,
             layout=layout_message(layout),
             held_leases=held_leases,
-            engine_name=client.name,
-            instance=client.instance,
+            engine_name=engine.name,
+            instance=engine.instance,
             version=__version__,
         )
     )

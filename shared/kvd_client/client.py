@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shared.kvd_client.attachment import Attachment
-from shared.kvd_client.connection import KvdConnection
+from shared.kvd_client.connection import RECONNECT_DELAY_S, KvdConnection
 from shared.kvd_client.grants import (
     KvdProtocolError,
     LoadGrant,
@@ -51,18 +51,11 @@ class KvdClient(KvdConnection):
         layout: KVLayout,
         engine_name: str,
         *,
-        reconnect_delay_s: float = 0.1,
-        max_reconnect_delay_s: float = 0.5,
+        reconnect_delay_s: float = RECONNECT_DELAY_S,
     ) -> None:
-        super().__init__(
-            runtime_dir,
-            layout,
-            engine_name,
-            reconnect_delay_s=reconnect_delay_s,
-            max_reconnect_delay_s=max_reconnect_delay_s,
-        )
+        super().__init__(runtime_dir, layout, engine_name, reconnect_delay_s=reconnect_delay_s)
         self._queue = QueueSender()
-        # Sessions whose end kvd has not been told.
+        # Sessions whose end kvd does not know.
         self._ended: OrderedDict[SessionKey, None] = OrderedDict()
 
     async def prepare_load(
@@ -128,7 +121,7 @@ class KvdClient(KvdConnection):
 
         `token_ids` is little-endian uint32, the whole sequence whose KV is computed; the caller has
         position-free KV from `from_token` on; `deadline_s` is how long kvd may wait for free slots;
-        `lineage` is that of the tokens; None: as what kvd stores of the session tells it.
+        `lineage` is that of the tokens; None: that of what kvd stores of the session.
         """
         attachment = self._ready()
         request = kvd_pb2.PrepareStoreRequest(
@@ -166,7 +159,7 @@ class KvdClient(KvdConnection):
 
         `token_ids` is the whole context before the discard, however little of it is stored, and
         `lineage` is that of these tokens. A store under way publishes nothing any more. With its
-        lineage a discard may be told again: a session that is after it already, or of another
+        lineage a discard may be repeated: a session that is after it already, or of another
         lineage, is left alone; returned is what is stored of the tokens that the discard leaves.
         """
         attachment = self._ready()
@@ -181,14 +174,14 @@ class KvdClient(KvdConnection):
         return int(response.kept_tokens)
 
     async def end_session(self, key: SessionKey) -> None:
-        """Tell kvd that the session will not come back.
+        """Notify kvd that the session will not come back.
 
-        If this raises, kvd is told when it is attached again.
+        If this raises, kvd is notified when it is attached again.
         """
         self._ended[key] = None
         if len(self._ended) > MOST_ENDED:
             self._ended.popitem(last=False)
-        await self._tell_end(self._ready(), key)
+        await self._report_end(self._ready(), key)
 
     async def get_session(self, key: SessionKey) -> kvd_pb2.SessionInfo:
         """Return what kvd knows of a session.
@@ -201,7 +194,7 @@ class KvdClient(KvdConnection):
         return await self._call(ready.stub.GetSession, request, CALL_S)
 
     def follow_queue(self, feed: QueueFeed) -> None:
-        """Keep kvd told of what waits and what runs; once, before `run`.
+        """Report to kvd what waits and what runs; to be called before `run`.
 
         Whoever changes the feed never waits for that.
         """
@@ -210,16 +203,16 @@ class KvdClient(KvdConnection):
     # ---------------------------------------------------------------------------------- inside
 
     async def _while_attached(self, attachment: Attachment, abandoned: Collection[int]) -> None:
-        """Say what kvd could not be told before; then tell it the queue."""
+        """Report what kvd does not know yet; then keep reporting the queue."""
         for lease_id in abandoned:
             with suppress(ReportedError):  # it is lost: then there is nothing to give back
                 await self._give_back_store(attachment, lease_id)
         for key in list(self._ended):
-            with suppress(ReportedError):  # kvd has gone again: the next attachment hears of it
-                await self._tell_end(attachment, key)
+            with suppress(ReportedError):  # kvd has gone again: the next attachment repeats it
+                await self._report_end(attachment, key)
         await self._queue.run(attachment)
 
-    async def _tell_end(self, attachment: Attachment, key: SessionKey) -> None:
+    async def _report_end(self, attachment: Attachment, key: SessionKey) -> None:
         request = kvd_pb2.EndSessionRequest(
             engine_id=attachment.engine_id, session=key_message(key)
         )

@@ -20,8 +20,8 @@ from typing import Protocol, TypeVar
 import grpc
 
 from shared.kvd_client.attachment import (
+    AttachingEngine,
     Attachment,
-    Client,
     KvdUnavailableError,
     MappedArena,
     attach,
@@ -33,6 +33,8 @@ from shared.types.engine_id import shown_id
 from shared.types.errors import ReportedError, UnavailableError
 from shared.types.kv_layout import KVLayout
 
+RECONNECT_DELAY_S = 0.1  # after an attachment has ended; doubled with each attempt that fails
+MAX_RECONNECT_DELAY_S = 0.5
 ATTACH_S = 30.0  # deadline of an attach: kvd may make an arena
 CANCEL_AGAIN_S = 0.1
 INSTANCE_BYTES = 16
@@ -63,6 +65,12 @@ class Method(Protocol[Request, Answer]):
 class KvdConnection:
     """One engine's connection to one kvd.
 
+    Args:
+        runtime_dir: where kvd's sockets are.
+        layout: of the blocks to load and store.
+        engine_name: for operators.
+        reconnect_delay_s: before the first attempt to attach again.
+
     Attributes:
         on_change: callbacks, called with `attached` after each change of it.
     """
@@ -73,15 +81,13 @@ class KvdConnection:
         layout: KVLayout,
         engine_name: str,
         *,
-        reconnect_delay_s: float = 0.1,
-        max_reconnect_delay_s: float = 0.5,
+        reconnect_delay_s: float = RECONNECT_DELAY_S,
     ) -> None:
         self.on_change: list[Callable[[bool], None]] = []
         self._runtime_dir = runtime_dir
         self._layout = layout
-        self._client = Client(engine_name, secrets.token_hex(INSTANCE_BYTES))
+        self._engine = AttachingEngine(engine_name, secrets.token_hex(INSTANCE_BYTES))
         self._reconnect_delay_s = reconnect_delay_s
-        self._max_reconnect_delay_s = max_reconnect_delay_s
         self._attachment: Attachment | None = None
         self._mapped: MappedArena | None = None  # outlives the attachment
         self._draining = False
@@ -96,11 +102,6 @@ class KvdConnection:
     def attached(self) -> bool:
         """Whether loads and stores may be asked for right now."""
         return self._attachment is not None and not self._draining
-
-    @property
-    def detached_reason(self) -> str:
-        """Why not, for people; "" while attached."""
-        return "" if self.attached else self._detached_reason
 
     async def wait_attached(self, timeout_s: float) -> None:
         """Wait until attached.
@@ -125,12 +126,12 @@ class KvdConnection:
             held = sorted(self._held)
             try:
                 attachment = await attach(
-                    self._runtime_dir, self._layout, self._client, held, self._mapped, ATTACH_S
+                    self._runtime_dir, self._layout, self._engine, held, self._mapped, ATTACH_S
                 )
             except ReportedError as error:
                 self._note_refusal(error)
                 await asyncio.sleep(delay_s)
-                delay_s = min(2 * delay_s, self._max_reconnect_delay_s)
+                delay_s = min(2 * delay_s, MAX_RECONNECT_DELAY_S)
                 continue
             delay_s = self._reconnect_delay_s
             self._mapped = attachment.mapped
@@ -142,7 +143,7 @@ class KvdConnection:
             await asyncio.sleep(delay_s)  # a kvd that accepts and closes must not keep us busy
 
     async def _hold(self, attachment: Attachment) -> None:
-        # Given back while nobody was there to be told. From here on whoever gives back tells kvd.
+        # Given back while no kvd was there. From here on whoever gives back calls kvd.
         abandoned = attachment.confirmed_leases - self._held
         self._attachment = attachment
         self._changed("kvd_attached", engine_id=shown_id(attachment.engine_id))
@@ -225,7 +226,7 @@ class KvdConnection:
             undoing.add_done_callback(self._undoing.discard)
             raise
         if self._attachment is not attachment:
-            # It has ended since the answer was sent, and kvd was told what we hold: not this.
+            # It has ended since the answer was sent; to the next one this lease was not named.
             raise self._unavailable()
         self._held.update({response.lease_id} - {0})
         return response
@@ -245,7 +246,7 @@ class KvdConnection:
             timeout_s: for all of it.
             leasing: of a call that begins or ends a lease, whose attachment it is. Without an
                 answer in time nobody knows whether kvd holds that lease for us, which it would do
-                for ever: so that attachment ends, and the next one tells what we hold.
+                for ever: so that attachment ends, and the next one names what we hold.
         """
         try:
             return await method(request, timeout=timeout_s, metadata=outgoing())
