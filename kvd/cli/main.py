@@ -114,7 +114,7 @@ async def _serve_until_signal(live: "LiveSettings[Settings]") -> None:
 
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     loop.add_signal_handler(signal.SIGINT, interrupt)
-    loop.add_signal_handler(signal.SIGHUP, daemon.reloader.reload_if_possible)
+    loop.add_signal_handler(signal.SIGHUP, daemon.reload_on_signal)
     await daemon.run(stop)
 
 

@@ -11,10 +11,10 @@ from shared.serving.process_metrics import PROCESS_METRICS, connection_metrics
 
 
 def _counter(
-    name: str, explanation: str, *labels: str, counted: str | Mapping[str, str] = ""
+    name: str, explanation: str, *labels: str, counted: str | Mapping[str, str] | None = None
 ) -> Metric:
-    """Make a row of each layout; see `Metric` for `counted`, one name where it has no label."""
-    names = {"": counted} if isinstance(counted, str) and counted else dict(counted)
+    """Make a row of each layout; `counted`: as Metric.counters, or the one name without a label."""
+    names = {"": counted} if isinstance(counted, str) else counted or {}
     return Metric(name, "counter", explanation, ("layout", *labels), names)
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from kvd.caches.caches import Caches
 from kvd.caches.erasing import TenantEraser
 from kvd.caches.scrubber import Scrubber
 from kvd.caches.session_listing import look_through
+from kvd.config import Settings
 from kvd.core.engine import CacheEngine
 from kvd.core.inspection.session_filter import SessionFilter
 from kvd.core.records.errors import InvalidRequestError
@@ -18,19 +19,17 @@ from kvd.core.records.records import FlushAnswer, LeaseInfo, Pin
 from kvd.engines.attached import Engines
 from kvd.errors import NoHolderError, NotOursToKillError, UnknownModelError
 from kvd.rpc.operator_messages import verify_message
-from kvd.rpc.reloading import Reloader
 from kvd.runtime.cache import Cache
 from kvd.session_files.transfers import Transfers
 from kvd.wire.messages import key_of, session_message, ttl_ns_of
 from kvd.wire.selection import allowed_tenants, check_allowed, filter_of, is_of_one, tenant_to_erase
+from shared.config.reload import Changes
 from shared.kvd_client.messages import key_message
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
 from shared.types.session_key import SessionKey
 
 GONE_S = 5.0  # how long KillHolder waits for the end of a process
 GONE_POLL_S = 0.05  # upper bound between two looks whether its leases have ended
-
-
 FLUSH_BATCH = 500  # sessions dropped in one go: about 10 ms
 
 
@@ -42,14 +41,14 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
         caches: Caches,
         engines: Engines,
         scrubber: Scrubber,
-        reloader: Reloader,
+        reload: Callable[[], Changes[Settings]],
         eraser: TenantEraser,
         transfers: Transfers,
     ) -> None:
         self._caches = caches
         self._engines = engines
         self._scrubber = scrubber
-        self._reloader = reloader
+        self._reload = reload
         self._eraser = eraser
         self._transfers = transfers
 
@@ -141,7 +140,7 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
         self, _request: kvd_pb2.ReloadSettingsRequest, _context: Any
     ) -> kvd_pb2.ReloadSettingsResponse:
         """Read the settings again, and put into force what may change live."""
-        found = self._reloader.reload()
+        found = self._reload()
         return kvd_pb2.ReloadSettingsResponse(
             applied=found.applied, needs_restart=found.needs_restart
         )
