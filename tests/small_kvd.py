@@ -6,8 +6,7 @@ from pathlib import Path
 
 import grpc
 
-from kvd.engines.data_socket import DataConnection, DataSocket
-from kvd.host.engine_users import EngineUsers
+from kvd.engines.data_socket import DataConnection, DataSocket, EngineUsers
 from kvd.tiers.arena import Arena
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore
 from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc

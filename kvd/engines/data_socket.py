@@ -4,36 +4,82 @@ Each connection is one attachment of one engine process. With the process dead, 
 that it leaves, nobody writes into its slots any more. A connection that merely ends, or a broken
 gRPC stream, proves nothing: while the process lives it may still be copying
 (kvd/engines/attached.py).
+
+The kernel says whose a process is. kvd's own user and root may always attach. A user of
+[engine_users.UID] is held to its tenants, be it one of those two; every other engine may name any
+tenant, for it is trusted to know its clients.
 """
 
 import asyncio
+import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvd.errors import AttachDeniedError, UnusableSocketError
-from kvd.host.engine_users import EngineUsers
 from kvd.host.process_identity import ProcessWatch, watch_peer
 from kvd.tiers.progress import Wakeup
+from shared.access.identity import ANY, Identity
 from shared.access.refusals import RefusalLog
 from shared.access.sockets import SocketGroupError, open_to_group
 from shared.kvd_client import data_socket_protocol as packets
 from shared.process.log import get_logger
 from shared.types.histogram import Tally
 
+if TYPE_CHECKING:
+    from kvd.tiers.arena import Arena
+
 TOKEN_BYTES = 16
 BACKLOG = 64
 ATTACH_S = 30.0  # from connecting to Attach
 ACCEPT_RETRY_S = 0.1
+ROOT_UID = 0
+ROLES = frozenset(("engine",))  # of whoever may attach
 _UCRED = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
-if TYPE_CHECKING:
-    from kvd.tiers.arena import Arena
-
 log = get_logger(__name__)
+
+
+class EngineUsers:
+    """The users whose processes may be engines, and their tenants; a reload replaces them.
+
+    Args:
+        allowed: users that may attach, besides kvd's own, root and those of `tenants`.
+        tenants: by user.
+    """
+
+    def __init__(
+        self, allowed: Sequence[int] = (), tenants: Mapping[int, Sequence[str]] | None = None
+    ) -> None:
+        self._identities: dict[int, Identity] = {}
+        self.replace(allowed, tenants or {})
+
+    def replace(self, allowed: Sequence[int], tenants: Mapping[int, Sequence[str]]) -> None:
+        """Put others into force, for engines that are attached already, too."""
+        self._identities = {
+            uid: Identity(f"uid {uid}", "unix", tuple(tenants.get(uid, (ANY,))), ROLES)
+            for uid in {ROOT_UID, os.geteuid(), *allowed, *tenants}
+        }
+
+    def identity_of(self, uid: int) -> Identity | None:
+        """Who an engine's process is; None: it may not attach."""
+        return self._identities.get(uid)
+
+    def check(self, uid: int, tenant: str) -> None:
+        """Refuse an engine a tenant that is none of its user's.
+
+        Raises:
+            DeniedError: it is not, or the user may not have engines any more.
+        """
+        identity = self._identities.get(uid)
+        if identity is None:
+            raise AttachDeniedError(
+                f"uid {uid} may not attach any more", "put it into access.allowed_uids"
+            )
+        identity.tenant(tenant)
 
 
 class DataConnection:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvd.config import Settings, check_access
-from kvd.host.engine_users import EngineUsers
+from kvd.engines.data_socket import EngineUsers
 from shared.access.clients import ClientBook, Clients
 from shared.access.identity import ANY, Identity, socket_identity
 from shared.access.streams import StreamCounts

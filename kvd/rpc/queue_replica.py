@@ -22,8 +22,8 @@ from typing import TypeVar
 from kvd.core.engine import CacheEngine
 from kvd.core.records.errors import InvalidRequestError
 from kvd.engines.attached import Engine, Engines
+from kvd.engines.data_socket import EngineUsers
 from kvd.errors import NotAttachedError, StreamReplacedError
-from kvd.host.engine_users import EngineUsers
 from kvd.wire.messages import ns_of
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.queue_delta import QueueChange, QueuedJob, QueueUpdate, RunningJob

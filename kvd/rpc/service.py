@@ -15,9 +15,8 @@ from kvd.core.engine import CacheEngine
 from kvd.core.records.errors import InvalidRequestError, UnknownSessionError
 from kvd.core.records.records import LeaseState, LoadAnswer, Lookup, StoreAnswer
 from kvd.engines.attached import Engine, Engines
-from kvd.engines.data_socket import DataSocket
+from kvd.engines.data_socket import DataSocket, EngineUsers
 from kvd.errors import AttachDeniedError, StoppingError
-from kvd.host.engine_users import EngineUsers
 from kvd.rpc.queue_replica import QueueStreams
 from kvd.runtime.cache import Cache
 from kvd.wire.messages import key_of, lineage_of, load_response, session_message, store_response

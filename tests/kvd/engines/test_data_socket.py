@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvd.engines.data_socket import DataSocket
+from kvd.engines.data_socket import DataSocket, EngineUsers
 from kvd.errors import AttachDeniedError, UnusableSocketError
-from kvd.host.engine_users import EngineUsers
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore
 from shared.kvd_client import data_socket_protocol as packets
 from shared.kvd_client.arena_map import ProgressWords, lease_bits

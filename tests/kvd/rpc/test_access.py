@@ -4,9 +4,10 @@ import os
 
 import pytest
 
+from kvd.config import uid_of
 from kvd.core.records.errors import InvalidRequestError
+from kvd.engines.data_socket import EngineUsers
 from kvd.errors import AttachDeniedError
-from kvd.host.engine_users import EngineUsers, uid_of
 from kvd.rpc.access import narrow
 from kvd.wire.selection import is_of_one
 from shared.access.identity import Identity, TenantDeniedError
