@@ -17,7 +17,8 @@ from shared.access.credentials import server_credentials
 from shared.access.server_options import server_options
 from shared.access.settings import TlsSettings
 from shared.access.sockets import open_to_group
-from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
+from shared.pb.kvd.v1 import kvd_pb2 as pb
+from shared.pb.kvd.v1 import kvd_pb2_grpc
 from shared.process.runtime_dir import (
     ENGINE_SOCKET,
     MAX_MESSAGE_BYTES,
@@ -98,7 +99,7 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         for name, servicer in self._services.items():
             _ADD[name](servicer, server)
-            names.append(kvd_pb2.DESCRIPTOR.services_by_name[name].full_name)
+            names.append(pb.DESCRIPTOR.services_by_name[name].full_name)
         reflection.enable_server_reflection(names, server)
         self._bind(server)
         self._server = server

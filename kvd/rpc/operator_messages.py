@@ -27,7 +27,7 @@ from kvd.engines.attached import Engine, EngineInfo
 from kvd.tiers.tier_facts import ArenaFacts, EncryptionFacts, VolumeFacts
 from shared.config.settings import LoadedSettings
 from shared.kvd_client.messages import key_message
-from shared.pb.kvd.v1 import kvd_pb2
+from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.process.dumps import may_be_dumped
 from shared.serving.message_fields import MessageFields
 from shared.types.engine_id import shown_id
@@ -38,7 +38,7 @@ MAX_COMMAND = 500  # characters of an engine's command line
 
 _LEASE = MessageFields(
     LeaseInfo,
-    kvd_pb2.LeaseInfo,
+    pb.LeaseInfo,
     renamed={"is_orphan": "quarantined"},
     left_out=("owner", "key", "since_ns"),
     given=(
@@ -48,7 +48,7 @@ _LEASE = MessageFields(
 )
 _LAYOUT = MessageFields(
     EngineStats,
-    kvd_pb2.LayoutStats,
+    pb.LayoutStats,
     renamed={"num_unverified": "unverified_blocks"},
     left_out=("num_unhashed",),
     given=(
@@ -56,24 +56,24 @@ _LAYOUT = MessageFields(
         *("tiers", "arena", "volume", "tenants", "queue"),
     ),
 )
-_TIER = MessageFields(TierStats, kvd_pb2.TierStats, given=("degraded", "physical_bytes"))
+_TIER = MessageFields(TierStats, pb.TierStats, given=("degraded", "physical_bytes"))
 _ARENA = MessageFields(
     ArenaFacts,
-    kvd_pb2.ArenaStats,
+    pb.ArenaStats,
     renamed={"num_adopted": "adopted_blocks"},
     left_out=("physical_bytes",),
 )
 _VOLUME = MessageFields(
-    VolumeFacts, kvd_pb2.VolumeStats, left_out=("physical_bytes",), given=("admission",)
+    VolumeFacts, pb.VolumeStats, left_out=("physical_bytes",), given=("admission",)
 )
-_TENANT = MessageFields(TenantUsage, kvd_pb2.TenantStats, given=("has_quota",))
-_QUEUE = MessageFields(QueueStats, kvd_pb2.QueueStats)
+_TENANT = MessageFields(TenantUsage, pb.TenantStats, given=("has_quota",))
+_QUEUE = MessageFields(QueueStats, pb.QueueStats)
 _ENCRYPTION = MessageFields(
-    EncryptionFacts, kvd_pb2.EncryptionStats, renamed={"is_sealing": "encrypting"}
+    EncryptionFacts, pb.EncryptionStats, renamed={"is_sealing": "encrypting"}
 )
 _VERIFIED = MessageFields(
     ScrubReport,
-    kvd_pb2.VerifyProgress,
+    pb.VerifyProgress,
     renamed={"repaired": "num_repaired", "lost": "num_lost", "errors": "num_errors"},
     left_out=(
         *("dram_blocks", "dram_bytes", "dram_corrupt"),
@@ -83,7 +83,7 @@ _VERIFIED = MessageFields(
 )
 _MOVE = MessageFields(
     Move,
-    kvd_pb2.SessionMove,
+    pb.SessionMove,
     left_out=("first_ns", "last_ns"),
     given=("kind", "age_s", "duration_s"),
 )
@@ -91,7 +91,7 @@ _MOVE = MessageFields(
 
 def lease_message(
     lease: LeaseInfo, layout: KVLayout, engine: EngineInfo | None, now_ns: int
-) -> kvd_pb2.LeaseInfo:
+) -> pb.LeaseInfo:
     """Encode."""
     return _LEASE.encode(
         lease,
@@ -106,7 +106,7 @@ def lease_message(
     )
 
 
-def history_messages(moves: Iterable[Move], now_ns: int) -> list[kvd_pb2.SessionMove]:
+def history_messages(moves: Iterable[Move], now_ns: int) -> list[pb.SessionMove]:
     """Encode."""
     return [
         _MOVE.encode(
@@ -127,7 +127,7 @@ def layout_stats_message(
     admission: Admission,
     tenants: Iterable[TenantUsage],
     queue: QueueStats,
-) -> kvd_pb2.LayoutStats:
+) -> pb.LayoutStats:
     """Encode; without an arena (no engine yet) its message is empty."""
     physical_bytes = {
         Tier.DRAM: arena.physical_bytes if arena else 0,
@@ -154,14 +154,14 @@ def layout_stats_message(
     )
 
 
-def encryption_message(facts: EncryptionFacts) -> kvd_pb2.EncryptionStats:
+def encryption_message(facts: EncryptionFacts) -> pb.EncryptionStats:
     """Encode."""
     return _ENCRYPTION.encode(facts)
 
 
-def unavailable_message(layout: UnavailableLayout, now_s: float) -> kvd_pb2.UnavailableLayout:
+def unavailable_message(layout: UnavailableLayout, now_s: float) -> pb.UnavailableLayout:
     """Encode."""
-    return kvd_pb2.UnavailableLayout(
+    return pb.UnavailableLayout(
         layout=layout.fingerprint,
         why=layout.why,
         remedy=layout.remedy,
@@ -173,7 +173,7 @@ def unavailable_message(layout: UnavailableLayout, now_s: float) -> kvd_pb2.Unav
 
 def verify_message(
     report: ScrubReport, layout: str, num_copies: int, *, done: bool
-) -> kvd_pb2.VerifyProgress:
+) -> pb.VerifyProgress:
     """Encode."""
     dram = (report.dram_blocks, report.dram_bytes, report.dram_corrupt)
     ssd = (report.ssd_blocks, report.ssd_bytes, report.ssd_corrupt)
@@ -187,29 +187,29 @@ def verify_message(
     )
 
 
-def _verified_message(num_blocks: int, num_bytes: int, num_corrupt: int) -> kvd_pb2.TierVerified:
-    return kvd_pb2.TierVerified(num_blocks=num_blocks, bytes=num_bytes, num_corrupt=num_corrupt)
+def _verified_message(num_blocks: int, num_bytes: int, num_corrupt: int) -> pb.TierVerified:
+    return pb.TierVerified(num_blocks=num_blocks, bytes=num_bytes, num_corrupt=num_corrupt)
 
 
-def settings_message(loaded: LoadedSettings[Settings]) -> kvd_pb2.GetSettingsResponse:
+def settings_message(loaded: LoadedSettings[Settings]) -> pb.GetSettingsResponse:
     """Encode the settings in force, without secrets."""
     values = loaded.values()
     settings = [
-        kvd_pb2.Setting(
+        pb.Setting(
             key=key, value=value, source=source, live=is_live(key), json=json.dumps(values[key])
         )
         for key, value, source in loaded.rows()
     ]
     file = "" if loaded.file is None else str(loaded.file.absolute())
-    return kvd_pb2.GetSettingsResponse(settings=settings, file=file)
+    return pb.GetSettingsResponse(settings=settings, file=file)
 
 
-def process_message() -> kvd_pb2.ProcessStats:
+def process_message() -> pb.ProcessStats:
     """This process."""
     process = psutil.Process()
     with process.oneshot():
         times = process.cpu_times()
-        return kvd_pb2.ProcessStats(
+        return pb.ProcessStats(
             pid=process.pid,
             rss_bytes=process.memory_info().rss,
             open_files=process.num_fds(),
@@ -221,9 +221,9 @@ def process_message() -> kvd_pb2.ProcessStats:
         )
 
 
-def engine_message(engine: Engine, queue_jobs: int, running_jobs: int) -> kvd_pb2.EngineInfo:
+def engine_message(engine: Engine, queue_jobs: int, running_jobs: int) -> pb.EngineInfo:
     """One attached engine; what its process does not show us is left empty."""
-    message = kvd_pb2.EngineInfo(
+    message = pb.EngineInfo(
         engine_id=engine.shown_id,
         name=engine.name,
         layout=engine.cache.layout.fingerprint,

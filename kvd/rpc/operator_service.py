@@ -25,7 +25,8 @@ from kvd.wire.messages import key_of, session_message, ttl_ns_of
 from kvd.wire.selection import allowed_tenants, check_allowed, filter_of, is_of_one, tenant_to_erase
 from shared.config.reload import Changes
 from shared.kvd_client.messages import key_message
-from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
+from shared.pb.kvd.v1 import kvd_pb2 as pb
+from shared.pb.kvd.v1 import kvd_pb2_grpc
 from shared.types.session_key import SessionKey
 
 GONE_S = 5.0  # how long KillHolder waits for the end of a process
@@ -52,14 +53,12 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
         self._eraser = eraser
         self._transfers = transfers
 
-    async def Flush(  # noqa: N802
-        self, request: kvd_pb2.FlushRequest, _context: Any
-    ) -> kvd_pb2.FlushResponse:
+    async def Flush(self, request: pb.FlushRequest, _: Any) -> pb.FlushResponse:  # noqa: N802
         """Drop the KV of one session, of those that a filter is for, or everything."""
         is_one = is_of_one(request)
         if request.secure:
             return await self._erase(request)
-        response = kvd_pb2.FlushResponse(unavailable_layouts=len(self._caches.unavailable))
+        response = pb.FlushResponse(unavailable_layouts=len(self._caches.unavailable))
         if is_one:
             cache, key = self._found(request.session)
             _add(response, cache.act(partial(_flush, key, request.dry_run)))
@@ -71,28 +70,22 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
             await self._caches.committed()
         return response
 
-    async def Pin(  # noqa: N802
-        self, request: kvd_pb2.PinRequest, _context: Any
-    ) -> kvd_pb2.PinResponse:
+    async def Pin(self, request: pb.PinRequest, _: Any) -> pb.PinResponse:  # noqa: N802
         """Protect a session from eviction and expiry."""
         pin = Pin.SOFT if request.soft else Pin.HARD
         cache, key = self._found(request.session)
         cache.act(lambda core, now_ns: core.pin(key, pin, now_ns))
         await self._caches.committed()
-        return kvd_pb2.PinResponse()
+        return pb.PinResponse()
 
-    async def Unpin(  # noqa: N802
-        self, request: kvd_pb2.PinRequest, _context: Any
-    ) -> kvd_pb2.PinResponse:
+    async def Unpin(self, request: pb.PinRequest, _: Any) -> pb.PinResponse:  # noqa: N802
         """Take the protection away."""
         cache, key = self._found(request.session)
         cache.act(lambda core, now_ns: core.unpin(key, now_ns))
         await self._caches.committed()
-        return kvd_pb2.PinResponse()
+        return pb.PinResponse()
 
-    async def SetTtl(  # noqa: N802
-        self, request: kvd_pb2.SetTtlRequest, _context: Any
-    ) -> kvd_pb2.SetTtlResponse:
+    async def SetTtl(self, request: pb.SetTtlRequest, _: Any) -> pb.SetTtlResponse:  # noqa: N802
         """Set how long a session lives after its last use."""
         cache, key = self._found(request.session)
         ttl_ns = ttl_ns_of(request.ttl_s)
@@ -102,11 +95,9 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
             )
         )
         await self._caches.committed()
-        return kvd_pb2.SetTtlResponse(expires_in_s=message.expires_in_s)
+        return pb.SetTtlResponse(expires_in_s=message.expires_in_s)
 
-    async def KillHolder(  # noqa: N802
-        self, request: kvd_pb2.KillHolderRequest, _context: Any
-    ) -> kvd_pb2.KillHolderResponse:
+    async def KillHolder(self, request: pb.KillHolderRequest, _: Any) -> pb.KillHolderResponse:  # noqa: N802
         """End a process that holds leases, and wait for them to end with it."""
         if not request.pid:  # how a process of another PID namespace looks
             raise InvalidRequestError("no process is named", "name one that kvd leases shows")
@@ -119,49 +110,45 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
         until = loop.time() + GONE_S
         while (left := self._leases_of(request.pid)) and loop.time() < until:
             await left[0][0].changed(GONE_POLL_S)
-        return kvd_pb2.KillHolderResponse(
+        return pb.KillHolderResponse(
             num_leases=len(held),
             num_slots=sum(lease.num_slots for _, lease in held),
             gone=not left,
         )
 
     async def ReopenLayout(  # noqa: N802
-        self, request: kvd_pb2.ReopenLayoutRequest, _context: Any
-    ) -> kvd_pb2.ReopenLayoutResponse:
+        self, request: pb.ReopenLayoutRequest, _: Any
+    ) -> pb.ReopenLayoutResponse:
         """Open an unavailable layout, or do with it what the operator has decided."""
         if request.accept_loss and request.set_aside:
             raise InvalidRequestError("two decisions about one layout", "decide for one of them")
         name = await self._caches.reopen(
             request.layout, accept_loss=request.accept_loss, set_aside=request.set_aside
         )
-        return kvd_pb2.ReopenLayoutResponse(name=name)
+        return pb.ReopenLayoutResponse(name=name)
 
     async def ReloadSettings(  # noqa: N802
-        self, _request: kvd_pb2.ReloadSettingsRequest, _context: Any
-    ) -> kvd_pb2.ReloadSettingsResponse:
+        self, _request: pb.ReloadSettingsRequest, _: Any
+    ) -> pb.ReloadSettingsResponse:
         """Read the settings again, and put into force what may change live."""
         found = self._reload()
-        return kvd_pb2.ReloadSettingsResponse(
-            applied=found.applied, needs_restart=found.needs_restart
-        )
+        return pb.ReloadSettingsResponse(applied=found.applied, needs_restart=found.needs_restart)
 
     async def ExportSession(  # noqa: N802
-        self, request: kvd_pb2.ExportSessionRequest, _context: Any
-    ) -> AsyncIterator[kvd_pb2.SessionFilePart]:
+        self, request: pb.ExportSessionRequest, _: Any
+    ) -> AsyncIterator[pb.SessionFilePart]:
         """Send a session as a file."""
         async with aclosing(self._transfers.export(request, allowed_tenants())) as parts:
             async for part in parts:
                 yield part
 
     async def ImportSession(  # noqa: N802
-        self, requests: AsyncIterator[kvd_pb2.ImportSessionRequest], _context: Any
-    ) -> kvd_pb2.ImportSessionResponse:
+        self, requests: AsyncIterator[pb.ImportSessionRequest], _: Any
+    ) -> pb.ImportSessionResponse:
         """Store a session from a file."""
         return await self._transfers.import_session(requests, allowed_tenants())
 
-    async def Verify(  # noqa: N802
-        self, request: kvd_pb2.VerifyRequest, _context: Any
-    ) -> AsyncIterator[kvd_pb2.VerifyProgress]:
+    async def Verify(self, request: pb.VerifyRequest, _: Any) -> AsyncIterator[pb.VerifyProgress]:  # noqa: N802
         """Check every copy; it ends with its caller."""
         caches = self._caches.of_model(request.model)
         if request.model and not caches:  # not to be taken for "nothing is corrupt"
@@ -175,10 +162,10 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
                     progress.report, progress.layout, progress.num_copies, done=progress.done
                 )
 
-    async def _erase(self, request: kvd_pb2.FlushRequest) -> kvd_pb2.FlushResponse:
+    async def _erase(self, request: pb.FlushRequest) -> pb.FlushResponse:
         """Drop a tenant's sessions, or all, so that nothing of them can be read again."""
         tenant = tenant_to_erase(request, allowed_tenants())
-        response = kvd_pb2.FlushResponse()
+        response = pb.FlushResponse()
         if request.dry_run:
             response.erased_tenants.extend(self._eraser.named(tenant))
             wanted = filter_of(request.filter, None)
@@ -189,7 +176,7 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
         response.erased_tenants.extend(erased.tenants)
         return response
 
-    def _found(self, named: kvd_pb2.SessionKey) -> tuple[Cache, SessionKey]:
+    def _found(self, named: pb.SessionKey) -> tuple[Cache, SessionKey]:
         """The session that a request names, if its caller may see it."""
         key = key_of(named)
         check_allowed(key, allowed_tenants())
@@ -217,7 +204,7 @@ class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # t
 async def flush_selected(
     caches: Iterable[Cache],
     wanted: SessionFilter,
-    response: kvd_pb2.FlushResponse,
+    response: pb.FlushResponse,
     *,
     dry_run: bool,
 ) -> None:
@@ -279,7 +266,7 @@ def _freed_bytes(
     return core.freed_bytes(keys, counted)
 
 
-def _add(response: kvd_pb2.FlushResponse, answer: FlushAnswer) -> None:
+def _add(response: pb.FlushResponse, answer: FlushAnswer) -> None:
     response.sessions += answer.num_sessions
     response.bytes += answer.freed_bytes
     response.skipped_leased.extend(key_message(key) for key in answer.skipped_leased)

@@ -25,7 +25,7 @@ from kvd.engines.attached import Engine, Engines
 from kvd.engines.data_socket import EngineUsers
 from kvd.errors import NotAttachedError, StreamReplacedError
 from kvd.wire.messages import ns_of
-from shared.pb.kvd.v1 import kvd_pb2
+from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.queue_delta import QueueChange, QueuedJob, QueueUpdate, RunningJob
 from shared.types.session_key import DEFAULT_TENANT, SessionKey, session_keys
 
@@ -85,8 +85,8 @@ class QueueStreams:
         self._newest: dict[int, QueueReplica] = {}  # by engine id
 
     async def serve(
-        self, messages: AsyncIterator[kvd_pb2.QueueSnapshot]
-    ) -> AsyncGenerator[kvd_pb2.QueueAck, None]:
+        self, messages: AsyncIterator[pb.QueueSnapshot]
+    ) -> AsyncGenerator[pb.QueueAck, None]:
         """Take one stream, to its end."""
         engine = queue = None
         try:
@@ -104,7 +104,7 @@ class QueueStreams:
                     self._users.check(engine.uid, tenant)
                 update = queue_update(message, engine.cache.layout.model, self._max_jobs)
                 is_known = queue.take(update)
-                yield kvd_pb2.QueueAck(sequence=message.sequence, send_full=not is_known)
+                yield pb.QueueAck(sequence=message.sequence, send_full=not is_known)
         finally:
             if engine is not None and self._newest.get(engine.engine_id) is queue:
                 del self._newest[engine.engine_id]
@@ -132,7 +132,7 @@ class QueueStreams:
         return digest
 
 
-def _tenants(message: kvd_pb2.QueueSnapshot) -> list[str]:
+def _tenants(message: pb.QueueSnapshot) -> list[str]:
     """Whose sessions a message names; nobody's if it names none."""
     if not (message.tenants or message.waiting.numbers or message.running.numbers):
         return []
@@ -146,7 +146,7 @@ def _take(engine_id: int, update: QueueUpdate, core: CacheEngine, now_ns: int) -
     return digest, core.num_queued(engine_id) + core.num_running(engine_id)
 
 
-def queue_update(message: kvd_pb2.QueueSnapshot, model: str, max_jobs: int) -> QueueUpdate:
+def queue_update(message: pb.QueueSnapshot, model: str, max_jobs: int) -> QueueUpdate:
     """Decode and check; sessions are of `model`.
 
     Raises:
@@ -177,7 +177,7 @@ def check_num_jobs(num_jobs: int, max_jobs: int) -> None:
         )
 
 
-def _waiting(message: kvd_pb2.QueueSnapshot, model: str) -> list[QueuedJob]:
+def _waiting(message: pb.QueueSnapshot, model: str) -> list[QueuedJob]:
     jobs = message.waiting
     num_jobs = len(jobs.numbers)
     tags = _column(jobs.start_tags, num_jobs, 0.0)
@@ -190,7 +190,7 @@ def _waiting(message: kvd_pb2.QueueSnapshot, model: str) -> list[QueuedJob]:
     return list(map(QueuedJob._make, rows))
 
 
-def _keys(message: kvd_pb2.QueueSnapshot, jobs: kvd_pb2.QueueJobs, model: str) -> list[SessionKey]:
+def _keys(message: pb.QueueSnapshot, jobs: pb.QueueJobs, model: str) -> list[SessionKey]:
     names = list(message.tenants) or [""]
     indexes = _column(jobs.tenants, len(jobs.numbers), 0)
     if max(indexes, default=0) >= len(names):

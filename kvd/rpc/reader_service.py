@@ -28,7 +28,8 @@ from kvd.wire.events import EventHub
 from kvd.wire.messages import block_message, key_of, recent_turns_messages, session_message
 from kvd.wire.selection import allowed_tenants, check_allowed, event_filter_of, listing_of
 from shared.config.reload import LiveSettings
-from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
+from shared.pb.kvd.v1 import kvd_pb2 as pb
+from shared.pb.kvd.v1 import kvd_pb2_grpc
 from shared.types.session_key import SessionKey, session_key
 from shared.types.units import NS_PER_S, format_duration
 from shared.version import __version__
@@ -65,8 +66,8 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
         return self._live.settings
 
     async def ListSessions(  # noqa: N802
-        self, request: kvd_pb2.ListSessionsRequest, _context: Any
-    ) -> kvd_pb2.ListSessionsResponse:
+        self, request: pb.ListSessionsRequest, _: Any
+    ) -> pb.ListSessionsResponse:
         """Page through the sessions of all layouts."""
         most = self._settings.limits.sessions_page
         limit = min(request.limit or most, most)
@@ -76,8 +77,8 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
         return page
 
     async def DescribeSession(  # noqa: N802
-        self, request: kvd_pb2.DescribeSessionRequest, _context: Any
-    ) -> kvd_pb2.DescribeSessionResponse:
+        self, request: pb.DescribeSessionRequest, _: Any
+    ) -> pb.DescribeSessionResponse:
         """One session with its blocks, its leases, and what happened to it lately."""
         asked = key_of(request.session)
         check_allowed(asked, allowed_tenants())
@@ -88,7 +89,7 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
         detail, now_ns = cache.act(lambda core, now_ns: (core.describe(key), now_ns))
         engines = {info.engine_id: info for info in self._engines.infos()}
         leases = cache.act(lambda core, _: core.leases())
-        return kvd_pb2.DescribeSessionResponse(
+        return pb.DescribeSessionResponse(
             info=session_message(detail.info, cache.layout, now_ns),
             blocks=[block_message(block) for block in detail.blocks],
             history=history_messages(cache.act(lambda core, _: core.history(key)), now_ns),
@@ -99,9 +100,7 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
             ],
         )
 
-    async def ListLeases(  # noqa: N802
-        self, request: kvd_pb2.ListLeasesRequest, _context: Any
-    ) -> kvd_pb2.ListLeasesResponse:
+    async def ListLeases(self, request: pb.ListLeasesRequest, _: Any) -> pb.ListLeasesResponse:  # noqa: N802
         """Who uses slots, attached or quarantined; oldest first."""
         engines = {info.engine_id: info for info in self._engines.infos()}
         messages = []
@@ -112,13 +111,11 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
                 for lease in leases
             ]
         messages.sort(key=lambda message: -message.age_s)
-        return kvd_pb2.ListLeasesResponse(leases=messages)
+        return pb.ListLeasesResponse(leases=messages)
 
-    async def GetStats(  # noqa: N802
-        self, _request: kvd_pb2.GetStatsRequest, _context: Any
-    ) -> kvd_pb2.GetStatsResponse:
+    async def GetStats(self, _request: pb.GetStatsRequest, _: Any) -> pb.GetStatsResponse:  # noqa: N802
         """Fill, counters, engines and the process itself."""
-        return kvd_pb2.GetStatsResponse(
+        return pb.GetStatsResponse(
             version=__version__,
             layouts=[self._layout_message(cache) for cache in self._caches.of_model("")],
             engines=[
@@ -133,15 +130,13 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
             ],
         )
 
-    async def GetSettings(  # noqa: N802
-        self, _request: kvd_pb2.GetSettingsRequest, _context: Any
-    ) -> kvd_pb2.GetSettingsResponse:
+    async def GetSettings(self, _request: pb.GetSettingsRequest, _: Any) -> pb.GetSettingsResponse:  # noqa: N802
         """The settings in force, and where each comes from."""
         return settings_message(self._live.loaded)
 
     async def ListRecentTurns(  # noqa: N802
-        self, request: kvd_pb2.ListRecentTurnsRequest, _context: Any
-    ) -> AsyncIterator[kvd_pb2.RecentTurns]:
+        self, request: pb.ListRecentTurnsRequest, _: Any
+    ) -> AsyncIterator[pb.RecentTurns]:
         """The turns of the last while, layout by layout."""
         settings = self._settings
         for cache in self._caches.of_model(request.model):
@@ -156,9 +151,7 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
             ):
                 yield message
 
-    async def WatchEvents(  # noqa: N802
-        self, request: kvd_pb2.WatchEventsRequest, _context: Any
-    ) -> AsyncIterator[kvd_pb2.Event]:
+    async def WatchEvents(self, request: pb.WatchEventsRequest, _: Any) -> AsyncIterator[pb.Event]:  # noqa: N802
         """Stream the last events, if they are wanted, and those from now on."""
         wanted = event_filter_of(request, allowed_tenants())
         recent = self._events.recent(wanted, request.num_recent)
@@ -172,7 +165,7 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
             while True:
                 yield await watcher.next()
 
-    def _layout_message(self, cache: Cache) -> kvd_pb2.LayoutStats:
+    def _layout_message(self, cache: Cache) -> pb.LayoutStats:
         return layout_stats_message(
             cache.stats(),
             cache.layout,

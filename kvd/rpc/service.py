@@ -22,7 +22,8 @@ from kvd.runtime.cache import Cache
 from kvd.wire.messages import key_of, lineage_of, load_response, session_message, store_response
 from shared.config.reload import LiveSettings
 from shared.kvd_client.messages import layout_of
-from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
+from shared.pb.kvd.v1 import kvd_pb2 as pb
+from shared.pb.kvd.v1 import kvd_pb2_grpc
 from shared.process.log import get_logger
 from shared.types.session_key import SessionKey
 from shared.version import __version__
@@ -73,9 +74,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         """In force now."""
         return self._live.settings.limits
 
-    async def Attach(  # noqa: N802
-        self, request: kvd_pb2.AttachRequest, _context: Any
-    ) -> AsyncIterator[kvd_pb2.AttachEvent]:
+    async def Attach(self, request: pb.AttachRequest, _: Any) -> AsyncIterator[pb.AttachEvent]:  # noqa: N802
         """Bind the stream to the process that the token was given to, and hold it."""
         self._draining.refuse()
         layout = layout_of(request.layout)
@@ -93,8 +92,8 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
                 request.held_leases,
                 version=request.version[:MAX_NAME],
             )
-            yield kvd_pb2.AttachEvent(
-                attached=kvd_pb2.Attached(
+            yield pb.AttachEvent(
+                attached=pb.Attached(
                     engine_id=engine.engine_id,
                     arena_id=arena.arena_id,
                     slot_bytes=arena.slots.slot_bytes,
@@ -108,16 +107,14 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
             await _first_of(connection.gone, self._draining.begun)
             if self._draining.begun.is_set():
                 deadline_s = self._draining.deadline_s
-                yield kvd_pb2.AttachEvent(draining=kvd_pb2.Draining(deadline_s=deadline_s))
+                yield pb.AttachEvent(draining=pb.Draining(deadline_s=deadline_s))
                 await connection.gone.wait()
         finally:
             if not connection.gone.is_set():
                 # Its process may still be copying: slots stay leased until it is gone (D10).
                 log.info("attach_stream_ended", engine=request.engine_name, pid=connection.pid)
 
-    async def PrepareLoad(  # noqa: N802
-        self, request: kvd_pb2.PrepareLoadRequest, _context: Any
-    ) -> kvd_pb2.PrepareLoadResponse:
+    async def PrepareLoad(self, request: pb.PrepareLoadRequest, _: Any) -> pb.PrepareLoadResponse:  # noqa: N802
         """Lease slots with stored KV, after the SSD reads that this needs."""
         self._draining.refuse()
         engine, key = self._who(request)
@@ -134,18 +131,18 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         return load_response(answer)
 
     async def CompleteLoad(  # noqa: N802
-        self, request: kvd_pb2.CompleteLoadRequest, _context: Any
-    ) -> kvd_pb2.CompleteLoadResponse:
+        self, request: pb.CompleteLoadRequest, _: Any
+    ) -> pb.CompleteLoadResponse:
         """End a load lease."""
         engine = self._engines.of(request.engine_id)
         engine.cache.act(
             lambda core, now_ns: core.complete_load(request.lease_id, engine.engine_id, now_ns)
         )
-        return kvd_pb2.CompleteLoadResponse()
+        return pb.CompleteLoadResponse()
 
     async def PrepareStore(  # noqa: N802
-        self, request: kvd_pb2.PrepareStoreRequest, _context: Any
-    ) -> kvd_pb2.PrepareStoreResponse:
+        self, request: pb.PrepareStoreRequest, _: Any
+    ) -> pb.PrepareStoreResponse:
         """Lease slots to write to, waiting for them if they are in use."""
         self._draining.refuse()
         engine, key = self._who(request)
@@ -160,8 +157,8 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         return response
 
     async def CompleteStore(  # noqa: N802
-        self, request: kvd_pb2.CompleteStoreRequest, _context: Any
-    ) -> kvd_pb2.CompleteStoreResponse:
+        self, request: pb.CompleteStoreRequest, _: Any
+    ) -> pb.CompleteStoreResponse:
         """Publish or forget what was written."""
         engine = self._engines.of(request.engine_id)
         stored = engine.cache.act(
@@ -169,11 +166,9 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
                 request.lease_id, engine.engine_id, request.success, now_ns
             )
         )
-        return kvd_pb2.CompleteStoreResponse(stored_tokens=stored)
+        return pb.CompleteStoreResponse(stored_tokens=stored)
 
-    async def Discard(  # noqa: N802
-        self, request: kvd_pb2.DiscardRequest, _context: Any
-    ) -> kvd_pb2.DiscardResponse:
+    async def Discard(self, request: pb.DiscardRequest, _: Any) -> pb.DiscardResponse:  # noqa: N802
         """Drop token ranges of a session; metadata only."""
         engine, key = self._who(request)
         ranges = [(item.start, item.end) for item in request.ranges]
@@ -183,26 +178,22 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
                 key, request.token_ids, ranges, now_ns, lineage=lineage
             )
         )
-        return kvd_pb2.DiscardResponse(kept_tokens=kept)
+        return pb.DiscardResponse(kept_tokens=kept)
 
-    async def GetSession(  # noqa: N802
-        self, request: kvd_pb2.GetSessionRequest, _context: Any
-    ) -> kvd_pb2.SessionInfo:
+    async def GetSession(self, request: pb.GetSessionRequest, _: Any) -> pb.SessionInfo:  # noqa: N802
         """Tell what is stored of a session."""
         engine, key = self._who(request)
         return engine.cache.act(partial(_session_message, engine.cache, key))
 
-    async def EndSession(  # noqa: N802
-        self, request: kvd_pb2.EndSessionRequest, _context: Any
-    ) -> kvd_pb2.EndSessionResponse:
+    async def EndSession(self, request: pb.EndSessionRequest, _: Any) -> pb.EndSessionResponse:  # noqa: N802
         """Note that a session will not come back."""
         engine, key = self._who(request)
         engine.cache.act(lambda core, now_ns: core.end_session(key, now_ns))
-        return kvd_pb2.EndSessionResponse()
+        return pb.EndSessionResponse()
 
     async def PushQueue(  # noqa: N802
-        self, requests: AsyncIterator[kvd_pb2.QueueSnapshot], _context: Any
-    ) -> AsyncIterator[kvd_pb2.QueueAck]:
+        self, requests: AsyncIterator[pb.QueueSnapshot], _: Any
+    ) -> AsyncIterator[pb.QueueAck]:
         """Take the engine's queue, snapshot by snapshot."""
         async with aclosing(self._queues.serve(requests)) as acks:
             async for ack in acks:
@@ -241,7 +232,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
 
 
 def _prepare_load(
-    request: kvd_pb2.PrepareLoadRequest, key: SessionKey, core: CacheEngine, now_ns: int
+    request: pb.PrepareLoadRequest, key: SessionKey, core: CacheEngine, now_ns: int
 ) -> LoadAnswer:
     return core.prepare_load(
         key,
@@ -255,7 +246,7 @@ def _prepare_load(
 
 
 def _prepare_store(
-    request: kvd_pb2.PrepareStoreRequest, key: SessionKey, core: CacheEngine, now_ns: int
+    request: pb.PrepareStoreRequest, key: SessionKey, core: CacheEngine, now_ns: int
 ) -> StoreAnswer:
     return core.prepare_store(
         key,
@@ -269,7 +260,7 @@ def _prepare_store(
 
 def _session_message(
     cache: Cache, key: SessionKey, core: CacheEngine, now_ns: int
-) -> kvd_pb2.SessionInfo:
+) -> pb.SessionInfo:
     info = core.session_info(key)
     if info is None:
         raise UnknownSessionError(f"session {key} is not stored", "store it first")

@@ -20,7 +20,7 @@ from kvd.core.records.records import (
 )
 from kvd.core.state.turn_log import MAX_TURNS, RecordedTurn
 from shared.kvd_client.messages import key_message
-from shared.pb.kvd.v1 import kvd_pb2
+from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.serving.message_fields import MessageFields
 from shared.types.kv_layout import KVLayout
 from shared.types.lineage import LINEAGE_BYTES, WHOLE, Lineage
@@ -30,39 +30,39 @@ from shared.types.units import NS_PER_S
 MAX_DURATION_S = 100 * 365 * 86400.0  # in ns, added to an instant, it is less than 2^63
 TURNS_PER_MESSAGE = 512  # encoded in a few milliseconds, in which nothing else is done
 
-TIERS = {Tier.DRAM: kvd_pb2.TIER_DRAM, Tier.SSD: kvd_pb2.TIER_SSD}
+TIERS = {Tier.DRAM: pb.TIER_DRAM, Tier.SSD: pb.TIER_SSD}
 
-_LOAD = MessageFields(LoadAnswer, kvd_pb2.PrepareLoadResponse, given=("spans", "progress_index"))
-_LOAD_SPAN = MessageFields(LoadSpan, kvd_pb2.LoadSpan)
+_LOAD = MessageFields(LoadAnswer, pb.PrepareLoadResponse, given=("spans", "progress_index"))
+_LOAD_SPAN = MessageFields(LoadSpan, pb.LoadSpan)
 _STORE = MessageFields(
     StoreAnswer,
-    kvd_pb2.PrepareStoreResponse,
+    pb.PrepareStoreResponse,
     renamed={"refused": "refused_reason"},
     given=("blocks",),
 )
-_STORE_BLOCK = MessageFields(StoreBlock, kvd_pb2.StoreBlock)
+_STORE_BLOCK = MessageFields(StoreBlock, pb.StoreBlock)
 _SESSION = MessageFields(
     SessionInfo,
-    kvd_pb2.SessionInfo,
+    pb.SessionInfo,
     renamed={"total_bytes": "bytes"},
     left_out=("key", "last_access_ns", "ttl_ns", "expires_at_ns"),
     given=("session", "idle_s", "ttl_s", "expires_in_s", "layout"),
 )
 _BLOCK = MessageFields(
     BlockInfo,
-    kvd_pb2.BlockInfo,
+    pb.BlockInfo,
     left_out=("is_unverified",),
     given=("key", "tiers", "verified"),
 )
 _TURN = MessageFields(
     RecordedTurn,
-    kvd_pb2.RecentTurn,
+    pb.RecentTurn,
     left_out=("arrived_ns", "started_ns", "ended_ns"),
     given=("arrived_s", "started_s", "ended_s"),
 )
 
 
-def key_of(message: kvd_pb2.SessionKey, model: str = "") -> SessionKey:
+def key_of(message: pb.SessionKey, model: str = "") -> SessionKey:
     """Decode and check; an empty model becomes `model`.
 
     Raises:
@@ -71,18 +71,18 @@ def key_of(message: kvd_pb2.SessionKey, model: str = "") -> SessionKey:
     return session_key(message.tenant, message.model or model, message.session_id)
 
 
-def load_response(answer: LoadAnswer, progress_index: int = 0) -> kvd_pb2.PrepareLoadResponse:
+def load_response(answer: LoadAnswer, progress_index: int = 0) -> pb.PrepareLoadResponse:
     """Encode; a PENDING answer goes with the index of its progress word."""
     spans = map(_LOAD_SPAN.encode, answer.spans)
     return _LOAD.encode(answer, spans=spans, progress_index=progress_index)
 
 
-def store_response(answer: StoreAnswer) -> kvd_pb2.PrepareStoreResponse:
+def store_response(answer: StoreAnswer) -> pb.PrepareStoreResponse:
     """Encode."""
     return _STORE.encode(answer, blocks=map(_STORE_BLOCK.encode, answer.blocks))
 
 
-def session_message(info: SessionInfo, layout: KVLayout, now_ns: int) -> kvd_pb2.SessionInfo:
+def session_message(info: SessionInfo, layout: KVLayout, now_ns: int) -> pb.SessionInfo:
     """Encode."""
     ttl_ns = info.ttl_ns or 0
     expires_in_s = -1.0
@@ -98,7 +98,7 @@ def session_message(info: SessionInfo, layout: KVLayout, now_ns: int) -> kvd_pb2
     )
 
 
-def block_message(block: BlockInfo) -> kvd_pb2.BlockInfo:
+def block_message(block: BlockInfo) -> pb.BlockInfo:
     """Encode."""
     return _BLOCK.encode(
         block,
@@ -109,7 +109,7 @@ def block_message(block: BlockInfo) -> kvd_pb2.BlockInfo:
 
 
 def lineage_of(
-    request: kvd_pb2.PrepareLoadRequest | kvd_pb2.PrepareStoreRequest | kvd_pb2.DiscardRequest,
+    request: pb.PrepareLoadRequest | pb.PrepareStoreRequest | pb.DiscardRequest,
 ) -> Lineage | None:
     """Decode the lineage that a request names; None if it names none.
 
@@ -160,10 +160,10 @@ def recent_turns_messages(
     policy: str,
     ttl_s: float | None,
     now_ns: int,
-) -> Iterator[kvd_pb2.RecentTurns]:
+) -> Iterator[pb.RecentTurns]:
     """Encode, in messages of bounded size, each as it is asked for."""
     capacity_bytes = {tier.tier: tier.capacity_bytes for tier in tiers}
-    head = kvd_pb2.RecentTurns(
+    head = pb.RecentTurns(
         layout=layout.fingerprint,
         model=layout.model,
         block_tokens=layout.block_tokens,
@@ -177,7 +177,7 @@ def recent_turns_messages(
     rest = iter(turns)
     part = list(islice(rest, TURNS_PER_MESSAGE))
     while True:
-        message = kvd_pb2.RecentTurns(turns=[_turn_message(turn, now_ns) for turn in part])
+        message = pb.RecentTurns(turns=[_turn_message(turn, now_ns) for turn in part])
         message.MergeFrom(head)
         yield message
         part = list(islice(rest, TURNS_PER_MESSAGE))
@@ -185,13 +185,13 @@ def recent_turns_messages(
             return
 
 
-def recorded_turns(messages: Sequence[kvd_pb2.RecentTurn]) -> list[RecordedTurn]:
+def recorded_turns(messages: Sequence[pb.RecentTurn]) -> list[RecordedTurn]:
     """Decode; instants count from the oldest of them."""
     oldest_s = max((message.arrived_s for message in messages), default=0.0)
     return [_recorded_turn(message, oldest_s) for message in messages]
 
 
-def _turn_message(turn: RecordedTurn, now_ns: int) -> kvd_pb2.RecentTurn:
+def _turn_message(turn: RecordedTurn, now_ns: int) -> pb.RecentTurn:
     return _TURN.encode(
         turn,
         arrived_s=(now_ns - turn.arrived_ns) / NS_PER_S,
@@ -200,7 +200,7 @@ def _turn_message(turn: RecordedTurn, now_ns: int) -> kvd_pb2.RecentTurn:
     )
 
 
-def _recorded_turn(message: kvd_pb2.RecentTurn, oldest_s: float) -> RecordedTurn:
+def _recorded_turn(message: pb.RecentTurn, oldest_s: float) -> RecordedTurn:
     def instant_ns(ago_s: float) -> int:
         return round((oldest_s - ago_s) * NS_PER_S)
 

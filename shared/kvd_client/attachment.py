@@ -19,7 +19,8 @@ from shared.kvd_client import data_socket_protocol as packets
 from shared.kvd_client.arena_map import ArenaMap, ProgressWords
 from shared.kvd_client.grants import KvdProtocolError
 from shared.kvd_client.messages import layout_message
-from shared.pb.kvd.v1 import kvd_pb2, kvd_pb2_grpc
+from shared.pb.kvd.v1 import kvd_pb2 as pb
+from shared.pb.kvd.v1 import kvd_pb2_grpc
 from shared.process.runtime_dir import DATA_SOCKET, ENGINE_SOCKET, channel_options
 from shared.serving.grpc_status import error_from_rpc
 from shared.types.errors import ReportedError, UnavailableError
@@ -73,7 +74,7 @@ class Attachment:
     wakeup_fd: int
     stub: kvd_pb2_grpc.EngineStub
     channel: grpc.aio.Channel
-    events: "grpc.aio.UnaryStreamCall[kvd_pb2.AttachRequest, kvd_pb2.AttachEvent]"
+    events: "grpc.aio.UnaryStreamCall[pb.AttachRequest, pb.AttachEvent]"
     data: socket
     confirmed_leases: frozenset[int]
     lost_leases: frozenset[int]
@@ -115,7 +116,7 @@ class Attachment:
         self.progress.wake()
 
     async def _follow(self, on_draining: Callable[[float], None]) -> None:
-        while isinstance(event := await self.events.read(), kvd_pb2.AttachEvent):  # else: EOF
+        while isinstance(event := await self.events.read(), pb.AttachEvent):  # else: EOF
             if event.HasField("draining"):
                 on_draining(event.draining.deadline_s)
 
@@ -195,7 +196,7 @@ async def _shake_hands(
         raise _unexpected(welcome)
     stub = kvd_pb2_grpc.EngineStub(channel)
     events = stub.Attach(
-        kvd_pb2.AttachRequest(
+        pb.AttachRequest(
             data_token=welcome.token,
             layout=layout_message(layout),
             held_leases=held_leases,
@@ -205,7 +206,7 @@ async def _shake_hands(
         )
     )
     first = await events.read()
-    if not isinstance(first, kvd_pb2.AttachEvent) or not first.HasField("attached"):
+    if not isinstance(first, pb.AttachEvent) or not first.HasField("attached"):
         raise _unexpected(first)
     attached = first.attached
     mapped, progress, wakeup_fd = await _map_arena(data, attached.arena_id, known)

@@ -31,7 +31,7 @@ from shared.kvd_client.grants import (
 from shared.kvd_client.messages import key_message, lineage_message
 from shared.kvd_client.queue_feed import QueueFeed
 from shared.kvd_client.queue_sender import QueueSender
-from shared.pb.kvd.v1 import kvd_pb2
+from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.errors import ReportedError
 from shared.types.kv_layout import KVLayout
 from shared.types.lineage import Lineage
@@ -85,7 +85,7 @@ class KvdClient(KvdConnection):
                 None: it is not named; then what kvd stores of the session is taken at its tokens.
         """
         attachment = self._ready()
-        request = kvd_pb2.PrepareLoadRequest(
+        request = pb.PrepareLoadRequest(
             engine_id=attachment.engine_id,
             session=key_message(key),
             token_ids=token_ids,
@@ -124,7 +124,7 @@ class KvdClient(KvdConnection):
         `lineage` is that of the tokens; None: that of what kvd stores of the session.
         """
         attachment = self._ready()
-        request = kvd_pb2.PrepareStoreRequest(
+        request = pb.PrepareStoreRequest(
             engine_id=attachment.engine_id,
             session=key_message(key),
             token_ids=token_ids,
@@ -163,11 +163,11 @@ class KvdClient(KvdConnection):
         lineage, is left alone; returned is what is stored of the tokens that the discard leaves.
         """
         attachment = self._ready()
-        request = kvd_pb2.DiscardRequest(
+        request = pb.DiscardRequest(
             engine_id=attachment.engine_id,
             session=key_message(key),
             token_ids=token_ids,
-            ranges=[kvd_pb2.TokenRange(start=start, end=end) for start, end in ranges],
+            ranges=[pb.TokenRange(start=start, end=end) for start, end in ranges],
             lineage=lineage_message(lineage),
         )
         response = await self._call(attachment.stub.Discard, request, CALL_S)
@@ -183,14 +183,14 @@ class KvdClient(KvdConnection):
             self._ended.popitem(last=False)
         await self._report_end(self._ready(), key)
 
-    async def get_session(self, key: SessionKey) -> kvd_pb2.SessionInfo:
+    async def get_session(self, key: SessionKey) -> pb.SessionInfo:
         """Return what kvd knows of a session.
 
         Raises:
             NotFoundError: nothing is stored.
         """
         ready = self._ready()
-        request = kvd_pb2.GetSessionRequest(session=key_message(key), engine_id=ready.engine_id)
+        request = pb.GetSessionRequest(session=key_message(key), engine_id=ready.engine_id)
         return await self._call(ready.stub.GetSession, request, CALL_S)
 
     def follow_queue(self, feed: QueueFeed) -> None:
@@ -213,9 +213,7 @@ class KvdClient(KvdConnection):
         await self._queue.run(attachment)
 
     async def _report_end(self, attachment: Attachment, key: SessionKey) -> None:
-        request = kvd_pb2.EndSessionRequest(
-            engine_id=attachment.engine_id, session=key_message(key)
-        )
+        request = pb.EndSessionRequest(engine_id=attachment.engine_id, session=key_message(key))
         try:
             await self._call(attachment.stub.EndSession, request, CALL_S)
         except ReportedError as error:
@@ -226,14 +224,14 @@ class KvdClient(KvdConnection):
 
     async def _give_back_load(self, owner: Attachment, lease_id: int) -> None:
         self._release(lease_id)
-        request = kvd_pb2.CompleteLoadRequest(engine_id=owner.engine_id, lease_id=lease_id)
+        request = pb.CompleteLoadRequest(engine_id=owner.engine_id, lease_id=lease_id)
         await self._call(owner.stub.CompleteLoad, request, CALL_S, owner)
 
     async def _give_back_store(
         self, owner: Attachment, lease_id: int, *, success: bool = False
     ) -> int:
         self._release(lease_id)
-        request = kvd_pb2.CompleteStoreRequest(
+        request = pb.CompleteStoreRequest(
             engine_id=owner.engine_id, lease_id=lease_id, success=success
         )
         response = await self._call(owner.stub.CompleteStore, request, CALL_S, owner)

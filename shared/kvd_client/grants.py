@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from shared.kvd_client.arena_map import ArenaMap, LoadProgress, ProgressWords
-from shared.pb.kvd.v1 import kvd_pb2
+from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.types.block_key import TOKEN_BYTES
 from shared.types.errors import UnavailableError
 
@@ -98,17 +98,17 @@ class StoreGrant:
     arena: ArenaMap
 
 
-_TIERS = {kvd_pb2.TIER_DRAM: "dram", kvd_pb2.TIER_SSD: "ssd"}
+_TIERS = {pb.TIER_DRAM: "dram", pb.TIER_SSD: "ssd"}
 _LOOKUPS = {
-    kvd_pb2.LOOKUP_HIT: Lookup.HIT,
-    kvd_pb2.LOOKUP_PENDING: Lookup.PENDING,
-    kvd_pb2.LOOKUP_MISS: Lookup.MISS,
+    pb.LOOKUP_HIT: Lookup.HIT,
+    pb.LOOKUP_PENDING: Lookup.PENDING,
+    pb.LOOKUP_MISS: Lookup.MISS,
 }
 
 
 def load_grant(
-    response: kvd_pb2.PrepareLoadResponse,
-    request: kvd_pb2.PrepareLoadRequest,
+    response: pb.PrepareLoadResponse,
+    request: pb.PrepareLoadRequest,
     arena: ArenaMap,
     block_tokens: int,
     words: ProgressWords,
@@ -153,7 +153,7 @@ def load_grant(
 
 def _checked_end(
     spans: Sequence[LoadSpan],
-    request: kvd_pb2.PrepareLoadRequest,
+    request: pb.PrepareLoadRequest,
     arena: ArenaMap,
     block_tokens: int,
 ) -> int:
@@ -169,15 +169,15 @@ def _checked_end(
     return end
 
 
-def _progress(response: kvd_pb2.PrepareLoadResponse, words: ProgressWords) -> LoadProgress:
+def _progress(response: pb.PrepareLoadResponse, words: ProgressWords) -> LoadProgress:
     if response.progress_index >= words.num_words:
         raise _nonsense(f"progress word {response.progress_index} of {words.num_words}")
     return LoadProgress(words, response.progress_index, response.lease_id)
 
 
 def store_grant(
-    response: kvd_pb2.PrepareStoreResponse,
-    request: kvd_pb2.PrepareStoreRequest,
+    response: pb.PrepareStoreResponse,
+    request: pb.PrepareStoreRequest,
     arena: ArenaMap,
     block_tokens: int,
 ) -> StoreGrant:

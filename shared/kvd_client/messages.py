@@ -3,38 +3,37 @@
 The layout is what the handshake of an attachment compares (D12).
 """
 
-from shared.pb.kvd.v1 import kvd_pb2
+from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.serving.message_fields import MessageFields
 from shared.types.kv_layout import Component, InvalidLayoutError, KVLayout, Layer
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
 
-_COMPONENT = MessageFields(Component, kvd_pb2.Component)
-_LAYOUT = MessageFields(KVLayout, kvd_pb2.KVLayout, given=("layers", "fingerprint"))
+_COMPONENT = MessageFields(Component, pb.Component)
+_LAYOUT = MessageFields(KVLayout, pb.KVLayout, given=("layers", "fingerprint"))
 
 
-def key_message(key: SessionKey) -> kvd_pb2.SessionKey:
+def key_message(key: SessionKey) -> pb.SessionKey:
     """Encode."""
-    return kvd_pb2.SessionKey(tenant=key.tenant, model=key.model, session_id=key.session_id)
+    return pb.SessionKey(tenant=key.tenant, model=key.model, session_id=key.session_id)
 
 
-def lineage_message(lineage: Lineage | None) -> kvd_pb2.Lineage | None:
+def lineage_message(lineage: Lineage | None) -> pb.Lineage | None:
     """Encode; that there was no discard is a lineage too, and is not the same as naming none."""
     if lineage is None:
         return None
-    return kvd_pb2.Lineage(digest=lineage.digest, clean_tokens=lineage.clean_tokens)
+    return pb.Lineage(digest=lineage.digest, clean_tokens=lineage.clean_tokens)
 
 
-def layout_message(layout: KVLayout) -> kvd_pb2.KVLayout:
+def layout_message(layout: KVLayout) -> pb.KVLayout:
     """Encode, fingerprint included."""
     layers = [
-        kvd_pb2.Layer(components=map(_COMPONENT.encode, layer.components))
-        for layer in layout.layers
+        pb.Layer(components=map(_COMPONENT.encode, layer.components)) for layer in layout.layers
     ]
     return _LAYOUT.encode(layout, layers=layers, fingerprint=layout.fingerprint)
 
 
-def layout_of(message: kvd_pb2.KVLayout) -> KVLayout:
+def layout_of(message: pb.KVLayout) -> KVLayout:
     """Decode and check.
 
     Raises:

@@ -14,7 +14,7 @@ import grpc
 from shared.kvd_client.attachment import Attachment, KvdUnavailableError
 from shared.kvd_client.grants import KvdProtocolError
 from shared.kvd_client.queue_feed import QueueFeed
-from shared.pb.kvd.v1 import kvd_pb2
+from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.process.log import get_logger
 from shared.serving.grpc_status import error_from_rpc
 from shared.types.errors import ReportedError
@@ -70,7 +70,7 @@ class QueueSender:
                 async with asyncio.timeout(ANSWER_S):
                     await stream.write(message)
                     ack = await stream.read()
-                if not isinstance(ack, kvd_pb2.QueueAck):
+                if not isinstance(ack, pb.QueueAck):
                     raise KvdProtocolError("kvd has ended the queue's stream", "see its log")
                 self._feed.acknowledged(ack.sequence, send_full=ack.send_full)
                 await asyncio.sleep(PAUSE_S)
@@ -92,11 +92,11 @@ class _Keyed(Protocol):
     def key(self) -> SessionKey: ...
 
 
-def snapshot_message(engine_id: int, update: QueueUpdate) -> kvd_pb2.QueueSnapshot:
+def snapshot_message(engine_id: int, update: QueueUpdate) -> pb.QueueSnapshot:
     """Encode an update; each tenant is named once, and meant by its index from then on."""
     change = update.change
     tenants: dict[str, int] = {}
-    return kvd_pb2.QueueSnapshot(
+    return pb.QueueSnapshot(
         engine_id=engine_id,
         sequence=update.sequence,
         base_sequence=update.base_sequence,
@@ -109,7 +109,7 @@ def snapshot_message(engine_id: int, update: QueueUpdate) -> kvd_pb2.QueueSnapsh
     )
 
 
-def _waiting(jobs: Sequence[QueuedJob], tenants: dict[str, int]) -> kvd_pb2.QueueJobs:
+def _waiting(jobs: Sequence[QueuedJob], tenants: dict[str, int]) -> pb.QueueJobs:
     message = _jobs([job.rank[2] for job in jobs], jobs, tenants)
     message.priorities.extend([-job.rank[0] for job in jobs])
     message.start_tags.extend([job.rank[1] for job in jobs])
@@ -117,11 +117,9 @@ def _waiting(jobs: Sequence[QueuedJob], tenants: dict[str, int]) -> kvd_pb2.Queu
     return message
 
 
-def _jobs(
-    numbers: Sequence[int], jobs: Sequence[_Keyed], tenants: dict[str, int]
-) -> kvd_pb2.QueueJobs:
+def _jobs(numbers: Sequence[int], jobs: Sequence[_Keyed], tenants: dict[str, int]) -> pb.QueueJobs:
     """The columns of all jobs; tenants that are new get the next index."""
-    return kvd_pb2.QueueJobs(
+    return pb.QueueJobs(
         numbers=numbers,
         session_ids=[job.key.session_id for job in jobs],
         tenants=[tenants.setdefault(job.key.tenant, len(tenants)) for job in jobs],
