@@ -8,7 +8,7 @@ attaches again, or dies, or has said that it leaves (D10).
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from socket import socket
@@ -18,14 +18,11 @@ import grpc
 from shared.kvd_client import data_socket_protocol as packets
 from shared.kvd_client.arena_map import ArenaMap, ProgressWords
 from shared.kvd_client.grants import KvdProtocolError
-from shared.kvd_client.messages import layout_message
 from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.pb.kvd.v1 import kvd_pb2_grpc
 from shared.process.runtime_dir import DATA_SOCKET, ENGINE_SOCKET, channel_options
 from shared.serving.grpc_status import error_from_rpc
 from shared.types.errors import ReportedError, UnavailableError
-from shared.types.kv_layout import KVLayout
-from shared.version import __version__
 
 WAKEUP_BYTES = 512  # taken at once: more than kvd can have sent before it finds the socket full
 
@@ -34,19 +31,6 @@ class KvdUnavailableError(UnavailableError):
     """kvd is not running, went away during the call, or did not answer in time."""
 
     reason = "kvd_unavailable"
-
-
-@dataclass(frozen=True)
-class AttachingEngine:
-    """Who attaches.
-
-    Attributes:
-        name: for operators.
-        instance: random hex: with its process it proves that leases are its own.
-    """
-
-    name: str
-    instance: str
 
 
 @dataclass(frozen=True)
@@ -137,9 +121,8 @@ class Attachment:
 
 async def attach(
     runtime_dir: Path,
-    layout: KVLayout,
-    engine: AttachingEngine,
-    held_leases: Sequence[int],
+    request: pb.AttachRequest,
+    block_bytes: int,
     known: MappedArena | None,
     timeout_s: float,
 ) -> Attachment:
@@ -147,9 +130,9 @@ async def attach(
 
     Args:
         runtime_dir: where its sockets are.
-        layout: of the blocks to load and store.
-        engine: who we are.
-        held_leases: of earlier attachments, whose slots threads of ours may be copying.
+        request: who we are, the layout of the blocks to load and store, and the leases of earlier
+            attachments whose slots threads of ours may be copying; the token is put in here.
+        block_bytes: of that layout.
         known: what is mapped already.
         timeout_s: for all of it.
 
@@ -169,7 +152,7 @@ async def attach(
     )
     try:
         async with asyncio.timeout(timeout_s):
-            return await _shake_hands(data, channel, layout, engine, held_leases, known)
+            return await _shake_hands(data, channel, request, block_bytes, known)
     except BaseException as error:
         data.close()
         await channel.close(None)
@@ -185,9 +168,8 @@ async def attach(
 async def _shake_hands(
     data: socket,
     channel: grpc.aio.Channel,
-    layout: KVLayout,
-    engine: AttachingEngine,
-    held_leases: Sequence[int],
+    request: pb.AttachRequest,
+    block_bytes: int,
     known: MappedArena | None,
 ) -> Attachment:
     welcome, fds = await _answer(data)
@@ -195,26 +177,19 @@ async def _shake_hands(
     if not isinstance(welcome, packets.Welcome) or welcome.protocol != packets.PROTOCOL:
         raise _unexpected(welcome)
     stub = kvd_pb2_grpc.EngineStub(channel)
-    events = stub.Attach(
-        pb.AttachRequest(
-            data_token=welcome.token,
-            layout=layout_message(layout),
-            held_leases=held_leases,
-            engine_name=engine.name,
-            instance=engine.instance,
-            version=__version__,
-        )
-    )
+    request.data_token = welcome.token
+    events = stub.Attach(request)
     first = await events.read()
     if not isinstance(first, pb.AttachEvent) or not first.HasField("attached"):
         raise _unexpected(first)
     attached = first.attached
     mapped, progress, wakeup_fd = await _map_arena(data, attached.arena_id, known)
     slots = mapped.slots
-    if (slots.slot_bytes, slots.num_slots) != (layout.block_bytes, attached.num_slots):
+    if (slots.slot_bytes, slots.num_slots) != (block_bytes, attached.num_slots):
         os.close(wakeup_fd)
         raise _unexpected(f"{slots.num_slots} slots of {slots.slot_bytes} bytes")
-    confirmed = frozenset(held_leases) & frozenset(attached.confirmed_leases)
+    held = frozenset(request.held_leases)
+    confirmed = held & frozenset(attached.confirmed_leases)
     return Attachment(
         attached.engine_id,
         mapped,
@@ -225,7 +200,7 @@ async def _shake_hands(
         events,
         data,
         confirmed,
-        frozenset(held_leases) - confirmed,
+        held - confirmed,
         attached.max_queue_jobs,
     )
 

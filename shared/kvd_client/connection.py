@@ -20,18 +20,20 @@ from typing import Protocol, TypeVar
 import grpc
 
 from shared.kvd_client.attachment import (
-    AttachingEngine,
     Attachment,
     KvdUnavailableError,
     MappedArena,
     attach,
 )
+from shared.kvd_client.messages import layout_message
+from shared.pb.kvd.v1 import kvd_pb2 as pb
 from shared.process.log import get_logger
 from shared.serving.grpc_status import error_from_rpc
 from shared.serving.tracing import Metadata, outgoing
 from shared.types.engine_id import shown_id
 from shared.types.errors import ReportedError, UnavailableError
 from shared.types.kv_layout import KVLayout
+from shared.version import __version__
 
 RECONNECT_DELAY_S = 0.1  # after an attachment has ended; doubled with each attempt that fails
 MAX_RECONNECT_DELAY_S = 0.5
@@ -86,7 +88,12 @@ class KvdConnection:
         self.on_change: list[Callable[[bool], None]] = []
         self._runtime_dir = runtime_dir
         self._layout = layout
-        self._engine = AttachingEngine(engine_name, secrets.token_hex(INSTANCE_BYTES))
+        self._identity = pb.AttachRequest(
+            layout=layout_message(layout),
+            engine_name=engine_name,
+            instance=secrets.token_hex(INSTANCE_BYTES),  # with our process: leases are our own
+            version=__version__,
+        )
         self._reconnect_delay_s = reconnect_delay_s
         self._attachment: Attachment | None = None
         self._mapped: MappedArena | None = None  # outlives the attachment
@@ -123,10 +130,11 @@ class KvdConnection:
         """
         delay_s = self._reconnect_delay_s
         while True:
-            held = sorted(self._held)
+            request = pb.AttachRequest(held_leases=sorted(self._held))
+            request.MergeFrom(self._identity)
             try:
                 attachment = await attach(
-                    self._runtime_dir, self._layout, self._engine, held, self._mapped, ATTACH_S
+                    self._runtime_dir, request, self._layout.block_bytes, self._mapped, ATTACH_S
                 )
             except ReportedError as error:
                 self._note_refusal(error)
