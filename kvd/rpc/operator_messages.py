@@ -92,7 +92,14 @@ _MOVE = MessageFields(
 def lease_message(
     lease: LeaseInfo, layout: KVLayout, engine: EngineInfo | None, now_ns: int
 ) -> pb.LeaseInfo:
-    """Encode."""
+    """Encode a lease.
+
+    Args:
+        lease: as the core has it.
+        layout: of its slots.
+        engine: that it was granted to; None if nobody knows it any more.
+        now_ns: of the core's clock.
+    """
     return _LEASE.encode(
         lease,
         session=None if lease.key is None else key_message(lease.key),
@@ -107,7 +114,7 @@ def lease_message(
 
 
 def history_messages(moves: Iterable[Move], now_ns: int) -> list[pb.SessionMove]:
-    """Encode."""
+    """Encode what happened to a session; `now_ns` is of the core's clock."""
     return [
         _MOVE.encode(
             move,
@@ -128,7 +135,17 @@ def layout_stats_message(
     tenants: Iterable[TenantUsage],
     queue: QueueStats,
 ) -> pb.LayoutStats:
-    """Encode; without an arena (no engine yet) its message is empty."""
+    """Encode the statistics of a layout.
+
+    Args:
+        stats: of its core.
+        layout: what is stored.
+        arena: None while no engine has attached; its message is then empty.
+        volume: where blocks lie on SSD.
+        admission: when blocks are written there.
+        tenants: those that store something.
+        queue: of all its engines.
+    """
     physical_bytes = {
         Tier.DRAM: arena.physical_bytes if arena else 0,
         Tier.SSD: volume.physical_bytes,
@@ -155,12 +172,12 @@ def layout_stats_message(
 
 
 def encryption_message(facts: EncryptionFacts) -> pb.EncryptionStats:
-    """Encode."""
+    """Encode what protects the SSD tier."""
     return _ENCRYPTION.encode(facts)
 
 
 def unavailable_message(layout: UnavailableLayout, now_s: float) -> pb.UnavailableLayout:
-    """Encode."""
+    """Encode a layout that cannot be opened; `now_s` is of the monotonic clock."""
     return pb.UnavailableLayout(
         layout=layout.fingerprint,
         why=layout.why,
@@ -174,7 +191,14 @@ def unavailable_message(layout: UnavailableLayout, now_s: float) -> pb.Unavailab
 def verify_message(
     report: ScrubReport, layout: str, num_copies: int, *, done: bool
 ) -> pb.VerifyProgress:
-    """Encode."""
+    """Encode how far a check of both tiers has come.
+
+    Args:
+        report: what it has found so far.
+        layout: fingerprint of the one being looked at; "" at the end.
+        num_copies: to compare, as counted when it began.
+        done: whether this is the end.
+    """
     dram = (report.dram_blocks, report.dram_bytes, report.dram_corrupt)
     ssd = (report.ssd_blocks, report.ssd_bytes, report.ssd_corrupt)
     return _VERIFIED.encode(
@@ -205,7 +229,7 @@ def settings_message(loaded: LoadedSettings[Settings]) -> pb.GetSettingsResponse
 
 
 def process_message() -> pb.ProcessStats:
-    """This process."""
+    """Describe this process."""
     process = psutil.Process()
     with process.oneshot():
         times = process.cpu_times()
@@ -222,7 +246,13 @@ def process_message() -> pb.ProcessStats:
 
 
 def engine_message(engine: Engine, queue_jobs: int, running_jobs: int) -> pb.EngineInfo:
-    """One attached engine; what its process does not show us is left empty."""
+    """Describe an attached engine; what its process does not show us is left empty.
+
+    Args:
+        engine: which one.
+        queue_jobs: of its jobs that wait, as far as it has reported them.
+        running_jobs: that it computes.
+    """
     message = pb.EngineInfo(
         engine_id=engine.shown_id,
         name=engine.name,

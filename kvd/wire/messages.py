@@ -72,18 +72,18 @@ def key_of(message: pb.SessionKey, model: str = "") -> SessionKey:
 
 
 def load_response(answer: LoadAnswer, progress_index: int = 0) -> pb.PrepareLoadResponse:
-    """Encode; a PENDING answer goes with the index of its progress word."""
+    """Encode the answer to a load; PENDING goes with the index of its progress word."""
     spans = map(_LOAD_SPAN.encode, answer.spans)
     return _LOAD.encode(answer, spans=spans, progress_index=progress_index)
 
 
 def store_response(answer: StoreAnswer) -> pb.PrepareStoreResponse:
-    """Encode."""
+    """Encode the answer to a store."""
     return _STORE.encode(answer, blocks=map(_STORE_BLOCK.encode, answer.blocks))
 
 
 def session_message(info: SessionInfo, layout: KVLayout, now_ns: int) -> pb.SessionInfo:
-    """Encode."""
+    """Encode a session; `now_ns` is of the core's clock."""
     ttl_ns = info.ttl_ns or 0
     expires_in_s = -1.0
     if info.expires_at_ns is not None:
@@ -99,7 +99,7 @@ def session_message(info: SessionInfo, layout: KVLayout, now_ns: int) -> pb.Sess
 
 
 def block_message(block: BlockInfo) -> pb.BlockInfo:
-    """Encode."""
+    """Encode a span of a session, with its block."""
     return _BLOCK.encode(
         block,
         key=block.key.hex(),
@@ -161,7 +161,16 @@ def recent_turns_messages(
     ttl_s: float | None,
     now_ns: int,
 ) -> Iterator[pb.RecentTurns]:
-    """Encode, in messages of bounded size, each as it is asked for."""
+    """Encode a layout's turns, in messages of bounded size, each as it is asked for.
+
+    Args:
+        turns: oldest first.
+        layout: whose they are.
+        tiers: with their capacities.
+        policy: of eviction.
+        ttl_s: of sessions without one of their own; None: they do not expire.
+        now_ns: of the core's clock.
+    """
     capacity_bytes = {tier.tier: tier.capacity_bytes for tier in tiers}
     head = pb.RecentTurns(
         layout=layout.fingerprint,

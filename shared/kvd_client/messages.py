@@ -14,19 +14,19 @@ _LAYOUT = MessageFields(KVLayout, pb.KVLayout, given=("layers", "fingerprint"))
 
 
 def key_message(key: SessionKey) -> pb.SessionKey:
-    """Encode."""
+    """Encode a session's key."""
     return pb.SessionKey(tenant=key.tenant, model=key.model, session_id=key.session_id)
 
 
 def lineage_message(lineage: Lineage | None) -> pb.Lineage | None:
-    """Encode; that there was no discard is a lineage too, and is not the same as naming none."""
+    """Encode a lineage; no discard is a lineage too, and is not the same as naming none."""
     if lineage is None:
         return None
     return pb.Lineage(digest=lineage.digest, clean_tokens=lineage.clean_tokens)
 
 
 def layout_message(layout: KVLayout) -> pb.KVLayout:
-    """Encode, fingerprint included."""
+    """Encode a layout, fingerprint included."""
     layers = [
         pb.Layer(components=map(_COMPONENT.encode, layer.components)) for layer in layout.layers
     ]
@@ -34,7 +34,7 @@ def layout_message(layout: KVLayout) -> pb.KVLayout:
 
 
 def layout_of(message: pb.KVLayout) -> KVLayout:
-    """Decode and check.
+    """Decode a layout and check it.
 
     Raises:
         InvalidLayoutError: if the layout cannot be, or the sender computes another fingerprint from
