@@ -9,6 +9,7 @@ from enum import Enum
 
 from shared.kvd_client.arena_map import ArenaMap, LoadProgress, ProgressWords
 from shared.pb.kvd.v1 import kvd_pb2 as pb
+from shared.serving.message_fields import MessageFields
 from shared.types.block_key import TOKEN_BYTES
 from shared.types.errors import UnavailableError
 
@@ -98,6 +99,8 @@ class StoreGrant:
     arena: ArenaMap
 
 
+_LOAD_SPAN = MessageFields(LoadSpan, pb.LoadSpan)
+_STORE_BLOCK = MessageFields(StoreBlock, pb.StoreBlock)
 _TIERS = {pb.TIER_DRAM: "dram", pb.TIER_SSD: "ssd"}
 _LOOKUPS = {
     pb.LOOKUP_HIT: Lookup.HIT,
@@ -124,15 +127,7 @@ def load_grant(
         raise _nonsense(f"lookup {response.lookup}")
     is_granted = lookup is not Lookup.MISS
     spans = tuple(
-        LoadSpan(
-            span.slot_id,
-            span.start,
-            span.num_tokens,
-            span.token_offset,
-            _TIERS.get(span.tier, "unknown"),
-            span.generation,
-        )
-        for span in response.spans
+        _LOAD_SPAN.decode(span, tier=_TIERS.get(span.tier, "unknown")) for span in response.spans
     )
     if is_granted != bool(spans) or is_granted != bool(response.lease_id):
         raise _nonsense(f"a {lookup.value} with {len(spans)} spans")
@@ -186,10 +181,7 @@ def store_grant(
     Raises:
         KvdProtocolError: if a block lies outside the arena or the tokens, or two overlap.
     """
-    blocks = tuple(
-        StoreBlock(block.slot_id, block.token_offset, block.num_tokens, block.generation)
-        for block in response.blocks
-    )
+    blocks = tuple(map(_STORE_BLOCK.decode, response.blocks))
     if bool(blocks) != bool(response.lease_id):
         raise _nonsense(f"lease {response.lease_id} with {len(blocks)} blocks")
     end = request.from_token

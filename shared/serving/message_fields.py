@@ -87,8 +87,9 @@ class MessageFields(Generic[Record, Encoded]):
 
     def decode(self, message: Encoded, **others: Any) -> Record:
         """Make the record of a message: `others` are its enums, and the fields without equal."""
-        copied = {name: getattr(message, target) for name, target in self._plain}
-        return self._record(**copied | others)
+        values = {name: getattr(message, target) for name, target in self._plain}
+        values.update(others)
+        return self._record(**values)
 
 
 class _Numbers(dict[str | Enum, int]):

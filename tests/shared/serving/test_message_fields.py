@@ -9,7 +9,12 @@ import pytest
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.serving.message_fields import MessageFields
 
-PAIRED = ("kvd.rpc.operator_messages", "kvd.wire.messages", "shared.kvd_client.messages")
+PAIRED = (
+    "kvd.rpc.operator_messages",
+    "kvd.wire.messages",
+    "shared.kvd_client.grants",
+    "shared.kvd_client.messages",
+)
 PAIRS = {
     f"{module}.{name}": pair
     for module in PAIRED
