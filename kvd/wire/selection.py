@@ -13,8 +13,16 @@ from kvd.wire.messages import ns_of
 from shared.access.current import current_identity
 from shared.access.identity import TenantDeniedError
 from shared.pb.kvd.v1 import kvd_pb2 as pb
+from shared.serving.message_fields import MessageFields
 from shared.types.session_key import SessionKey
 
+# A condition that is not decoded would let more sessions be flushed than are meant.
+_FILTER = MessageFields(
+    SessionFilter,
+    pb.SessionFilter,
+    left_out=("tenants", "idle_ns"),
+    given=("tenant", "model", "tier", "idle_s"),
+)
 _TIERS: Mapping[int, Tier | None] = {
     pb.TIER_UNSPECIFIED: None,
     pb.TIER_DRAM: Tier.DRAM,
@@ -51,14 +59,11 @@ def filter_of(message: pb.SessionFilter, allowed: frozenset[str] | None) -> Sess
         raise InvalidRequestError(
             f"an idle time of {message.idle_s} s", "name one that is not negative"
         )
-    wanted = SessionFilter(
+    wanted = _FILTER.decode(
+        message,
         tenants=frozenset((message.tenant,)) if message.tenant else None,
         tier=_TIERS[message.tier],
         idle_ns=ns_of(message.idle_s),
-        larger_than_bytes=message.larger_than_bytes,
-        pinned=message.pinned,
-        ended=message.ended,
-        id_prefix=message.id_prefix,
     )
     return wanted.within(allowed)
 

@@ -12,6 +12,7 @@ from shared.serving.message_fields import MessageFields
 PAIRED = (
     "kvd.rpc.operator_messages",
     "kvd.wire.messages",
+    "kvd.wire.selection",
     "shared.kvd_client.grants",
     "shared.kvd_client.messages",
 )
