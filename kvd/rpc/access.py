@@ -94,6 +94,11 @@ class Access:
 def narrow(method: str, identity: Identity, request: Any) -> None:
     """Hold a request to its caller's tenants: an unnamed one is the caller's first.
 
+    Args:
+        method: full name of the RPC.
+        identity: of the caller.
+        request: its message, in which tenants are put in.
+
     Raises:
         TenantDeniedError: it is about others.
     """

@@ -139,7 +139,16 @@ def make_servers(
     reader: object,
     rpcs: RpcMetrics,
 ) -> list[GrpcServer]:
-    """The servers of kvd: a Unix socket of each role, and one for clients on TCP if that is set."""
+    """The servers of kvd: a Unix socket of each role, and one for clients on TCP if that is set.
+
+    Args:
+        settings: of the start.
+        access: makes the guard of each address.
+        engine: servicer of engines.
+        operator: servicer of operators.
+        reader: servicer of monitors, who are served on the operators' addresses, too.
+        rpcs: where calls are counted.
+    """
     run, given = settings.runtime_dir, settings.access
     of_all = {"Operator": operator, "Reader": reader}
     served: list[tuple[Place, Mapping[str, object]]] = [

@@ -35,7 +35,16 @@ FLUSH_BATCH = 500  # sessions dropped in one go: about 10 ms
 
 
 class OperatorService(kvd_pb2_grpc.OperatorServicer):  # type: ignore[misc]  # the stubs are untyped
-    """What an operator may change; an answer means that a restart will not undo it."""
+    """What an operator may change; an answer means that a restart will not undo it.
+
+    Args:
+        caches: of all layouts.
+        engines: those that may hold leases.
+        scrubber: checks what is stored.
+        reload: puts the settings into force as they are now.
+        eraser: of a tenant's keys, and with them its sessions.
+        transfers: session files out and in.
+    """
 
     def __init__(
         self,
@@ -210,7 +219,11 @@ async def flush_selected(
 ) -> None:
     """Drop those of the sessions there are now that are meant, bit by bit: engines go on meanwhile.
 
-    A dry run only sums them up.
+    Args:
+        caches: where to look.
+        wanted: which sessions are meant.
+        response: to which what was freed, and what is leased, is added.
+        dry_run: only sum up what would be.
     """
     meant: dict[Cache, list[SessionKey]] = {}
     async for cache, ranked in look_through(caches, wanted):

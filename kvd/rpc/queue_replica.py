@@ -74,6 +74,7 @@ class QueueStreams:
     """The replicas of all engines; see the module docstring.
 
     Args:
+        engines: those that are attached.
         max_jobs: that an engine may report.
         users: whose engines they are, and of which tenants.
     """
@@ -147,10 +148,15 @@ def _take(engine_id: int, update: QueueUpdate, core: CacheEngine, now_ns: int) -
 
 
 def queue_update(message: pb.QueueSnapshot, model: str, max_jobs: int) -> QueueUpdate:
-    """Decode and check; sessions are of `model`.
+    """Decode a message and check it.
+
+    Args:
+        message: as an engine sent it.
+        model: of its sessions.
+        max_jobs: that it may report.
 
     Raises:
-        InvalidInputError: it makes no sense, or reports more than `max_jobs` jobs.
+        InvalidInputError: it makes no sense, or reports more jobs than that.
     """
     numbers = [*message.waiting.numbers, *message.running.numbers, *message.left]
     check_num_jobs(max(len(numbers) - len(message.left), len(message.left)), max_jobs)

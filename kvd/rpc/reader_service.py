@@ -43,7 +43,15 @@ _GONE = {
 
 
 class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the stubs are untyped
-    """What a monitor may look at."""
+    """What a monitor may look at.
+
+    Args:
+        caches: of all layouts.
+        engines: attached and quarantined ones.
+        events: what has happened, and what will.
+        scrubber: whether it runs.
+        live: the settings in force.
+    """
 
     def __init__(
         self,

@@ -50,7 +50,16 @@ class Draining:
 
 
 class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the stubs are untyped
-    """What an inference engine may do."""
+    """What an inference engine may do.
+
+    Args:
+        caches: of all layouts.
+        engines: where attachments are registered.
+        data_socket: who comes with its tokens has come from a process that may attach.
+        live: the settings in force.
+        draining: when nothing new is granted any more.
+        users: the tenants that an engine may name.
+    """
 
     def __init__(
         self,

@@ -119,9 +119,12 @@ class KvdClient(KvdConnection):
     ) -> StoreGrant:
         """Lease slots for the KV of token_ids[from_token:] that is not stored yet.
 
-        `token_ids` is little-endian uint32, the whole sequence whose KV is computed; the caller has
-        position-free KV from `from_token` on; `deadline_s` is how long kvd may wait for free slots;
-        `lineage` is that of the tokens; None: that of what kvd stores of the session.
+        Args:
+            key: whose.
+            token_ids: little-endian uint32, the whole sequence whose KV is computed.
+            from_token: the caller has position-free KV from here on.
+            deadline_s: how long kvd may wait for free slots.
+            lineage: of the tokens; None: that of what kvd stores of the session.
         """
         attachment = self._ready()
         request = pb.PrepareStoreRequest(
@@ -155,12 +158,19 @@ class KvdClient(KvdConnection):
         *,
         lineage: Lineage | None = None,
     ) -> int:
-        """Drop half-open token ranges of a session; return how many stored tokens remain.
+        """Drop tokens of a session. A store under way publishes nothing any more.
 
-        `token_ids` is the whole context before the discard, however little of it is stored, and
-        `lineage` is that of these tokens. A store under way publishes nothing any more. With its
-        lineage a discard may be repeated: a session that is after it already, or of another
-        lineage, is left alone; returned is what is stored of the tokens that the discard leaves.
+        With its lineage a discard may be repeated: a session that is after it already, or of
+        another lineage, is left alone.
+
+        Args:
+            key: whose.
+            token_ids: the whole context before the discard, however little of it is stored.
+            ranges: half-open ranges of its tokens.
+            lineage: of these tokens; None: it is not named.
+
+        Returns:
+            How many tokens are stored of what the discard leaves.
         """
         attachment = self._ready()
         request = pb.DiscardRequest(

@@ -116,7 +116,14 @@ def load_grant(
     block_tokens: int,
     words: ProgressWords,
 ) -> LoadGrant:
-    """Decode the answer to `request`.
+    """Decode the answer to a PrepareLoad.
+
+    Args:
+        response: the answer.
+        request: what was asked.
+        arena: whose slots it names.
+        block_tokens: rows of a slot.
+        words: progress words, for an answer that is PENDING.
 
     Raises:
         KvdProtocolError: if it is not a miss or a non-empty contiguous hit inside the arena, or is
@@ -176,7 +183,13 @@ def store_grant(
     arena: ArenaMap,
     block_tokens: int,
 ) -> StoreGrant:
-    """Decode the answer to `request`.
+    """Decode the answer to a PrepareStore.
+
+    Args:
+        response: the answer.
+        request: what was asked.
+        arena: whose slots it names.
+        block_tokens: rows of a slot.
 
     Raises:
         KvdProtocolError: if a block lies outside the arena or the tokens, or two overlap.
