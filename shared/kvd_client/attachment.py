@@ -35,10 +35,13 @@ class KvdUnavailableError(UnavailableError):
 
 @dataclass(frozen=True)
 class MappedArena:
-    """A mapping that an attachment takes over from the one before, if it is the same arena."""
+    """A mapping that an attachment takes over from the one before, if it is the same memory.
 
-    arena_id: str
-    file_id: tuple[int, int]  # device, inode
+    Attributes:
+        memory: the arena's id, device and inode of its file, bytes of a slot, number of slots.
+    """
+
+    memory: tuple[str, int, int, int, int]
     slots: ArenaMap
 
 
@@ -191,17 +194,17 @@ async def _shake_hands(
     held = frozenset(request.held_leases)
     confirmed = held & frozenset(attached.confirmed_leases)
     return Attachment(
-        attached.engine_id,
-        mapped,
-        progress,
-        wakeup_fd,
-        stub,
-        channel,
-        events,
-        data,
-        confirmed,
-        held - confirmed,
-        attached.max_queue_jobs,
+        engine_id=attached.engine_id,
+        mapped=mapped,
+        progress=progress,
+        wakeup_fd=wakeup_fd,
+        stub=stub,
+        channel=channel,
+        events=events,
+        data=data,
+        confirmed_leases=confirmed,
+        lost_leases=held - confirmed,
+        max_queue_jobs=attached.max_queue_jobs,
     )
 
 
@@ -217,12 +220,12 @@ async def _map_arena(
             raise _unexpected(answer)
         slots_fd, progress_fd, wakeup_fd = fds
         status = os.fstat(slots_fd)
-        mapped = MappedArena(
-            arena_id,
-            (status.st_dev, status.st_ino),
-            _known_slots(known, arena_id, status, answer)
-            or ArenaMap(slots_fd, answer.slot_bytes, answer.num_slots),
-        )
+        sizes = answer.slot_bytes, answer.num_slots
+        memory = arena_id, status.st_dev, status.st_ino, *sizes
+        if known is not None and known.memory == memory:  # what is registered of it stays so
+            mapped = known
+        else:
+            mapped = MappedArena(memory, ArenaMap(slots_fd, *sizes))
         progress = ProgressWords(progress_fd, answer.num_words)
         os.set_blocking(wakeup_fd, False)
         keep_fd = wakeup_fd
@@ -231,22 +234,6 @@ async def _map_arena(
     finally:
         packets.close_fds([fd for fd in fds if fd != keep_fd])
     return mapped, progress, keep_fd
-
-
-def _known_slots(
-    known: MappedArena | None,
-    arena_id: str,
-    status: os.stat_result,
-    answer: packets.ArenaMapping,
-) -> ArenaMap | None:
-    """Return the mapping we have, if it is of the same memory: what is registered stays so."""
-    if known is None or (known.arena_id, known.file_id) != (
-        arena_id,
-        (status.st_dev, status.st_ino),
-    ):
-        return None
-    sizes = (known.slots.slot_bytes, known.slots.num_slots)
-    return known.slots if sizes == (answer.slot_bytes, answer.num_slots) else None
 
 
 async def _answer(data: socket) -> tuple[packets.Message, list[int]]:
