@@ -122,7 +122,7 @@ class Fuzzed:
             "engine_id": [c._attachment.engine_id for c in clients if c._attachment is not None],
             "lease_id": self.leases,
             "held_leases": self.leases,
-            "instance": [client._client.instance for client in clients] + ["", "ab" * 16],
+            "instance": [client._identity.instance for client in clients] + ["", "ab" * 16],
             "page_token": self.page_tokens,
             "data_token": await self._tokens(message),
         }
