@@ -1,9 +1,7 @@
 """Staying attached to a kvd: attach, hold, attach again, for ever; and calling it safely meanwhile.
 
-States, as `attached` shows them:
-
-    detached --attach succeeds--> attached --Draining--> draining --peer gone--> detached
-                                     └───────────────peer gone───────────────────┘
+    detached --attach succeeds--> attached --Draining--> draining --kvd gone--> detached
+                                     └──────────────────kvd gone────────────────┘
 
 Slots of an ended attachment may still be read or written by threads of ours. kvd gives no slot of a
 store to others before we attach again and say which stores we still hold, or say that we leave, or
@@ -13,7 +11,8 @@ die. What was loaded meanwhile may not be used: its complete_load raises.
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -64,6 +63,28 @@ class Method(Protocol[Request, Answer]):
         ...
 
 
+class ConnectionState(Enum):
+    """What a connection is to whoever calls."""
+
+    DETACHED = "detached"
+    ATTACHED = "attached"
+    DRAINING = "draining"  # what was granted may be completed, nothing new is granted
+
+
+# What may happen to a connection in each state, and the state that follows.
+CONNECTION_MOVES: Mapping[ConnectionState, Mapping[str, ConnectionState]] = {
+    ConnectionState.DETACHED: {"attached": ConnectionState.ATTACHED},
+    ConnectionState.ATTACHED: {
+        "draining": ConnectionState.DRAINING,
+        "ended": ConnectionState.DETACHED,
+    },
+    ConnectionState.DRAINING: {
+        "draining": ConnectionState.DRAINING,
+        "ended": ConnectionState.DETACHED,
+    },
+}
+
+
 class KvdConnection:
     """One engine's connection to one kvd.
 
@@ -97,7 +118,7 @@ class KvdConnection:
         self._reconnect_delay_s = reconnect_delay_s
         self._attachment: Attachment | None = None
         self._mapped: MappedArena | None = None  # outlives the attachment
-        self._draining = False
+        self._state = ConnectionState.DETACHED
         self._detached_reason = "not attached yet"
         self._attached_event = asyncio.Event()
         self._held: set[int] = set()  # leases granted and not given back
@@ -108,7 +129,7 @@ class KvdConnection:
     @property
     def attached(self) -> bool:
         """Whether loads and stores may be asked for right now."""
-        return self._attachment is not None and not self._draining
+        return self._state is ConnectionState.ATTACHED
 
     async def wait_attached(self, timeout_s: float) -> None:
         """Wait until attached.
@@ -154,7 +175,7 @@ class KvdConnection:
         # Given back while no kvd was there. From here on whoever gives back calls kvd.
         abandoned = attachment.confirmed_leases - self._held
         self._attachment = attachment
-        self._changed("kvd_attached", engine_id=shown_id(attachment.engine_id))
+        self._move("attached", engine_id=shown_id(attachment.engine_id))
         serving = asyncio.create_task(self._while_attached(attachment, abandoned))
         try:
             await attachment.hold(self._on_draining)
@@ -162,10 +183,7 @@ class KvdConnection:
             # All at once, before anything is awaited: a caller who was refused and then waits in
             # `wait_attached` must not find us attached still.
             self._attachment = None
-            self._detached_reason = "kvd closed the connection"
-            if not self._draining:
-                self._changed("kvd_detached", reason=self._detached_reason)
-            self._draining = False
+            self._move("ended", "kvd closed the connection")
             await _cancelled(serving)
 
     async def _while_attached(self, attachment: Attachment, abandoned: Collection[int]) -> None:
@@ -177,20 +195,25 @@ class KvdConnection:
         """
 
     def _on_draining(self, deadline_s: float) -> None:
-        self._draining = True
-        self._detached_reason = "kvd is stopping"
-        self._changed("kvd_detached", reason=self._detached_reason, deadline_s=deadline_s)
+        self._move("draining", "kvd is stopping", deadline_s=deadline_s)
 
     def _note_refusal(self, error: ReportedError) -> None:
         if str(error) != self._detached_reason:  # said once, not at every attempt
             log.warning("kvd_attach_failed", reason=error.reason, error=str(error))
         self._detached_reason = str(error)
 
-    def _changed(self, event: str, **facts: object) -> None:
-        log.info(event, **facts)
+    def _move(self, event: str, detached_reason: str = "", **logged: object) -> None:
+        """Change the state, and notify of it if `attached` is another now."""
+        was_attached = self.attached
+        self._state = CONNECTION_MOVES[self._state][event]
+        self._detached_reason = detached_reason or self._detached_reason
+        if self.attached is was_attached:
+            return
         if self.attached:
+            log.info("kvd_attached", **logged)
             self._attached_event.set()
         else:
+            log.info("kvd_detached", reason=detached_reason, **logged)
             self._attached_event.clear()
         for callback in self.on_change:
             callback(self.attached)
@@ -203,7 +226,7 @@ class KvdConnection:
         Raises:
             KvdUnavailableError: there is none.
         """
-        if self._attachment is None or self._draining:
+        if self._attachment is None or not self.attached:
             raise self._unavailable()
         return self._attachment
 

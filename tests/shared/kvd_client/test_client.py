@@ -276,3 +276,15 @@ async def test_what_swallows_a_cancellation_is_cancelled_again():
     await _cancelled(task)
     assert task.cancelled()
     assert len(swallowed) == 2
+
+
+def test_the_states_of_a_connection(tmp_path):
+    """Whether loads and stores may be asked for is notified at each change of it, and only then."""
+    client = KvdClient(tmp_path, LAYOUT, "test")
+    changes = []
+    client.on_change.append(changes.append)
+    for event in ("attached", "draining", "draining", "ended", "attached", "ended"):
+        client._move(event, "stopping")
+    assert changes == [True, False, True, False]
+    with pytest.raises(KeyError):
+        client._move("draining", "it is not there")
