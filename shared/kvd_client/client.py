@@ -96,7 +96,7 @@ class KvdClient(KvdConnection):
             lineage=lineage_message(lineage),
         )
         call = self._call(attachment.stub.PrepareLoad, request, deadline_s + GRACE_S, attachment)
-        response = await self._granted(call, self._give_back_load, attachment)
+        response = await self._granted(call, self._complete_load, attachment)
         with self._ending_on_nonsense(attachment, response.lease_id):
             block_tokens = self._layout.block_tokens
             return load_grant(
@@ -106,7 +106,7 @@ class KvdClient(KvdConnection):
     async def complete_load(self, grant: LoadGrant) -> None:
         """Give the slots back. If this raises, they may have changed while they were read."""
         if grant.lease_id:
-            await self._give_back_load(self._owner_of(grant), grant.lease_id)
+            await self._complete_load(self._attachment_of(grant), grant.lease_id)
 
     async def prepare_store(
         self,
@@ -136,7 +136,7 @@ class KvdClient(KvdConnection):
             lineage=lineage_message(lineage),
         )
         call = self._call(attachment.stub.PrepareStore, request, deadline_s + GRACE_S, attachment)
-        response = await self._granted(call, self._give_back_store, attachment)
+        response = await self._granted(call, self._complete_store, attachment)
         with self._ending_on_nonsense(attachment, response.lease_id):
             return store_grant(response, request, attachment.arena, self._layout.block_tokens)
 
@@ -148,7 +148,9 @@ class KvdClient(KvdConnection):
         """
         if not grant.lease_id:
             return grant.end_token
-        return await self._give_back_store(self._owner_of(grant), grant.lease_id, success=success)
+        return await self._complete_store(
+            self._attachment_of(grant), grant.lease_id, success=success
+        )
 
     async def discard(
         self,
@@ -216,7 +218,7 @@ class KvdClient(KvdConnection):
         """Report what kvd does not know yet; then keep reporting the queue."""
         for lease_id in abandoned:
             with suppress(ReportedError):  # it is lost: then there is nothing to give back
-                await self._give_back_store(attachment, lease_id)
+                await self._complete_store(attachment, lease_id)
         for key in list(self._ended):
             with suppress(ReportedError):  # kvd has gone again: the next attachment repeats it
                 await self._report_end(attachment, key)
@@ -232,22 +234,22 @@ class KvdClient(KvdConnection):
             raise
         self._ended.pop(key, None)
 
-    async def _give_back_load(self, owner: Attachment, lease_id: int) -> None:
+    async def _complete_load(self, attachment: Attachment, lease_id: int) -> None:
         self._release(lease_id)
-        request = pb.CompleteLoadRequest(engine_id=owner.engine_id, lease_id=lease_id)
-        await self._call(owner.stub.CompleteLoad, request, CALL_S, owner)
+        request = pb.CompleteLoadRequest(engine_id=attachment.engine_id, lease_id=lease_id)
+        await self._call(attachment.stub.CompleteLoad, request, CALL_S, attachment)
 
-    async def _give_back_store(
-        self, owner: Attachment, lease_id: int, *, success: bool = False
+    async def _complete_store(
+        self, attachment: Attachment, lease_id: int, *, success: bool = False
     ) -> int:
         self._release(lease_id)
         request = pb.CompleteStoreRequest(
-            engine_id=owner.engine_id, lease_id=lease_id, success=success
+            engine_id=attachment.engine_id, lease_id=lease_id, success=success
         )
-        response = await self._call(owner.stub.CompleteStore, request, CALL_S, owner)
+        response = await self._call(attachment.stub.CompleteStore, request, CALL_S, attachment)
         return int(response.stored_tokens)
 
-    def _owner_of(self, grant: LoadGrant | StoreGrant) -> Attachment:
+    def _attachment_of(self, grant: LoadGrant | StoreGrant) -> Attachment:
         """The attachment a grant belongs to: its own, or a later one that confirmed its lease."""
         attachment = self._attachment
         is_ours = grant.lease_id in self._held  # not among those lost

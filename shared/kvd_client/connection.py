@@ -121,7 +121,7 @@ class KvdConnection:
         self._state = ConnectionState.DETACHED
         self._detached_reason = "not attached yet"
         self._attached_event = asyncio.Event()
-        self._held: set[int] = set()  # leases granted and not given back
+        self._held: set[int] = set()  # leases granted and not completed
         self._undoing: set[asyncio.Future[None]] = set()  # see _granted
 
     # ------------------------------------------------------------------------------------ life
@@ -172,7 +172,7 @@ class KvdConnection:
             await asyncio.sleep(delay_s)  # a kvd that accepts and closes must not keep us busy
 
     async def _hold(self, attachment: Attachment) -> None:
-        # Given back while no kvd was there. From here on whoever gives back calls kvd.
+        # Completed while no kvd was there. From here on whoever completes a lease calls kvd.
         abandoned = attachment.confirmed_leases - self._held
         self._attachment = attachment
         self._move("attached", engine_id=shown_id(attachment.engine_id))
@@ -191,7 +191,7 @@ class KvdConnection:
 
         Args:
             attachment: the new one.
-            abandoned: leases that it confirmed and nobody holds any more: to be given back.
+            abandoned: leases that it confirmed and nobody holds any more: to be completed.
         """
 
     def _on_draining(self, deadline_s: float) -> None:
@@ -231,23 +231,23 @@ class KvdConnection:
         return self._attachment
 
     def _release(self, lease_id: int) -> None:
-        """Note that a lease is given back, or is about to be."""
+        """Note that a lease is completed, or is about to be."""
         self._held.discard(lease_id)
 
     async def _granted(
         self,
         call: Coroutine[object, object, LeasedResponse],
-        give_back: Callable[[Attachment, int], Coroutine[object, object, object]],
+        complete: Callable[[Attachment, int], Coroutine[object, object, object]],
         attachment: Attachment,
     ) -> LeasedResponse:
-        """Await a prepare call. If we are cancelled meanwhile, what it grants is given back."""
+        """Await a prepare call. If we are cancelled meanwhile, what it grants is completed."""
         running = asyncio.ensure_future(call)
 
         async def undo() -> None:
             with contextlib.suppress(ReportedError):
                 response = await running
                 if response.lease_id:
-                    await give_back(attachment, response.lease_id)
+                    await complete(attachment, response.lease_id)
 
         try:
             response = await asyncio.shield(running)
