@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from kvd.caches.dram_room import DramRoom
+from kvd.caches.budgets import DramRoom
 from kvd.caches.layout_opening import LayoutOpener
 from kvd.caches.tenant_secrets import TenantSecrets
 from kvd.caches.unavailable import UnavailableLayout, UnavailableLayouts
@@ -265,7 +265,7 @@ class Caches:
         self.unavailable.close()
         for cache in self._caches.values():
             await cache.close(keep_dram=keep_dram)
-        self._arenas.tell_kept()
+        self._arenas.log_kept()
 
     # -------------------------------------------------------------------------------------- inside
 

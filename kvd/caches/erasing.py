@@ -20,17 +20,23 @@ from kvd.caches.caches import Caches
 from kvd.caches.tenant_secrets import has_segments
 from kvd.core.engine import CacheEngine
 from kvd.core.records.records import FlushAnswer
-from kvd.encryption.errors import NotErasableError
 from kvd.errors import NotDurableError
 from kvd.runtime.cache import Cache
 from kvd.wire.events import EventHub
 from shared.process.log import get_logger
+from shared.types.errors import StateError
 
 STEP_SESSIONS = 200  # dropped in one go: some milliseconds
 POLL_S = 0.05  # upper bound between two looks whether what was moved has arrived
 PURGE_S = 30.0  # how long the disk may take to delete the keys
 
 log = get_logger(__name__)
+
+
+class NotErasableError(StateError):
+    """What is asked for is not erased by deleting a key."""
+
+    reason = "not_erasable"
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from kvd.errors import LayoutUnavailableError, NotSetAsideError
 from kvd.tiers.arena_store import Adoption, ArenaStore
 from kvd.tiers.faults import Faults
 from kvd.tiers.manifest import SET_ASIDE, LayoutRow, Manifest
-from kvd.tiers.space_budget import SpaceBudget
+from kvd.tiers.segment_files import SpaceBudget
 from kvd.tiers.volume import SegmentVolume
 from kvd.tiers.volume_identity import UnusableVolumeError, sync_directory
 from shared.kvd_client.layout_message import layout_message, layout_of

@@ -53,7 +53,7 @@ def _fill(sources: Sources, scrape: Scrape) -> None:
         _fill_tenants(scrape, layout, cache.act(_tenants), sources.live.settings.tenants)
     for unavailable in sources.caches.unavailable:
         scrape.put("kvd_layout_unavailable", 1, unavailable.fingerprint[:LAYOUT_CHARS])
-    encryption = sources.caches.secrets.facts()
+    encryption = sources.caches.secrets.info()
     scrape.put("kvd_encryption", encryption.is_sealing, "encrypting")
     scrape.put("kvd_encryption", encryption.may_have_plain, "may_have_plain")
     scrape.put("kvd_encryption_tenants", encryption.num_tenants)
@@ -70,7 +70,7 @@ def _fill(sources: Sources, scrape: Scrape) -> None:
 
 
 def _fill_info(scrape: Scrape, layout: str, cache: Cache, sources: Sources) -> None:
-    arena, volume = cache.arena_facts(sources.caches.keep), cache.volume_facts()
+    arena, volume = cache.arena_info(sources.caches.keep), cache.volume_info()
     scrape.put(
         "kvd_layout_info",
         1,
@@ -95,10 +95,10 @@ def _fill_counters(scrape: Scrape, layout: str, cache: Cache) -> None:
 
 
 def _fill_gauges(scrape: Scrape, layout: str, cache: Cache, sources: Sources) -> None:
-    stats, arena = cache.stats(), cache.arena_facts(sources.caches.keep)
+    stats, arena = cache.stats(), cache.arena_info(sources.caches.keep)
     physical_bytes = {
         "dram": arena.physical_bytes if arena else 0,
-        "ssd": cache.volume_facts().physical_bytes,
+        "ssd": cache.volume_info().physical_bytes,
     }
     for tier in stats.tiers:
         name = tier.tier.value
@@ -130,7 +130,7 @@ def _fill_gauges(scrape: Scrape, layout: str, cache: Cache, sources: Sources) ->
 
 
 def _fill_histograms(scrape: Scrape, layout: str, cache: Cache) -> None:
-    measures, io = cache.act(_measures), cache.io_measures
+    measures, io = cache.act(_measures), cache.io_histograms
     for name, histogram in (
         ("kvd_load_seconds", measures.load_s),
         ("kvd_store_seconds", measures.store_s),

@@ -14,7 +14,7 @@ from kvd.core.records.records import (
     TierStats,
 )
 from kvd.engines.attached import OwnerFacts
-from kvd.tiers.tier_facts import ArenaFacts, EncryptionFacts, VolumeFacts
+from kvd.tiers.tier_info import ArenaInfo, EncryptionInfo, VolumeInfo
 from kvd.wire.messages import TIERS, key_message
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.engine_id import shown_id
@@ -63,8 +63,8 @@ def unavailable_message(layout: UnavailableLayout, now_s: float) -> kvd_pb2.Unav
 def layout_stats_message(
     stats: EngineStats,
     layout: KVLayout,
-    arena: ArenaFacts | None,
-    volume: VolumeFacts,
+    arena: ArenaInfo | None,
+    volume: VolumeInfo,
     admission: Admission,
     tenants: Iterable[TenantUsage],
     queue: QueueStats,
@@ -115,13 +115,13 @@ def layout_stats_message(
     )
 
 
-def encryption_message(facts: EncryptionFacts) -> kvd_pb2.EncryptionStats:
+def encryption_message(info: EncryptionInfo) -> kvd_pb2.EncryptionStats:
     """Encode."""
     return kvd_pb2.EncryptionStats(
-        key=facts.key,
-        encrypting=facts.is_sealing,
-        may_have_plain=facts.may_have_plain,
-        tenants=facts.num_tenants,
+        key=info.key,
+        encrypting=info.is_sealing,
+        may_have_plain=info.may_have_plain,
+        tenants=info.num_tenants,
     )
 
 
@@ -159,7 +159,7 @@ def _tier_message(tier: TierStats, physical_bytes: int) -> kvd_pb2.TierStats:
     )
 
 
-def _arena_message(arena: ArenaFacts) -> kvd_pb2.ArenaStats:
+def _arena_message(arena: ArenaInfo) -> kvd_pb2.ArenaStats:
     return kvd_pb2.ArenaStats(
         arena_id=arena.arena_id,
         keep=arena.keep,

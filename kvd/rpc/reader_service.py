@@ -119,7 +119,7 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
             ],
             process=process_message(),
             verifying=self._scrubber.is_running,
-            encryption=encryption_message(self._caches.secrets.facts()),
+            encryption=encryption_message(self._caches.secrets.info()),
             unavailable=[
                 unavailable_message(layout, time.monotonic()) for layout in self._caches.unavailable
             ],
@@ -168,8 +168,8 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
         return layout_stats_message(
             cache.stats(),
             cache.layout,
-            cache.arena_facts(self._caches.keep),
-            cache.volume_facts(),
+            cache.arena_info(self._caches.keep),
+            cache.volume_info(),
             self._settings.ssd.admission,
             cache.act(_tenants),
             cache.act(lambda core, _: core.queue_stats()),

@@ -14,9 +14,9 @@ from typing import TypeAlias
 
 from kvd.core.records.actions import IoOutcome
 from kvd.core.records.records import StoredBlock
+from kvd.tiers.direct_io import Staging
 from kvd.tiers.extent_read import ExtentRead
 from kvd.tiers.io_pool import IoPool, Priority
-from kvd.tiers.staging import Staging
 from shared.process.log import get_logger
 
 Done: TypeAlias = Callable[[IoOutcome, StoredBlock | None], None]

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from kvd.core.records.actions import IoOutcome, WriteBlock
 from kvd.core.records.records import StoredBlock
 from kvd.tiers.batch_worker import BatchWorker
+from kvd.tiers.direct_io import Staging
 from kvd.tiers.extent_format import ToWrite
 from kvd.tiers.io_pool import IoPool, Priority
-from kvd.tiers.staging import Staging
 from kvd.tiers.volume import SegmentVolume, Written
 from shared.process.log import get_logger
 from shared.types.units import SECTOR_BYTES

@@ -20,8 +20,7 @@ from kvd.core.records.records import AdoptedSlot, EngineStats, IndexRows, Orphan
 from kvd.host.clock import Clock
 from kvd.runtime.performer import Completion, Performer
 from kvd.tiers.arena import Arena
-from kvd.tiers.io_measures import IoMeasures
-from kvd.tiers.tier_facts import ArenaFacts, VolumeFacts
+from kvd.tiers.tier_info import ArenaInfo, IoHistograms, VolumeInfo
 from kvd.tiers.volume import SegmentVolume
 from shared.process.log import get_logger
 from shared.types.errors import ReportedError
@@ -190,12 +189,12 @@ class Cache:
         uncommitted_bytes = num_uncommitted * self.layout.block_bytes
         return replace(stats, dirty_bytes=stats.dirty_bytes + uncommitted_bytes)
 
-    def arena_facts(self, keep: str) -> ArenaFacts | None:
+    def arena_info(self, keep: str) -> ArenaInfo | None:
         """The arena as it is; `keep` is where arenas are kept."""
         arena = self.arena
         if arena is None:
             return None
-        return ArenaFacts(
+        return ArenaInfo(
             arena_id=arena.arena_id,
             keep=keep,
             pages=arena.pages,
@@ -206,14 +205,14 @@ class Cache:
         )
 
     @property
-    def io_measures(self) -> IoMeasures:
+    def io_histograms(self) -> IoHistograms:
         """How long its reads and writes take."""
-        return self._performer.measures
+        return self._performer.histograms
 
-    def volume_facts(self) -> VolumeFacts:
+    def volume_info(self) -> VolumeInfo:
         """The volume as it is."""
         volume = self.volume
-        return VolumeFacts(volume.is_direct, volume.buffered_reason, volume.allocated_bytes)
+        return VolumeInfo(volume.is_direct, volume.buffered_reason, volume.allocated_bytes)
 
     # ------------------------------------------------------------------------------------- the rest
 

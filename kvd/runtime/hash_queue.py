@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvd.core.records.actions import HashSlot
+from kvd.tiers.direct_io import Staging
 from kvd.tiers.io_pool import IoPool, Priority
-from kvd.tiers.staging import Staging
 
 HASH_BATCH = 16  # blocks in one job of the pool
 

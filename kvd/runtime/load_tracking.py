@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from opentelemetry.trace import Span
 
-from kvd.tiers.io_measures import IoMeasures
 from kvd.tiers.progress import Progress
+from kvd.tiers.tier_info import IoHistograms
 from shared.serving.tracing import open_span
 
 
@@ -40,13 +40,13 @@ class LoadTracker:
     Args:
         progress: the words of its arena.
         num_layers: of the layout: an operation that has ended well has brought them all.
-        measures: told how long loads wait.
+        histograms: observe how long loads wait.
     """
 
-    def __init__(self, progress: Progress, num_layers: int, measures: IoMeasures) -> None:
+    def __init__(self, progress: Progress, num_layers: int, histograms: IoHistograms) -> None:
         self._progress = progress
         self._num_layers = num_layers
-        self._measures = measures
+        self._histograms = histograms
         self._lock = threading.Lock()
         self._running: dict[int, int] = {}  # operation → layers it has brought
         self._loads: dict[int, _Load] = {}  # by lease
@@ -116,7 +116,7 @@ class LoadTracker:
     def _count_end(self, load: _Load) -> None:
         load.num_running -= 1
         if not load.num_running:
-            self._measures.load_wait_s.observe(time.monotonic() - load.began_s)
+            self._histograms.load_wait_s.observe(time.monotonic() - load.began_s)
             load.wait.end()
 
     def _publish(self, lease_id: int, load: _Load) -> None:

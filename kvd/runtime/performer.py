@@ -51,11 +51,11 @@ from kvd.runtime.hash_queue import HashQueue
 from kvd.runtime.load_tracking import LoadTracker
 from kvd.runtime.row_copying import RowCopier
 from kvd.tiers.arena import Arena
-from kvd.tiers.checksums import BlockHasher
-from kvd.tiers.io_measures import AHEAD, LOAD, IoMeasures
+from kvd.tiers.direct_io import Staging
 from kvd.tiers.io_pool import IoPool, Priority
 from kvd.tiers.manifest import Manifest
-from kvd.tiers.staging import Staging
+from kvd.tiers.slot_rows import BlockHasher
+from kvd.tiers.tier_info import AHEAD, LOAD, IoHistograms
 from kvd.tiers.volume import SegmentVolume
 from shared.process.log import get_logger
 from shared.types.kv_layout import KVLayout
@@ -142,7 +142,7 @@ class Performer:
         self._patient: dict[int, VerifySlot] = {}  # not begun; a load that comes to wait hurries it
         self._ahead: dict[int, BlockReading] = {}  # under way; the same
         self._write_began_s: dict[int, float] = {}  # by operation
-        self.measures = IoMeasures()
+        self.histograms = IoHistograms()
         self.num_pending = 0  # operations that will still be answered
         self.num_uncommitted = 0  # blocks on SSD that a restart would not find yet
         self._awaits_room = False  # see await_room
@@ -160,7 +160,7 @@ class Performer:
         self._arena = arena
         num_layers = len(self._layout.layers)
         self._tracker = (
-            None if arena is None else LoadTracker(arena.progress, num_layers, self.measures)
+            None if arena is None else LoadTracker(arena.progress, num_layers, self.histograms)
         )
 
     def progress_index(self, lease_id: int) -> int | None:
@@ -279,7 +279,7 @@ class Performer:
         def done(outcome: IoOutcome, stored: StoredBlock | None) -> None:
             def complete(engine: CacheEngine, now_ns: int) -> None:
                 purpose = AHEAD if action.ahead else LOAD
-                self.measures.read_s.observe(time.monotonic() - began_s, purpose)
+                self.histograms.read_s.observe(time.monotonic() - began_s, purpose)
                 engine.read_done(op_id, outcome, stored, now_ns)
 
             self._report(_Ended(complete, op_id, outcome is IoOutcome.OK))
@@ -410,7 +410,7 @@ class Performer:
         def complete(engine: CacheEngine, now_ns: int) -> None:
             now_s = time.monotonic()
             for op_id, outcome in outcomes:
-                self.measures.write_s.observe(now_s - self._write_began_s.pop(op_id))
+                self.histograms.write_s.observe(now_s - self._write_began_s.pop(op_id))
                 engine.write_done(op_id, outcome, now_ns)
 
         self._report(_Ended(complete, num_ops=len(outcomes)))

@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvd.core.records.actions import CompactRows, DenseBlock, RowRun
-from kvd.tiers.checksums import BlockHasher
-from kvd.tiers.slot_rows import SlotRows
+from kvd.tiers.slot_rows import BlockHasher, SlotRows
 from shared.types.kv_layout import KVLayout
 
 Rows = NDArray[np.uint8]  # [block_tokens, token_bytes]

@@ -19,8 +19,7 @@ from kvd.core.records.records import ExportedRows, LeaseState, LoadAnswer, Looku
 from kvd.errors import BusyTransferError
 from kvd.runtime.cache import Cache
 from kvd.session_files.file_format import FileHeader, end_bytes, frame_bytes, header_bytes
-from kvd.session_files.slot_runs import SlotRuns
-from kvd.session_files.threads import finished_in_thread
+from kvd.session_files.slot_runs import SlotRuns, finished_in_thread
 from shared.types.session_key import SessionKey
 from shared.version import __version__
 

@@ -30,8 +30,7 @@ from kvd.session_files.file_format import (
     SessionFileError,
     row_bytes,
 )
-from kvd.session_files.slot_runs import RowBuffer, SlotRuns
-from kvd.session_files.threads import finished_in_thread
+from kvd.session_files.slot_runs import RowBuffer, SlotRuns, finished_in_thread
 from shared.access.identity import TenantDeniedError
 from shared.process.log import get_logger
 from shared.types.block_key import TOKEN_BYTES

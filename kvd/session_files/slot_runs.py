@@ -1,6 +1,11 @@
-"""Copies rows between slots and what session files hold. Pure but for the memory; any thread."""
+"""Copies rows between slots and what session files hold, in threads of their own.
 
-from collections.abc import Sequence
+The copying is pure but for the memory, and good in any thread.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from kvd.tiers.slot_rows import SlotRows
 from shared.types.kv_layout import KVLayout
@@ -73,3 +78,19 @@ class RowBuffer:
             del run[: num_tokens * row]
         self.token_offset += num_tokens
         self.num_tokens -= num_tokens
+
+
+T = TypeVar("T")
+
+
+async def finished_in_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function in a thread; when this returns, or is cancelled, the thread is done.
+
+    So a caller may release slots afterwards, whatever has happened.
+    """
+    work = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait((work,))
+        raise

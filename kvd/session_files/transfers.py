@@ -1,14 +1,15 @@
 """Session files in and out, on behalf of operators: few at once, within what each may see."""
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
+from typing import TypeVar
 
 from kvd.caches.caches import Caches
 from kvd.core.records.errors import InvalidRequestError
-from kvd.errors import LimitReachedError
+from kvd.errors import LimitReachedError, StalledTransferError
 from kvd.session_files.exporter import Exporter
 from kvd.session_files.importer import Importer, Target, read_file
-from kvd.session_files.timely import timely
 from kvd.wire.messages import key_message, key_of
 from kvd.wire.selection import check_allowed
 from shared.pb.kvd.v1 import kvd_pb2
@@ -16,6 +17,8 @@ from shared.pb.kvd.v1 import kvd_pb2
 MOST_TRANSFERS = 4  # at once: each holds some tens of megabytes
 SILENCE_S = 60.0  # between two messages of a caller
 PIECE_BYTES = 1 << 20  # of a message: a small part of what gRPC lets through
+
+T = TypeVar("T")
 
 
 class Transfers:
@@ -54,7 +57,7 @@ class Transfers:
             InvalidRequestError: it is not said first where to.
             StalledTransferError: the caller has fallen silent.
         """
-        async with aclosing(timely(requests, SILENCE_S)) as messages:
+        async with aclosing(with_timeout(requests, SILENCE_S)) as messages:
             first = await anext(messages, None)
             if first is None or first.WhichOneof("part") != "target":
                 raise InvalidRequestError(
@@ -97,3 +100,22 @@ async def _pieces(requests: AsyncIterator[kvd_pb2.ImportSessionRequest]) -> Asyn
         if request.WhichOneof("part") != "data":
             raise InvalidRequestError("a second target", "send the file after the first one")
         yield request.data
+
+
+async def with_timeout(messages: AsyncIterator[T], silence_s: float) -> AsyncGenerator[T, None]:
+    """Yield messages as they come, but do not wait for them for ever.
+
+    Raises:
+        StalledTransferError: the next one has not come within `silence_s`.
+    """
+    while True:
+        try:
+            async with asyncio.timeout(silence_s):
+                message = await anext(messages)
+        except StopAsyncIteration:
+            return
+        except TimeoutError as error:
+            raise StalledTransferError(
+                f"nothing has come for {silence_s:g} s", "send the file again"
+            ) from error
+        yield message

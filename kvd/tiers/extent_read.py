@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvd.core.records.actions import IoOutcome
-from kvd.tiers.checksums import checksum, checksum_at
+from kvd.tiers.direct_io import Staging
 from kvd.tiers.extent_format import ExtentFormat, GroupPlan
 from kvd.tiers.sealed_extents import SPARE_BYTES, OpenedExtent, SealedFormat, is_sealed
-from kvd.tiers.staging import Staging
+from kvd.tiers.slot_rows import checksum, checksum_at
 from shared.process.log import get_logger
 
 if TYPE_CHECKING:

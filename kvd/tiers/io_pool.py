@@ -28,7 +28,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 
-from kvd.tiers.staging import Staging
+from kvd.tiers.direct_io import Staging
 from shared.process.log import get_logger
 
 Job: TypeAlias = Callable[[Staging], None]

@@ -8,6 +8,9 @@ Each grows in steps to extents_per_segment whole extents. A step is a fraction o
 has left, so that of several volumes none takes all before it needs it. Descriptors are opened once
 and kept. Nothing here deletes a file because reading it failed.
 
+Invariant: all volumes share a space budget and ask it before they allocate, so that their sum never
+exceeds it, and a reserve of the file system stays free for the index and for others.
+
 Threads: any number, except shrink() and close(), which no I/O may run beside.
 """
 
@@ -19,7 +22,6 @@ from pathlib import Path
 
 from kvd.tiers.direct_io import probe_direct, set_direct
 from kvd.tiers.faults import Faults, WritePoint
-from kvd.tiers.space_budget import SpaceBudget
 from kvd.tiers.volume_identity import identify, remove_volume, sync_directory
 from shared.process.log import get_logger
 
@@ -27,6 +29,66 @@ _STEP = 8  # a segment grows by this part of the free budget at a time
 _WITHOUT_FALLOCATE = {errno.EOPNOTSUPP, errno.EINVAL}
 
 log = get_logger(__name__)
+
+
+class SpaceBudget:
+    """What all volumes together may allocate, and what the file system has left; for any thread.
+
+    Args:
+        total_bytes: of allocated segments; None: only the file system is the limit.
+        reserve_bytes: of the file system, to be left free.
+        directory: on that file system; it may not exist yet.
+    """
+
+    def __init__(self, total_bytes: int | None, reserve_bytes: int, directory: Path) -> None:
+        self.total_bytes = total_bytes
+        self._reserve_bytes = reserve_bytes
+        self._directory = directory
+        self._allocated_bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the segments of all volumes."""
+        return self._allocated_bytes
+
+    def free_bytes(self) -> int:
+        """What could still be allocated now; negative when the budget was made smaller."""
+        free = max(0, self._file_system_bytes() - self._reserve_bytes)
+        if self.total_bytes is None:
+            return free
+        return min(free, self.total_bytes - self._allocated_bytes)
+
+    def reserve(self, least: int, wanted: int, unit: int) -> int:
+        """Take between `least` and `wanted` bytes for a segment.
+
+        Returns:
+            Bytes taken: whole units, or 0 if not even `least` is left.
+        """
+        with self._lock:
+            granted = min(wanted, self.free_bytes() // unit * unit)
+            if granted < least:
+                return 0
+            self._allocated_bytes += granted
+            return granted
+
+    def add_existing(self, num_bytes: int) -> None:
+        """Count a segment that was found."""
+        with self._lock:
+            self._allocated_bytes += num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        """Return space that was not allocated after all, or of a segment that is removed."""
+        with self._lock:
+            self._allocated_bytes -= num_bytes
+
+    def _file_system_bytes(self) -> int:
+        paths = (self._directory, *self._directory.parents)
+        try:
+            status = os.statvfs(next(path for path in paths if path.exists()))
+        except OSError:  # a disk that fails, or that we may not look at, takes nothing
+            return 0
+        return status.f_bavail * status.f_frsize
 
 
 class SegmentFiles:
@@ -158,12 +220,12 @@ class SegmentFiles:
                 del self._sizes[segment]
                 if segment in self._fds:
                     os.close(self._fds.pop(segment))
-            self._budget.give_back(size - keep)
+            self._budget.release(size - keep)
             self._faults.reach(WritePoint.SEGMENT_REMOVED)
 
     def close(self) -> None:
         """Close the files."""
-        self._budget.give_back(self.reserved_bytes)
+        self._budget.release(self.reserved_bytes)
         self._sizes.clear()
         while self._fds:
             os.close(self._fds.popitem()[1])
@@ -196,7 +258,7 @@ class SegmentFiles:
             try:
                 self._extend(segment, had, had + granted)
             except OSError as error:
-                self._budget.give_back(granted)
+                self._budget.release(granted)
                 if error.errno != errno.ENOSPC or wanted == end:
                     raise
             else:

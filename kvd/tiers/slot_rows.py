@@ -1,13 +1,26 @@
-"""Where the rows of a block lie in its slot, for whoever hashes or copies them.
+"""Where the rows of a block lie in its slot, and the checksums of these rows (D11).
 
-Pure. A slot's components are token-major, so the first rows of a component are one run of bytes;
-the rows of a full block make one run per layer.
+A slot's components are token-major, so the first rows of a component are one run of bytes; the rows
+of a full block make one run per layer.
+
+A block has one checksum for each layer slice, xxh3_64 of its used bytes: of every component in
+order, the first num_tokens rows. Padding and unused rows are never hashed. Checksums are packed as
+little-endian uint64, one per layer.
+
+Pure, and safe in any thread: xxhash gives the GIL up for large slices.
 """
 
+import struct
 from typing import TypeAlias
+
+import xxhash
 
 from shared.types.kv_layout import KVLayout
 
+CHECKSUM_BYTES = 8  # per layer
+_CHECKSUM = struct.Struct("<Q")
+
+Bytes: TypeAlias = bytes | bytearray | memoryview
 Run: TypeAlias = tuple[int, int]  # half-open, in bytes from the slot's start
 
 
@@ -41,3 +54,48 @@ class SlotRows:
             (start, start + token_bytes * num_tokens)
             for start, token_bytes in self._components[layer_index]
         )
+
+
+def checksum(data: Bytes) -> int:
+    """Return the checksum of bytes that lie together."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+class BlockHasher:
+    """Hashes the blocks of one layout."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._rows = SlotRows(layout)
+
+    def layer_checksum(self, memory: memoryview, layer_index: int, num_tokens: int) -> int:
+        """Return the checksum of one layer slice of a slot."""
+        runs = self._rows.runs(layer_index, num_tokens)
+        if len(runs) == 1:
+            return checksum(memory[runs[0][0] : runs[0][1]])
+        digest = xxhash.xxh3_64()
+        for start, end in runs:
+            digest.update(memory[start:end])
+        return digest.intdigest()
+
+    def checksums(self, memory: memoryview, num_tokens: int) -> bytes:
+        """Return the packed checksums of all layer slices of a slot."""
+        layers = range(self._rows.num_layers)
+        return b"".join(
+            _CHECKSUM.pack(self.layer_checksum(memory, layer, num_tokens)) for layer in layers
+        )
+
+    def matches(
+        self, memory: memoryview, num_tokens: int, checksums: bytes, layers: range | None = None
+    ) -> bool:
+        """Whether a slot's bytes, in these layers or all, are the ones that were hashed."""
+        if len(checksums) != CHECKSUM_BYTES * self._rows.num_layers:
+            return False
+        return all(
+            self.layer_checksum(memory, layer, num_tokens) == checksum_at(checksums, layer)
+            for layer in (range(self._rows.num_layers) if layers is None else layers)
+        )
+
+
+def checksum_at(checksums: bytes, layer_index: int) -> int:
+    """One layer's checksum out of the packed ones."""
+    return int(_CHECKSUM.unpack_from(checksums, CHECKSUM_BYTES * layer_index)[0])

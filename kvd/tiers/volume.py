@@ -23,15 +23,12 @@ from numpy.typing import NDArray
 
 from kvd.core.records.actions import IoOutcome, WriteBlock
 from kvd.encryption.keyring import Keyring
-from kvd.tiers.direct_io import read_fully, write_fully
-from kvd.tiers.extent_format import ExtentFormat, GroupPlan, ToWrite
+from kvd.tiers.direct_io import STAGED_IO_BYTES, Staging, read_fully, write_fully
+from kvd.tiers.extent_format import LAYERED_IO_BYTES, ExtentFormat, GroupPlan, ToWrite
 from kvd.tiers.extent_read import ExtentRead
 from kvd.tiers.faults import Faults, WritePoint
-from kvd.tiers.layer_groups import LAYERED_IO_BYTES
 from kvd.tiers.sealed_extents import SealedFormat
-from kvd.tiers.segment_files import SegmentFiles
-from kvd.tiers.space_budget import SpaceBudget
-from kvd.tiers.staging import STAGED_IO_BYTES, Staging
+from kvd.tiers.segment_files import SegmentFiles, SpaceBudget
 from shared.process.log import get_logger
 from shared.types.kv_layout import KVLayout
 from shared.types.units import SECTOR_BYTES

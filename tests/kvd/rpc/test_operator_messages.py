@@ -14,7 +14,7 @@ from kvd.core.records.records import (
 )
 from kvd.engines.attached import OwnerFacts
 from kvd.rpc.operator_messages import layout_stats_message, lease_message, verify_message
-from kvd.tiers.tier_facts import ArenaFacts, VolumeFacts
+from kvd.tiers.tier_info import ArenaInfo, VolumeInfo
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.units import NS_PER_S
 from tests.synthetic_engine import key_of, small_layout
@@ -36,7 +36,7 @@ STATS = EngineStats(
     counters={"stores": 1},
 )
 QUEUE = QueueStats(5, 1, 3, 40, 1000)
-VOLUME = VolumeFacts(is_direct=False, buffered_reason="no O_DIRECT", physical_bytes=600)
+VOLUME = VolumeInfo(is_direct=False, buffered_reason="no O_DIRECT", physical_bytes=600)
 
 
 def test_a_lease_names_its_process():
@@ -60,7 +60,7 @@ def test_a_lease_of_an_earlier_kvd_has_no_session():
 
 def test_stats_join_the_core_with_its_tiers():
     """Both tiers have their allocated bytes, and tenants a quota or none."""
-    arena = ArenaFacts(
+    arena = ArenaInfo(
         "ab", keep="file", pages="thp", epoch=3, num_adopted=2, is_prefaulted=True,
         physical_bytes=70,
     )  # fmt: skip

@@ -37,11 +37,11 @@ from kvd.core.records.records import (
 from kvd.host.process_identity import ProcessIdentity
 from kvd.runtime.performer import MAX_ROW_BYTES, Owners, Performer, _Ended
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore
-from kvd.tiers.checksums import BlockHasher
 from kvd.tiers.faults import NoFaults
 from kvd.tiers.io_pool import IoPool, Priority
 from kvd.tiers.manifest import MAX_QUEUED_BYTES, LayoutRow, Manifest
-from kvd.tiers.space_budget import SpaceBudget
+from kvd.tiers.segment_files import SpaceBudget
+from kvd.tiers.slot_rows import BlockHasher
 from kvd.tiers.volume import SegmentVolume
 from shared.kvd_client.progress_words import FAILED_BIT, LAYERS_MASK, ProgressWords
 from shared.types.kv_layout import Component, KVLayout, Layer

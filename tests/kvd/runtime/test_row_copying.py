@@ -5,7 +5,7 @@ import pytest
 
 from kvd.core.records.actions import CompactRows, DenseBlock, RowRun, SourceSlot
 from kvd.runtime.row_copying import RowCopier
-from kvd.tiers.checksums import BlockHasher
+from kvd.tiers.slot_rows import BlockHasher
 from shared.types.kv_layout import Component, KVLayout, Layer
 
 BLOCK_TOKENS = 16

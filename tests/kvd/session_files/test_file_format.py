@@ -19,7 +19,7 @@ from kvd.session_files.file_format import (
     row_bytes,
 )
 from kvd.session_files.slot_runs import RowBuffer, SlotRuns
-from kvd.session_files.timely import timely
+from kvd.session_files.transfers import with_timeout
 from shared.types.lineage import WHOLE, Lineage
 from tests.synthetic_engine import encode, key_of, small_layout
 
@@ -146,7 +146,7 @@ async def test_who_falls_silent_is_given_up():
         yield 2
         await asyncio.get_running_loop().create_future()
 
-    coming = timely(messages(), 0.05)
+    coming = with_timeout(messages(), 0.05)
     assert [await anext(coming), await anext(coming)] == [1, 2]
     with pytest.raises(StalledTransferError, match="send the file again"):
         await anext(coming)

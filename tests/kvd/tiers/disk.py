@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvd.core.records.records import StoredBlock
-from kvd.tiers.checksums import BlockHasher
+from kvd.tiers.direct_io import Staging
 from kvd.tiers.extent_format import ToWrite
 from kvd.tiers.faults import NoFaults
-from kvd.tiers.space_budget import SpaceBudget
-from kvd.tiers.staging import Staging
+from kvd.tiers.segment_files import SpaceBudget
+from kvd.tiers.slot_rows import BlockHasher
 from kvd.tiers.volume import SegmentVolume
 from kvd.tiers.volume_identity import ID_NAME
 from shared.types.kv_layout import Component, KVLayout, Layer

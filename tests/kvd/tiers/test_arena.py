@@ -10,7 +10,7 @@ import pytest
 
 from kvd.tiers import page_advice
 from kvd.tiers.arena import AUTO_FRACTION, ArenaTooSmallError, dram_bytes, num_slots_for
-from kvd.tiers.arena_file import sealed_memfd
+from kvd.tiers.arena_backing import sealed_memfd
 from kvd.tiers.arena_store import (
     ArenaOptions,
     ArenaStore,

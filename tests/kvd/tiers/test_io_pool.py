@@ -6,8 +6,8 @@ import weakref
 
 import pytest
 
+from kvd.tiers.direct_io import Staging
 from kvd.tiers.io_pool import IoPool, Priority
-from kvd.tiers.staging import Staging
 
 WAIT_S = 30
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvd.core.records.actions import IoOutcome, WriteBlock
 from kvd.core.records.extent_shape import ExtentShape
 from kvd.tiers.faults import NoFaults, WritePoint
-from kvd.tiers.space_budget import SpaceBudget
+from kvd.tiers.segment_files import SpaceBudget
 from kvd.tiers.volume import SegmentVolume
 from shared.types.kv_layout import Component, KVLayout, Layer
 from shared.types.units import SECTOR_BYTES

@@ -1,10 +1,17 @@
-"""What operators are told about a layout's arena and volume, beyond what its core knows. Pure."""
+"""What operators see of a layout's arena and volume, beyond what its core knows. Pure.
 
-from dataclasses import dataclass
+How long the SSD tier takes is counted in histograms, on the event loop.
+"""
+
+from dataclasses import dataclass, field
+
+from shared.types.histogram import Histogram
+
+LOAD, AHEAD = "load", "ahead"  # what a read is for when it begins; a load may come meanwhile
 
 
 @dataclass(frozen=True, slots=True)
-class ArenaFacts:
+class ArenaInfo:
     """An arena as it is.
 
     Attributes:
@@ -25,7 +32,7 @@ class ArenaFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class VolumeFacts:
+class VolumeInfo:
     """A volume as it is.
 
     Attributes:
@@ -40,7 +47,7 @@ class VolumeFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class EncryptionFacts:
+class EncryptionInfo:
     """What protects the SSD tier.
 
     Attributes:
@@ -54,3 +61,18 @@ class EncryptionFacts:
     is_sealing: bool
     may_have_plain: bool
     num_tenants: int
+
+
+@dataclass(frozen=True)
+class IoHistograms:
+    """How long the SSD tier of one layout takes.
+
+    Attributes:
+        read_s: of one block, from the request to its verified bytes, by purpose.
+        write_s: of one block, from the request until it is durable.
+        load_wait_s: of one load, from its grant until the last block it waited for was there.
+    """
+
+    read_s: Histogram = field(default_factory=Histogram)
+    write_s: Histogram = field(default_factory=Histogram)
+    load_wait_s: Histogram = field(default_factory=Histogram)

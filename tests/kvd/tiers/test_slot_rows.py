@@ -5,7 +5,7 @@ import struct
 import pytest
 import xxhash
 
-from kvd.tiers.checksums import BlockHasher
+from kvd.tiers.slot_rows import BlockHasher
 from shared.types.block_key import TOKEN_BYTES
 from tests.kvd.tiers.disk import LAYOUT, random_slot
 
