@@ -315,7 +315,7 @@ class Caches:
         with memory.building_up():
             cache.restore(rows, adopted, orphans)
         try:
-            volume.shrink(cache.max_extents)
+            volume.files.shrink(cache.max_extents)
         except OSError as error:  # what is too much stays until the next start
             log.warning("segments_not_shrunk", layout=layout.fingerprint, error=str(error))
         cache.measure_space()

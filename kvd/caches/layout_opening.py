@@ -89,7 +89,7 @@ class LayoutOpener:
         )
         volume = self._volume_of(layout, row)
         try:
-            return volume, replace(row, volume_id=volume.open())
+            return volume, replace(row, volume_id=volume.files.open())
         except (UnusableVolumeError, OSError) as error:
             raise LayoutUnavailableError(
                 f"layout {layout.fingerprint[:12]} can have no volume: {error}",
@@ -121,14 +121,14 @@ class LayoutOpener:
             raise ValueError("its row in the index is damaged")
         volume = self._volume_of(layout, row)
         must_be_there = self._manifest.has_blocks(row.fingerprint) and not accept_loss
-        volume_id = volume.open(row.volume_id, holds_rows=must_be_there)
+        volume_id = volume.files.open(row.volume_id, holds_rows=must_be_there)
         try:
             if found.num_attempts:  # what was measured at the start was another disk
                 self._space.total_bytes = self.budgets.measure()
             rows = self._rows_there(volume, layout, accept_loss=accept_loss)
             adoption = self._adopt(layout, found, taken_bytes, accept_loss=accept_loss)
         except BaseException:
-            volume.close()
+            volume.files.close()
             raise
         if asked is not None:
             row = replace(row, message=layout_message(asked).SerializeToString())

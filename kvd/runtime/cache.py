@@ -211,8 +211,8 @@ class Cache:
 
     def volume_info(self) -> VolumeInfo:
         """The volume as it is."""
-        volume = self.volume
-        return VolumeInfo(volume.is_direct, volume.buffered_reason, volume.allocated_bytes)
+        files = self.volume.files
+        return VolumeInfo(files.is_direct, files.buffered_reason, files.allocated_bytes)
 
     # ------------------------------------------------------------------------------------- the rest
 
@@ -230,7 +230,7 @@ class Cache:
 
     def remove_segments(self) -> None:
         """Remove the volume's files: no extent is in use, and nothing is under way."""
-        self.volume.shrink(0)
+        self.volume.files.shrink(0)
         self.measure_space()
 
     def write_dirty(self) -> None:
@@ -249,15 +249,15 @@ class Cache:
         self._performer.finish()
         if self._timer is not None:
             self._timer.cancel()
-        self.volume.close()
+        self.volume.files.close()
         if self.arena is not None:
             self.arena.close(keep=keep_dram)
 
     async def remove(self) -> None:
         """Close for good: nothing is stored any more, and nothing is to be left."""
-        self.volume.shrink(0)
+        self.volume.files.shrink(0)
         await self.close(keep_dram=False)
-        self.volume.remove()
+        self.volume.files.remove()
 
     def _completed(self, completion: Completion) -> None:
         self.act(completion)

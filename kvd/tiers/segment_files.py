@@ -139,7 +139,7 @@ class SegmentFiles:
                 num_blocks += self._path(segment).stat().st_blocks
         return num_blocks * 512
 
-    def open(self, expected_id: str, *, holds_rows: bool) -> str:
+    def open(self, expected_id: str = "", *, holds_rows: bool = False) -> str:
         """Find the volume, see whether direct I/O works, count the segments that are there.
 
         Args, Returns, Raises: see identify().

@@ -9,7 +9,7 @@ business; the bytes of a header are in kvd/FORMATS.md.
 Outcomes, never exceptions: OK; CORRUPT (the bytes are not what was written, or are not there);
 TRANSIENT (the device failed, the bytes may still be good); FULL (no space).
 
-Threads: reads and writes from any number, sync() from one; shrink() and close() beside none.
+Threads: reads and writes from any number, sync() from one.
 """
 
 import errno
@@ -50,7 +50,11 @@ class Written(NamedTuple):
 
 
 class SegmentVolume:
-    """The extents of one layout.
+    """The extents of one layout. Its `files` are opened before its first use.
+
+    Attributes:
+        files: the segments, which are opened, shrunk and closed there.
+        shape: of the extents.
 
     Args:
         directory, extents_per_segment, budget, direct, faults: see SegmentFiles.
@@ -74,37 +78,15 @@ class SegmentVolume:
         self._segment_sectors = extents_per_segment * self.shape.sectors_per_extent
         self._budget = budget
         self._faults = faults
-        self._files = SegmentFiles(
+        self.files = SegmentFiles(
             directory, self.shape.full_bytes, extents_per_segment, budget, direct, faults
         )
         self._failed_syncs: dict[int, int] = {}  # segment → how many
 
-    @property
-    def is_direct(self) -> bool:
-        """Whether reads and writes go past the page cache."""
-        return self._files.is_direct
-
-    @property
-    def buffered_reason(self) -> str:
-        """Why not; "" when direct."""
-        return self._files.buffered_reason
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Space that the segments take in the file system."""
-        return self._files.allocated_bytes
-
     def physical_extents(self) -> int:
         """How many extents there is space for: those allocated, and what budget and disk allow."""
-        num_bytes = self._files.reserved_bytes + self._budget.free_bytes()
+        num_bytes = self.files.reserved_bytes + self._budget.free_bytes()
         return max(0, num_bytes // self.shape.full_bytes)
-
-    def open(self, expected_id: str = "", *, holds_rows: bool = False) -> str:
-        """Find, or make, the volume.
-
-        Args, Returns, Raises: see kvd/tiers/volume_identity.py.
-        """
-        return self._files.open(expected_id, holds_rows=holds_rows)
 
     def lacks(self, extents: NDArray[np.int64], num_extents: int) -> NDArray[np.bool_]:
         """Which extents the segments that are there do not have: whole segments, or their ends.
@@ -121,21 +103,9 @@ class SegmentVolume:
         segments, sectors = np.divmod(extents[inside], self._segment_sectors)
         ends = self._whole_extents_end(sectors * SECTOR_BYTES)
         named, index = np.unique(segments, return_inverse=True)
-        sizes = np.array([self._files.size_of(segment) for segment in named.tolist()], np.int64)
+        sizes = np.array([self.files.size_of(segment) for segment in named.tolist()], np.int64)
         lacking[inside] = ends > sizes[index]
         return lacking
-
-    def shrink(self, num_extents: int) -> None:
-        """Give back the space of whole extents from `num_extents` on; none of them is in use."""
-        self._files.shrink(num_extents)
-
-    def close(self) -> None:
-        """Close the files."""
-        self._files.close()
-
-    def remove(self) -> None:
-        """Remove the directory of a closed volume, unless something is still in it."""
-        self._files.remove()
 
     # ----------------------------------------------------------------------------------- reading
 
@@ -159,7 +129,7 @@ class SegmentVolume:
         """Fill buffers from an extent's byte `offset` on; False if its file ends before."""
         segment, start = self._place(extent)
         self._faults.before_read(extent)
-        fd = self._files.for_reading(segment)
+        fd = self.files.for_reading(segment)
         return self._retried(lambda: read_fully(fd, buffers, start + offset))
 
     # ----------------------------------------------------------------------------------- writing
@@ -188,7 +158,7 @@ class SegmentVolume:
             for block in run:
                 self._faults.before_write(block.extent)
             end = self._whole_extents_end(start) + (len(run) - 1) * self.shape.full_bytes
-            fd = self._files.for_writing(segment, end)
+            fd = self.files.for_writing(segment, end)
             if self._sealed and self._sealed.is_sealing:
                 for offset, piece in self._sealed.pieces(run, staging):
                     self._write_part(fd, piece, start + offset)
@@ -219,7 +189,7 @@ class SegmentVolume:
         failed: dict[int, IoOutcome] = {}
         for segment in {written.segment for written in batch if written.outcome is IoOutcome.OK}:
             try:
-                self._faults.fdatasync(self._files.for_reading(segment))
+                self._faults.fdatasync(self.files.for_reading(segment))
                 self._faults.reach(WritePoint.SEGMENT_SYNCED)
             except OSError as error:
                 # What the kernel could not write it forgets: all since the last sync is lost, what
@@ -270,7 +240,7 @@ class SegmentVolume:
         try:
             return transfer()
         except OSError as error:
-            if error.errno != errno.EINVAL or not self._files.go_buffered(str(error)):
+            if error.errno != errno.EINVAL or not self.files.go_buffered(str(error)):
                 raise
         return transfer()
 

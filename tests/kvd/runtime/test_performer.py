@@ -107,7 +107,7 @@ class World:
         self.changed = asyncio.Event()
 
     def start(self, loop=None):
-        self.volume.open()
+        self.volume.files.open()
         self.manifest.open()
         row = LayoutRow(LAYOUT.fingerprint, b"message", 4)
         self.manifest.put_layout(row)
@@ -142,7 +142,7 @@ class World:
         await asyncio.to_thread(self.pool.close)
         await asyncio.to_thread(self.performer.close)
         self.manifest.close()
-        self.volume.close()
+        self.volume.files.close()
         self.arena.close()
 
     def _complete(self, completion):

@@ -83,7 +83,7 @@ class Disk:
         volume = SegmentVolume(
             self.directory / "v", layout, extents_per_segment, budget, direct, faults, self.keys
         )
-        volume.open()
+        volume.files.open()
         self.made.append(volume)
         return volume
 
@@ -108,4 +108,4 @@ class Disk:
 
     def close(self) -> None:
         while self.made:
-            self.made.pop().close()
+            self.made.pop().files.close()
