@@ -108,7 +108,7 @@ def _fill_gauges(scrape: Scrape, layout: str, cache: Cache, sources: Sources) ->
         scrape.put("kvd_tier_physical_bytes", physical_bytes[name], layout, name)
         scrape.put("kvd_tier_degraded", bool(tier.degraded_reason), layout, name)
     scrape.put("kvd_dirty_bytes", stats.dirty_bytes, layout)
-    num_rows, num_uses = cache.rows_waiting
+    num_rows, num_uses = cache.act(_rows_waiting)
     scrape.put("kvd_index_waiting_rows", num_rows, layout, "row")
     scrape.put("kvd_index_waiting_rows", num_uses, layout, "use")
     scrape.put("kvd_unverified_blocks", stats.num_unverified, layout)
@@ -169,3 +169,7 @@ def _leases(core: CacheEngine, _now_ns: int) -> tuple[LeaseInfo, ...]:
 
 def _tenants(core: CacheEngine, _now_ns: int) -> tuple[TenantUsage, ...]:
     return core.tenants()
+
+
+def _rows_waiting(core: CacheEngine, _now_ns: int) -> tuple[int, int]:
+    return core.num_rows_waiting

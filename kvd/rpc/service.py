@@ -128,7 +128,7 @@ class EngineService(kvd_pb2_grpc.EngineServicer):  # type: ignore[misc]  # the s
         while answer.miss_reason == "busy" and await engine.cache.changed(_left_s(until)):
             answer = self._act(engine, prepare)
         if answer.lookup is Lookup.PENDING:
-            index = engine.cache.progress_index(answer.lease_id)
+            index = engine.cache.loads.index_of(answer.lease_id)
             if request.accept_pending and index is not None:
                 return load_response(answer, index)
             answer = await self._settled(engine, answer.lease_id, until)

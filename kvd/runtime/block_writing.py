@@ -5,18 +5,25 @@ less than several.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from kvd.core.records.actions import IoOutcome, WriteBlock
 from kvd.core.records.records import StoredBlock
+from kvd.runtime.completions import Ended
 from kvd.tiers.batch_worker import BatchWorker
 from kvd.tiers.direct_io import Staging
 from kvd.tiers.extent_format import ToWrite
 from kvd.tiers.io_pool import IoPool, Priority
+from kvd.tiers.tier_info import IoHistograms
 from kvd.tiers.volume import SegmentVolume, Written
 from shared.process.log import get_logger
 from shared.types.units import SECTOR_BYTES
+
+if TYPE_CHECKING:
+    from kvd.core.engine import CacheEngine
 
 MAX_RUN_BYTES = 4 << 20  # of blocks in one write, unless one alone has more
 MAX_SYNC_BATCH = 64  # blocks in one sync: enough to share its cost, few enough to report soon
@@ -32,7 +39,8 @@ class BlockWriter:
         volume: written to.
         name: of the syncer's thread.
         memory_of: slot id → its memory.
-        done: told the outcomes of ops, in some thread; OK means that it is durable.
+        histograms: observe how long writes take.
+        report: takes what has ended, in some thread; OK means that it is durable.
     """
 
     def __init__(
@@ -41,12 +49,15 @@ class BlockWriter:
         volume: SegmentVolume,
         name: str,
         memory_of: Callable[[int], memoryview],
-        done: Callable[[Sequence[tuple[int, IoOutcome]]], None],
+        histograms: IoHistograms,
+        report: Callable[[Ended], None],
     ) -> None:
         self._pool = pool
         self._volume = volume
         self._memory_of = memory_of
-        self._done = done
+        self._histograms = histograms
+        self._report = report
+        self._began_s: dict[int, float] = {}  # by operation
         self._waiting: deque[WriteBlock] = deque()
         self._lock = threading.Lock()  # guards the taking of runs
         self._syncer: BatchWorker[tuple[int, Written]] = BatchWorker(
@@ -59,6 +70,7 @@ class BlockWriter:
 
     def write(self, action: WriteBlock) -> None:
         """Begin a write; returns at once."""
+        self._began_s[action.op_id] = time.monotonic()
         num_bytes = self._volume.shape.num_sectors(action.num_tokens) * SECTOR_BYTES
         self._waiting.append(action)
         # As many jobs as blocks, though one may take several: what is in flight stays within the
@@ -115,3 +127,12 @@ class BlockWriter:
             outcomes = [IoOutcome.TRANSIENT] * len(batch)
         op_ids = [op_id for op_id, _ in batch]
         self._done(list(zip(op_ids, outcomes, strict=True)))
+
+    def _done(self, outcomes: Sequence[tuple[int, IoOutcome]]) -> None:
+        def complete(engine: "CacheEngine", now_ns: int) -> None:
+            now_s = time.monotonic()
+            for op_id, outcome in outcomes:
+                self._histograms.write_s.observe(now_s - self._began_s.pop(op_id))
+                engine.write_done(op_id, outcome, now_ns)
+
+        self._report(Ended(complete, num_ops=len(outcomes)))

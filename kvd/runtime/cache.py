@@ -18,9 +18,10 @@ from kvd.core.engine import CacheEngine
 from kvd.core.records.actions import Emit, LeaseReady, SpaceFreed
 from kvd.core.records.records import AdoptedSlot, EngineStats, IndexRows, OrphanSlot
 from kvd.host.clock import Clock
-from kvd.runtime.performer import Completion, Performer
+from kvd.runtime.completions import Completion
+from kvd.runtime.performer import Performer
 from kvd.tiers.arena import Arena
-from kvd.tiers.tier_info import ArenaInfo, IoHistograms, VolumeInfo
+from kvd.tiers.tier_info import ArenaInfo, VolumeInfo
 from kvd.tiers.volume import SegmentVolume
 from shared.process.log import get_logger
 from shared.types.errors import ReportedError
@@ -40,6 +41,8 @@ class Cache:
         max_extents: what the volume may grow to, if there is space.
         volume: its part of the SSD tier.
         last_opened_s: when an engine last came for it, on the loop's clock.
+        loads: the progress of loads that are under way.
+        io_histograms: how long its reads and writes take.
     """
 
     def __init__(
@@ -57,6 +60,8 @@ class Cache:
         self.volume = volume
         self.arena: Arena | None = None
         self.last_opened_s = 0.0
+        self.loads = performer.loads
+        self.io_histograms = performer.histograms
         self._engine = engine
         self._performer = performer
         self._clock = clock
@@ -156,10 +161,6 @@ class Cache:
             self._waiters.discard(waiter)
         return True
 
-    def progress_index(self, lease_id: int) -> int | None:
-        """Which progress word tells of a pending load; None if there was none left for it."""
-        return self._performer.progress_index(lease_id)
-
     # ------------------------------------------------------------------------------------- looking
 
     @property
@@ -175,12 +176,7 @@ class Cache:
     @property
     def has_rows_waiting(self) -> bool:
         """Whether the index is behind: it has not been given some of its rows."""
-        return any(self.rows_waiting)
-
-    @property
-    def rows_waiting(self) -> tuple[int, int]:
-        """See CacheEngine.num_rows_waiting."""
-        return self._engine.num_rows_waiting
+        return any(self._engine.num_rows_waiting)
 
     def stats(self) -> EngineStats:
         """The engine's statistics; what a restart would not find counts as dirty."""
@@ -203,11 +199,6 @@ class Cache:
             is_prefaulted=self._is_prefaulted,
             physical_bytes=arena.physical_bytes(),
         )
-
-    @property
-    def io_histograms(self) -> IoHistograms:
-        """How long its reads and writes take."""
-        return self._performer.histograms
 
     def volume_info(self) -> VolumeInfo:
         """The volume as it is."""
@@ -245,8 +236,7 @@ class Cache:
         await self._stop_prefault()
         for row in self._engine.take_rows():
             self._performer.perform(row)
-        await asyncio.to_thread(self._performer.close)
-        self._performer.finish()
+        await self._performer.close()
         if self._timer is not None:
             self._timer.cancel()
         self.volume.files.close()

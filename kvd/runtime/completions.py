@@ -6,11 +6,42 @@ A wake-up costs a system call and some ten microseconds of the loop, and blocks 
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeAlias, TypeVar
+
+from kvd.core.records.actions import IoOutcome
+
+if TYPE_CHECKING:
+    from kvd.core.engine import CacheEngine
 
 MAX_AT_ONCE = 64  # handled before other callbacks of the loop get their turn
 
 T = TypeVar("T")
+Completion: TypeAlias = Callable[["CacheEngine", int], None]  # called with the engine and now_ns
+
+
+class Ended(NamedTuple):
+    """Operations that have ended, on their way to the engine.
+
+    Attributes:
+        completion: reports them to the engine.
+        op_id: of one that loads may wait for; None: there is none such.
+        is_good: whether that one has brought what it was to bring.
+        num_ops: how many are answered by it.
+    """
+
+    completion: Completion
+    op_id: int | None = None
+    is_good: bool = True
+    num_ops: int = 1
+
+
+def verified(op_id: int, outcome: IoOutcome) -> Ended:
+    """Return the end of a verification, of a slot or of an extent."""
+    return Ended(
+        lambda engine, now_ns: engine.verify_done(op_id, outcome, now_ns),
+        op_id,
+        outcome is IoOutcome.OK,
+    )
 
 
 class Completions(Generic[T]):

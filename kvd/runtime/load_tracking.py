@@ -38,13 +38,15 @@ class LoadTracker:
     """The loads of one layout.
 
     Args:
-        progress: the words of its arena.
         num_layers: of the layout: an operation that has ended well has brought them all.
         histograms: observe how long loads wait.
+
+    Attributes:
+        progress: the words of the layout's arena; None while it has none, and no load is tracked.
     """
 
-    def __init__(self, progress: Progress, num_layers: int, histograms: IoHistograms) -> None:
-        self._progress = progress
+    def __init__(self, num_layers: int, histograms: IoHistograms) -> None:
+        self.progress: Progress | None = None
         self._num_layers = num_layers
         self._histograms = histograms
         self._lock = threading.Lock()
@@ -62,7 +64,7 @@ class LoadTracker:
         with self._lock:
             load = self._loads.get(lease_id)
             if load is None:
-                word = self._progress.open(lease_id, wake)
+                word = self._words().open(lease_id, wake)
                 # Called within the RPC that asks for the load, whose span is the current one.
                 span = open_span("read", {"kvd.lease_id": lease_id})
                 load = self._loads[lease_id] = _Load(word, span, time.monotonic())
@@ -83,7 +85,7 @@ class LoadTracker:
             load = self._loads.pop(lease_id, None)
             if load is not None:
                 self._forget_operations(lease_id, load)
-                self._progress.close(lease_id)
+                self._words().close(lease_id)
                 if load.num_running:
                     load.wait.end()  # given up
 
@@ -110,8 +112,12 @@ class LoadTracker:
             leases = self._leases_of.pop(op_id, set())
             for lease_id in leases:
                 if not is_good:
-                    self._progress.fail(lease_id)
+                    self._words().fail(lease_id)
                 self._count_end(self._loads[lease_id])
+
+    def _words(self) -> Progress:
+        assert self.progress is not None, "loads are tracked where there is an arena"  # noqa: S101
+        return self.progress
 
     def _count_end(self, load: _Load) -> None:
         load.num_running -= 1
@@ -123,7 +129,7 @@ class LoadTracker:
         ready = min(load.layers.values(), default=self._num_layers)
         if ready > load.published and load.word is not None:
             load.published = ready
-            self._progress.publish(lease_id, ready)
+            self._words().publish(lease_id, ready)
 
     def _forget_operations(self, lease_id: int, load: _Load) -> None:
         for op_id in load.layers:

@@ -15,12 +15,7 @@ class SlotRuns:
     """The rows of one layout's slots: one run of bytes for each component of each layer."""
 
     def __init__(self, layout: KVLayout) -> None:
-        rows = SlotRows(layout)
-        self._components = tuple(
-            component
-            for layer_index in range(rows.num_layers)
-            for component in rows.components(layer_index)
-        )
+        self._components = SlotRows(layout).components
 
     def read(self, slot: memoryview, start: int, num_tokens: int) -> list[memoryview]:
         """Rows [start, start + num_tokens) of a slot, as they lie there: to be used up at once."""

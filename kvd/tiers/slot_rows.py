@@ -11,6 +11,7 @@ Pure, and safe in any thread: xxhash gives the GIL up for large slices.
 """
 
 import struct
+from itertools import chain
 from typing import TypeAlias
 
 import xxhash
@@ -25,7 +26,12 @@ Run: TypeAlias = tuple[int, int]  # half-open, in bytes from the slot's start
 
 
 class SlotRows:
-    """The runs of one layout, looked up instead of computed: this is called for every block."""
+    """The runs of one layout, looked up instead of computed: this is called for every block.
+
+    Attributes:
+        num_layers: of the layout.
+        components: of each component of each layer, its offset in a slot and the bytes of one row.
+    """
 
     def __init__(self, layout: KVLayout) -> None:
         self.num_layers = len(layout.layers)
@@ -34,17 +40,14 @@ class SlotRows:
             (start, start + layer.token_bytes * layout.block_tokens)
             for start, layer in zip(layout.slice_offsets, layout.layers, strict=True)
         )
-        self._components = tuple(
+        self._of_layer = tuple(
             tuple(
                 (layout.component_offset(layer_index, component_index), component.token_bytes)
                 for component_index, component in enumerate(layer.components)
             )
             for layer_index, layer in enumerate(layout.layers)
         )
-
-    def components(self, layer_index: int) -> tuple[tuple[int, int], ...]:
-        """Of each component of one layer: its offset in a slot, and the bytes of one row."""
-        return self._components[layer_index]
+        self.components = tuple(chain.from_iterable(self._of_layer))
 
     def runs(self, layer_index: int, num_tokens: int) -> tuple[Run, ...]:
         """Used bytes of one layer slice: of every component, in order, the first rows."""
@@ -52,7 +55,7 @@ class SlotRows:
             return (self._full[layer_index],)
         return tuple(
             (start, start + token_bytes * num_tokens)
-            for start, token_bytes in self._components[layer_index]
+            for start, token_bytes in self._of_layer[layer_index]
         )
 
 

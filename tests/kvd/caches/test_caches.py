@@ -135,7 +135,8 @@ async def test_an_index_that_takes_nothing_is_told_little_and_then_all(tmp_path,
                 cache.act(partial(_set_ttl, key, ttl_ns))
                 assert caches.index_queued_bytes <= bound + 1024
             assert cache.has_rows_waiting
-            assert cache.rows_waiting[0] <= len(keys) + 4, "those of sessions, and of their blocks"
+            num_rows, _ = cache.act(lambda core, _: core.num_rows_waiting)
+            assert num_rows <= len(keys) + 4, "those of sessions, and of their blocks"
             other.execute("ROLLBACK")
         await caches.committed()
         assert not cache.has_rows_waiting

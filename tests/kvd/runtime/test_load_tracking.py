@@ -16,7 +16,8 @@ class World:
     def __init__(self, num_words=4):
         self.progress = Progress(num_words)
         self.words = ProgressWords(self.progress.fd, num_words)
-        self.tracker = LoadTracker(self.progress, num_layers=5, histograms=IoHistograms())
+        self.tracker = LoadTracker(num_layers=5, histograms=IoHistograms())
+        self.tracker.progress = self.progress
         self.num_wakes = 0
 
     def wake(self):

@@ -35,7 +35,8 @@ from kvd.core.records.records import (
     WritingSlot,
 )
 from kvd.host.process_identity import ProcessIdentity
-from kvd.runtime.performer import MAX_ROW_BYTES, Owners, Performer, _Ended
+from kvd.runtime.completions import Ended
+from kvd.runtime.performer import MAX_ROW_BYTES, Owners, Performer
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore
 from kvd.tiers.faults import NoFaults
 from kvd.tiers.io_pool import IoPool, Priority
@@ -140,7 +141,7 @@ class World:
     async def close(self):
         self.faults.hold.set()
         await asyncio.to_thread(self.pool.close)
-        await asyncio.to_thread(self.performer.close)
+        await self.performer.close()
         self.manifest.close()
         self.volume.files.close()
         self.arena.close()
@@ -240,7 +241,7 @@ async def test_progress_of_a_load(world):
             ReadBlock(op_id, key, slot_id * sectors, slot_id + 2, 16, layered=True)
         )
     world.performer.perform(TrackLoad(LEASE, OWNER, (11, 12)))
-    index = world.performer.progress_index(LEASE)
+    index = world.performer.loads.index_of(LEASE)
     assert words.word(index) & (LAYERS_MASK | FAILED_BIT) == 0
     world.faults.hold.set()
     await asyncio.to_thread(words_ready, world, words, index)
@@ -248,7 +249,7 @@ async def test_progress_of_a_load(world):
     assert words.word(index) & (LAYERS_MASK | FAILED_BIT) == 8
     assert 1 <= world.num_wakes <= 8
     world.performer.perform(UntrackLoad(LEASE))
-    assert world.performer.progress_index(LEASE) is None
+    assert world.performer.loads.index_of(LEASE) is None
 
 
 def words_ready(world, words, index):
@@ -270,7 +271,7 @@ async def test_a_failed_read_fails_the_load(world):
     words = ProgressWords(world.arena.progress.fd, 4)
     world.performer.perform(ReadBlock(11, b"x" * 16, 0, 1, 16, layered=True))
     world.performer.perform(TrackLoad(LEASE, OWNER, (11,)))
-    index = world.performer.progress_index(LEASE)
+    index = world.performer.loads.index_of(LEASE)
     assert await world.until_idle() == [("read_done", 11, IoOutcome.CORRUPT, None)]
     assert words.word(index) & FAILED_BIT
 
@@ -287,7 +288,7 @@ async def test_layers_before_a_wrong_one_are_announced(world):
     world.performer.perform(ReadBlock(11, write.key, 0, 1, 16, layered=True))
     world.performer.perform(TrackLoad(LEASE, OWNER, (11,)))
     assert await world.until_idle() == [("read_done", 11, IoOutcome.CORRUPT, None)]
-    word = words.word(world.performer.progress_index(LEASE))
+    word = words.word(world.performer.loads.index_of(LEASE))
     assert word & FAILED_BIT
     assert word & LAYERS_MASK <= 6
 
@@ -298,7 +299,7 @@ async def test_a_verify_brings_all_layers(world):
     stored = world.fill(0)
     world.performer.perform(VerifySlot(11, 0, 16, stored.checksums, urgent=True))
     world.performer.perform(TrackLoad(LEASE, OWNER, (11,)))
-    index = world.performer.progress_index(LEASE)
+    index = world.performer.loads.index_of(LEASE)
     await world.until_idle()
     assert words.word(index) & (LAYERS_MASK | FAILED_BIT) == 8
 
@@ -306,12 +307,12 @@ async def test_a_verify_brings_all_layers(world):
 async def test_what_has_ended_at_the_end_is_reported(world):
     """All of it, before the files and the arena go, and nothing afterwards."""
     for op_id in range(1, 101):
-        world.performer._report(
-            _Ended(lambda engine, now_ns, op_id=op_id: engine.ended(op_id, now_ns))
+        world.performer._completions.put(
+            Ended(lambda engine, now_ns, op_id=op_id: engine.ended(op_id, now_ns))
         )
-    world.performer.finish()
+    await world.performer.close()
     assert [op_id for _, op_id in world.engine.done] == list(range(1, 101))
-    world.performer._report(_Ended(lambda engine, now_ns: engine.ended(101, now_ns)))
+    world.performer._completions.put(Ended(lambda engine, now_ns: engine.ended(101, now_ns)))
     for _ in range(3):
         await asyncio.sleep(0)
     assert len(world.engine.done) == 100
@@ -330,7 +331,7 @@ async def test_a_load_hurries_what_is_read_ahead(world, num_tokens):
     try:
         world.performer.perform(ReadBlock(11, write.key, 0, 1, num_tokens, ahead=True))
         world.performer.perform(TrackLoad(LEASE, OWNER, (11,)))
-        index = world.performer.progress_index(LEASE)
+        index = world.performer.loads.index_of(LEASE)
         async with asyncio.timeout(DEADLINE_S):
             while words.word(index) & LAYERS_MASK < 8:  # noqa: ASYNC110  # the word is what counts
                 await asyncio.sleep(0.001)
@@ -352,7 +353,7 @@ async def test_a_load_hurries_a_verify_in_the_background(world):
         world.performer.perform(world.write_action(slot_id, slot_id, slot_id)[0])
     world.performer.perform(VerifySlot(11, 0, 16, stored.checksums, urgent=False))
     world.performer.perform(TrackLoad(LEASE, OWNER, (11,)))
-    index = world.performer.progress_index(LEASE)
+    index = world.performer.loads.index_of(LEASE)
     async with asyncio.timeout(DEADLINE_S):
         while words.word(index) & LAYERS_MASK < 8:  # noqa: ASYNC110  # the word is what counts
             await asyncio.sleep(0.001)

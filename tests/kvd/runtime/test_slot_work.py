@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvd.core.records.actions import CompactRows, DenseBlock, RowRun, SourceSlot
-from kvd.runtime.row_copying import RowCopier
+from kvd.runtime.slot_work import RowCopier
 from kvd.tiers.slot_rows import BlockHasher
 from shared.types.kv_layout import Component, KVLayout, Layer
 
