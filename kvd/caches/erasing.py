@@ -99,7 +99,7 @@ class TenantEraser:
                 await self._drop_keys(tenants)
                 self._forget(tenant)
             finally:
-                self._caches.shut_out(None)
+                self._caches.let_in()
         num_sessions = sum(answer.num_sessions for answer in answers)
         log.info("tenants_erased", tenants=len(tenants), sessions=num_sessions)
         return Erased(tenants, num_sessions, sum(answer.freed_bytes for answer in answers))
@@ -150,11 +150,7 @@ class TenantEraser:
     async def _drop_keys(self, tenants: tuple[str, ...]) -> None:
         loop = asyncio.get_running_loop()
         dropped = asyncio.Event()
-
-        def tell() -> None:
-            loop.call_soon_threadsafe(dropped.set)
-
-        self._caches.secrets.drop(tenants, tell)
+        self._caches.secrets.drop(tenants, lambda: loop.call_soon_threadsafe(dropped.set))
         try:
             async with asyncio.timeout(PURGE_S):
                 await dropped.wait()

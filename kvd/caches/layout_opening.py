@@ -171,13 +171,13 @@ class LayoutOpener:
 
     def _volume_of(self, layout: KVLayout, row: LayoutRow) -> SegmentVolume:
         return SegmentVolume(
-            self.directory / layout.fingerprint,
-            layout,
-            row.extents_per_segment,
-            self._space,
-            self._settings.ssd.direct,
-            self._faults,
-            self._secrets.keys,
+            directory=self.directory / layout.fingerprint,
+            layout=layout,
+            extents_per_segment=row.extents_per_segment,
+            budget=self._space,
+            direct=self._settings.ssd.direct,
+            faults=self._faults,
+            keys=self._secrets.keys,
         )
 
     def _rows_there(

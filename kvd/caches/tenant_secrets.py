@@ -140,7 +140,7 @@ class TenantSecrets:
             keys.fingerprint, keys.is_sealing, self.note.has_plain, len(keys.tenants)
         )
 
-    def drop(self, tenants: Iterable[str], committed: Callable[[], None]) -> None:
+    def drop(self, tenants: Iterable[str], committed: Callable[[], object]) -> None:
         """Forget tenants' secrets; `committed`, from another thread, once they are nowhere."""
         assert self.keys is not None, "there are keys to drop"  # noqa: S101
         dropped = tuple(tenants)

@@ -78,7 +78,7 @@ class Row(NamedTuple):
 
     sql: str
     values: tuple[Value, ...]
-    committed: Callable[[], None] | None = None
+    committed: Callable[[], object] | None = None
     point: WritePoint | None = None
     purges: bool = False
     drops_use: bool = False
@@ -236,7 +236,7 @@ class Manifest:
         self._put(Row("INSERT OR REPLACE INTO tenant_keys VALUES (?, ?)", (tenant, wrapped)))
         self._put(Row("DELETE FROM salts WHERE tenant = ?", (tenant,)))
 
-    def drop_tenant_keys(self, tenants: Iterable[str], committed: Callable[[], None]) -> None:
+    def drop_tenant_keys(self, tenants: Iterable[str], committed: Callable[[], object]) -> None:
         """Remove tenants' secrets; `committed` once no file of the database has them any more.
 
         With them go rows of sessions that no cache knows of, which it would have removed: of a
@@ -248,7 +248,7 @@ class Manifest:
             self._put(Row("DELETE FROM tenant_keys WHERE tenant = ?", (tenant,)))
         self.purge(committed)
 
-    def purge(self, committed: Callable[[], None]) -> None:
+    def purge(self, committed: Callable[[], object]) -> None:
         """Call `committed` once what was removed before is in no file of the database any more."""
         self._put(Row("SELECT 1", (), committed, point=WritePoint.KEYS_DROPPED, purges=True))
 
@@ -257,12 +257,12 @@ class Manifest:
         sql = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
         self._put(Row(sql, (name, value), point=WritePoint.CLOCK_SAVED))
 
-    def put_block(self, layout: str, block: BlockRecord, committed: Callable[[], None]) -> None:
+    def put_block(self, layout: str, block: BlockRecord, committed: Callable[[], object]) -> None:
         """Keep a block's row; its data is durable. `committed`: see Row."""
         values = (self._layout_ids[layout], block.key, block.extent, block.num_tokens)
         self._put(Row(PUT_BLOCK, values, committed))
 
-    def drop_block(self, layout: str, key: bytes, committed: Callable[[], None]) -> None:
+    def drop_block(self, layout: str, key: bytes, committed: Callable[[], object]) -> None:
         """Remove a block's row; the writer thread calls `committed` once that is durable."""
         sql = "DELETE FROM blocks WHERE layout = ? AND key = ?"
         self._put(Row(sql, (self._layout_ids[layout], key), committed))
@@ -284,7 +284,7 @@ class Manifest:
         sql = "DELETE FROM sessions WHERE layout = ? AND tenant = ? AND session_id = ?"
         self._put(Row(sql, values, drops_use=True))
 
-    def when_committed(self, committed: Callable[[], None]) -> None:
+    def when_committed(self, committed: Callable[[], object]) -> None:
         """Have the writer thread call `committed` once all that was put before is durable."""
         self._put(Row("SELECT 1", (), committed))
 
