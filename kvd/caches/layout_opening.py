@@ -201,7 +201,7 @@ class LayoutOpener:
         log.warning("blocks_given_up", layout=layout.fingerprint, blocks=num_lost)
         keys = np.frombuffer(rows.block_keys, np.dtype((np.void, KEY_BYTES)))
         for key in keys[lacking]:
-            self._manifest.drop_block(layout.fingerprint, bytes(key), _ignore)
+            self._manifest.drop_block(layout.fingerprint, bytes(key))
         return IndexRows(
             rows.sessions,
             keys[~lacking].tobytes(),
@@ -228,7 +228,3 @@ class LayoutOpener:
             self._arenas.discard(kept, "its size is not what the settings say now")
         found.kept = None
         return adoption
-
-
-def _ignore() -> None:
-    """Wait for nothing."""

@@ -116,7 +116,7 @@ class Pace:
         self._resume_at = 0.0
 
     def resume_at(self, num_bytes: int, now_s: float) -> float:
-        """When to go on after `num_bytes` were asked for, now."""
+        """Return when to resume after `num_bytes` were asked for, now."""
         self._resume_at = max(self._resume_at, now_s) + num_bytes / self._rate
         return self._resume_at
 

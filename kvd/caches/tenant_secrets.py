@@ -173,7 +173,7 @@ class TenantSecrets:
         for tenant, salt in salts.items():
             known = wrapped[tenant] if tenant in keys else keys.make(tenant, salt)
             self._manifest.put_tenant_key(tenant, known)
-        self._manifest.purge(_ignore)  # also of what a kill has kept from being purged
+        self._manifest.purge()  # also of what a kill has kept from being purged
 
     def _take_note(self, note: EncryptionNote) -> None:
         self.note = note
@@ -193,10 +193,6 @@ class TenantSecrets:
 def has_segments(volumes: Path) -> bool:
     """Whether there is a segment of any volume, be it set aside."""
     return any(volumes.glob("*/*.segment"))
-
-
-def _ignore() -> None:
-    """Wait for nothing."""
 
 
 def rotate_master_key(

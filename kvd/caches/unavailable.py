@@ -2,8 +2,8 @@
 
 A disk that is mounted late, a directory without permission, a segment that is not there: nothing
 is made anew over what the index describes, for it may be whole. Such a layout has no cache. Engines
-are told so and go on without kvd; its memory of an earlier kvd waits with it. It is tried again
-with growing pauses, and when an engine comes for it; or an operator decides: `kvd reopen`.
+get that for an answer and do without kvd; its memory of an earlier kvd waits with it. It is tried
+again with growing pauses, and when an engine comes for it; or an operator decides: `kvd reopen`.
 """
 
 import os
@@ -73,7 +73,7 @@ class UnavailableLayout:
         return REMEDY.format(layout=self.fingerprint[:12])
 
     def error(self, now_s: float) -> LayoutUnavailableError:
-        """What an engine is told that comes for it."""
+        """Return the error for an engine that comes for it."""
         return LayoutUnavailableError(
             f"layout {self.fingerprint[:12]} is unavailable: {self.why}",
             self.remedy,

@@ -10,7 +10,7 @@ from typing import Any
 from kvd.caches.caches import Caches
 from kvd.caches.erasing import TenantEraser
 from kvd.caches.scrubber import Scrubber
-from kvd.caches.session_listing import look_through
+from kvd.caches.session_listing import scan_sessions
 from kvd.core.engine import CacheEngine
 from kvd.core.inspection.session_filter import SessionFilter
 from kvd.core.records.errors import InvalidRequestError
@@ -226,7 +226,7 @@ async def flush_selected(
     A dry run only sums them up.
     """
     meant: dict[Cache, list[SessionKey]] = {}
-    async for cache, ranked in look_through(caches, wanted):
+    async for cache, ranked in scan_sessions(caches, wanted):
         meant.setdefault(cache, []).extend(key for _, key in ranked)
     for cache, keys in meant.items():
         if dry_run:

@@ -121,7 +121,7 @@ class BlockReading:
             self._done(failure or IoOutcome.OK, None if failure else read.stored)
 
     def _advance(self) -> None:
-        """Tell of the groups that are there without a gap."""
+        """Report the groups that are there without a gap."""
         before = self._num_good
         while (
             self._num_good < len(self._outcomes) and self._outcomes[self._num_good] is IoOutcome.OK

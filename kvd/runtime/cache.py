@@ -135,7 +135,7 @@ class Cache:
         Raises:
             ReportedError: the engine refuses the call.
             Exception: an invariant broke, or an action could not be begun, which would leave its
-                operation without an answer; the daemon is told and stops.
+                operation without an answer; `on_broken` is called, and the daemon stops.
         """
         try:
             try:
@@ -170,7 +170,7 @@ class Cache:
 
     @property
     def is_still(self) -> bool:
-        """Whether no read or write is under way, and the index was told of all there was."""
+        """Whether no read or write is under way, and the index was given all rows."""
         return not self._performer.num_pending and not self.has_rows_waiting
 
     @property
@@ -215,7 +215,7 @@ class Cache:
             self._prefault.add_done_callback(partial(self._prefaulted, self.arena))
 
     def measure_space(self) -> None:
-        """Tell the engine how much the file system really has left for it."""
+        """Measure how much the file system really has left, and let the engine use no more."""
         num_extents = min(self.max_extents, self.volume.physical_extents())
         self.act(lambda core, now_ns: core.set_ssd_capacity(num_extents, now_ns))
 

@@ -256,7 +256,7 @@ class Performer:
         self._awaits_room = False  # it is drained after this call, as after any
 
     def _handle(self, ended: Ended | None) -> None:
-        """Tell the engine of an operation; None: a block's row is committed."""
+        """Report an operation to the engine; None: a block's row is committed."""
         assert self._complete is not None, "the performer is started"  # noqa: S101
         if ended is None:
             self.num_uncommitted -= 1

@@ -1,7 +1,7 @@
 """Exports a session: leases its blocks a few at a time and turns their rows into a session file.
 
 To the core kvd itself is the loader here, under a number of its own. A slow reader of the file
-holds no lease: rows are copied, and given back, before they are sent.
+holds no lease: rows are copied, and their slots released, before they are sent.
 """
 
 import asyncio
@@ -100,7 +100,7 @@ class Exporter:
 
 @contextmanager
 def _ending(cache: Cache, owner: int) -> Iterator[None]:
-    """Give back whatever is still leased in the end."""
+    """Release whatever is still leased in the end."""
     try:
         yield
     finally:

@@ -117,7 +117,7 @@ class Importer:
 
 
 class Import:
-    """One session on its way in; whoever has begun one owes `finish` or `give_up`."""
+    """One import under way; whoever has begun it owes `finish` or `cancel`."""
 
     def __init__(
         self, caches: Caches, cache: Cache, key: SessionKey, lineage: Lineage, *, replaces: bool
@@ -161,8 +161,8 @@ class Import:
         log.info("session_imported", session=str(self.key), num_tokens=num_tokens)
         return num_tokens
 
-    def give_up(self) -> None:
-        """Leave nothing."""
+    def cancel(self) -> None:
+        """End the import, and leave nothing of it."""
         self._cache.act(lambda core, now_ns: core.owner_gone(self._owner, now_ns))
         self._forget()
 
@@ -192,7 +192,7 @@ class Import:
         loop = asyncio.get_running_loop()
         until = loop.time() + WAIT_S
         while True:
-            # Anew each time: while nothing was stored, others may have taken the layout's place.
+            # Anew each time: while nothing was stored, another layout may have replaced this one.
             self._cache, _ = await self._caches.open(self._cache.layout, prefault=False)
             answer = self._cache.act(partial(self._prepare, end))
             if not answer.refused:
@@ -229,7 +229,7 @@ class Import:
             core.set_ttl(self._unfinished, UNFINISHED_NS, now_ns)
 
     def _name_it(self, core: CacheEngine, now_ns: int) -> int:
-        """Let the session have what is stored; it takes the place of an earlier one."""
+        """Let the session have what is stored; it replaces an earlier one."""
         stored = core.session_info(self._unfinished)
         if stored is None or stored.num_tokens * TOKEN_BYTES != len(self._token_ids):
             raise self._lost()
@@ -286,7 +286,7 @@ async def read_file(
                     current = await importer.begin(_header(reader), target)
                 await current.add(frame)
             if current is None and reader.header is not None:
-                # Now: of a layout that has no place here not even one frame is kept.
+                # Now: of a layout that is refused not even one frame is kept.
                 current = await importer.begin(reader.header, target)
         reader.close()
         if current is None or not reader.num_tokens:
@@ -295,7 +295,7 @@ async def read_file(
         is_done = True
     finally:
         if current is not None and not is_done:  # the caller may have gone, too
-            current.give_up()
+            current.cancel()
     return current.key, num_tokens
 
 

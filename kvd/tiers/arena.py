@@ -125,7 +125,7 @@ class Arena:
 
     @property
     def is_closing(self) -> bool:
-        """Whether prefault was told to stop."""
+        """Whether a prefault is to stop."""
         return self._closing.is_set()
 
     def stop_prefault(self) -> None:

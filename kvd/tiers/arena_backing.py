@@ -246,7 +246,7 @@ def new_file(directory_fd: int, name: str, num_bytes: int) -> int:
     """Make a file, in place of an older one. It takes memory only as its pages are used.
 
     Raises:
-        OSError: there is no room for it; nobody could be told so later, at a page's first use.
+        OSError: there is no room for it; at a page's first use it is too late to say so.
     """
     remove_file(directory_fd, name)
     space = os.fstatvfs(directory_fd)

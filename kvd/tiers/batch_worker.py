@@ -16,7 +16,7 @@ T = TypeVar("T")
 class BatchWorker(Generic[T]):
     """Runs `handle(batch)` in its own thread for batches of at most `max_batch` items.
 
-    `handle` must not raise: nobody would hear it. Two batches begin at least `gather_s` apart, so
+    `handle` must not raise: nobody would see it. Two batches begin at least `gather_s` apart, so
     that under load many items share one; after a pause an item is handled at once.
     """
 

@@ -114,7 +114,7 @@ class IoPool:
     def submit(
         self, priority: Priority, num_bytes: int, job: Job, order: tuple[int, ...] = ()
     ) -> None:
-        """Queue a job; never blocks. It must not raise: nobody would hear it.
+        """Queue a job; never blocks. It must not raise: nobody would see it.
 
         Args:
             priority: see the module docstring.

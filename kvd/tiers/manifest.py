@@ -5,9 +5,9 @@ Invariants:
    extent is used again. The cache engine orders it so; this module keeps the order it is given.
 2. Rows are written by one thread, in groups: one commit, and one sync, for all that is waiting.
 
-A commit that fails (disk full) is tried again until it succeeds; loads and stores go on meanwhile.
-What may wait here is bounded in bytes: who puts rows looks at `room_bytes` first. Rows of layouts,
-tenants and the clock are few, and are put without.
+A commit that fails (disk full) is tried again until it succeeds; loads and stores are served
+meanwhile. What may wait here is bounded in bytes: who puts rows looks at `room_bytes` first. Rows
+of layouts, tenants and the clock are few, and are put without.
 """
 
 import contextlib
@@ -248,8 +248,8 @@ class Manifest:
             self._put(Row("DELETE FROM tenant_keys WHERE tenant = ?", (tenant,)))
         self.purge(committed)
 
-    def purge(self, committed: Callable[[], object]) -> None:
-        """Call `committed` once what was removed before is in no file of the database any more."""
+    def purge(self, committed: Callable[[], object] | None = None) -> None:
+        """Have what was removed before be in no file of the database any more; see Row."""
         self._put(Row("SELECT 1", (), committed, point=WritePoint.KEYS_DROPPED, purges=True))
 
     def put_meta(self, name: str, value: str) -> None:
@@ -262,7 +262,9 @@ class Manifest:
         values = (self._layout_ids[layout], block.key, block.extent, block.num_tokens)
         self._put(Row(PUT_BLOCK, values, committed))
 
-    def drop_block(self, layout: str, key: bytes, committed: Callable[[], object]) -> None:
+    def drop_block(
+        self, layout: str, key: bytes, committed: Callable[[], object] | None = None
+    ) -> None:
         """Remove a block's row; the writer thread calls `committed` once that is durable."""
         sql = "DELETE FROM blocks WHERE layout = ? AND key = ?"
         self._put(Row(sql, (self._layout_ids[layout], key), committed))

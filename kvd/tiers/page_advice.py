@@ -1,4 +1,4 @@
-"""What the kernel is told about a mapping: huge pages, a NUMA node, pages to allocate now.
+"""Advice for the kernel about a mapping: huge pages, a NUMA node, pages to allocate now.
 
 And what came of it: asking for huge pages is not having them.
 

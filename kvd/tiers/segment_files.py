@@ -190,7 +190,7 @@ class SegmentFiles:
                 self._allocate(segment, end)
         return self.for_reading(segment)
 
-    def go_buffered(self, why: str) -> bool:
+    def disable_direct(self, why: str) -> bool:
         """Stop using direct I/O; False if it was not used any more."""
         with self._lock:
             if not self.is_direct:
@@ -202,7 +202,7 @@ class SegmentFiles:
         return True
 
     def shrink(self, num_extents: int) -> None:
-        """Give back the space of every extent from `num_extents` on; none of them is in use.
+        """Release the space of every extent from `num_extents` on; none of them is in use.
 
         Raises:
             OSError: the file system refuses.

@@ -240,7 +240,7 @@ class SegmentVolume:
         try:
             return transfer()
         except OSError as error:
-            if error.errno != errno.EINVAL or not self.files.go_buffered(str(error)):
+            if error.errno != errno.EINVAL or not self.files.disable_direct(str(error)):
                 raise
         return transfer()
 

@@ -154,7 +154,7 @@ def test_rows_are_replaced_and_removed(make):
     changed = SessionRecord(KEY, b"\0", last_access_ns=9)
     manifest.put_session(LAYOUT.fingerprint, changed)
     manifest.put_block(LAYOUT.fingerprint, BLOCK, _ignore)
-    manifest.drop_block(LAYOUT.fingerprint, BLOCK.key, _ignore)
+    manifest.drop_block(LAYOUT.fingerprint, BLOCK.key)
     manifest.close()
     found = make()
     assert _rows(found) == ([], [changed])
