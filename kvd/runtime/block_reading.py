@@ -16,21 +16,18 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvd.core.records.actions import IoOutcome, ReadBlock, VerifyExtent
 from kvd.core.records.records import StoredBlock
-from kvd.runtime.completions import Ended, verified
+from kvd.runtime.completions import Ended, attempt, verified
 from kvd.runtime.load_tracking import LoadTracker
 from kvd.tiers.direct_io import Staging
 from kvd.tiers.extent_read import ExtentRead
 from kvd.tiers.io_pool import IoPool, Priority
 from kvd.tiers.tier_info import AHEAD, LOAD, IoHistograms
 from kvd.tiers.volume import SegmentVolume
-from shared.process.log import get_logger
 
 if TYPE_CHECKING:
     from kvd.core.engine import CacheEngine
 
 Done: TypeAlias = Callable[[IoOutcome, StoredBlock | None], None]
-
-log = get_logger(__name__)
 
 
 class BlockReading:
@@ -99,12 +96,11 @@ class BlockReading:
             self._queued.discard(index)
         read = self._read
         assert read is not None, "a group is read before the last one ends"  # noqa: S101
-        try:
-            outcome = read.run(index, staging) if self._failure() is None else IoOutcome.OK
-        except Exception:
-            # The edge: an operation without an answer would hold its slot for ever.
-            log.exception("read_failed_unexpectedly")
-            outcome = IoOutcome.TRANSIENT
+        outcome = IoOutcome.OK
+        if self._failure() is None:
+            outcome = attempt(
+                "read_failed_unexpectedly", lambda: read.run(index, staging), IoOutcome.TRANSIENT
+            )
         more = range(1, len(self._groups)) if index == 0 and outcome is IoOutcome.OK else ()
         with self._lock:
             self._outcomes[index] = outcome

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING
 
 from kvd.core.records.actions import IoOutcome, WriteBlock
 from kvd.core.records.records import StoredBlock
-from kvd.runtime.completions import Ended
+from kvd.runtime.completions import Ended, attempt
 from kvd.tiers.batch_worker import BatchWorker
 from kvd.tiers.direct_io import Staging
 from kvd.tiers.extent_format import ToWrite
 from kvd.tiers.io_pool import IoPool, Priority
 from kvd.tiers.tier_info import IoHistograms
 from kvd.tiers.volume import SegmentVolume, Written
-from shared.process.log import get_logger
 from shared.types.units import SECTOR_BYTES
 
 if TYPE_CHECKING:
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 
 MAX_RUN_BYTES = 4 << 20  # of blocks in one write, unless one alone has more
 MAX_SYNC_BATCH = 64  # blocks in one sync: enough to share its cost, few enough to report soon
-
-log = get_logger(__name__)
 
 
 class BlockWriter:
@@ -86,12 +83,12 @@ class BlockWriter:
         run = self._take_run()
         if not run:
             return
-        try:
-            written = self._volume.write([self._to_write(action) for action in run], staging)
-        except Exception:
-            # The edge: an op without an answer would hold its slot for ever.
-            log.exception("write_failed_unexpectedly", extent=run[0].extent)
-            written = Written(IoOutcome.TRANSIENT, 0, 0)
+        written = attempt(
+            "write_failed_unexpectedly",
+            lambda: self._volume.write([self._to_write(action) for action in run], staging),
+            Written(IoOutcome.TRANSIENT, 0, 0),
+            extent=run[0].extent,
+        )
         if written.outcome is IoOutcome.OK:
             for action in run:
                 self._syncer.put((action.op_id, written))
@@ -119,13 +116,13 @@ class BlockWriter:
         )
 
     def _sync(self, batch: list[tuple[int, Written]]) -> None:
-        try:
-            outcomes = self._volume.sync([written for _, written in batch])
-        except Exception:
-            # The edge, as above.
-            log.exception("sync_failed_unexpectedly", blocks=len(batch))
-            outcomes = [IoOutcome.TRANSIENT] * len(batch)
-        op_ids = [op_id for op_id, _ in batch]
+        op_ids, written = zip(*batch, strict=True)
+        outcomes = attempt(
+            "sync_failed_unexpectedly",
+            lambda: self._volume.sync(written),
+            [IoOutcome.TRANSIENT] * len(batch),
+            blocks=len(batch),
+        )
         self._done(list(zip(op_ids, outcomes, strict=True)))
 
     def _done(self, outcomes: Sequence[tuple[int, IoOutcome]]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeAlias, TypeVar
 
 from kvd.core.records.actions import IoOutcome
+from shared.process.log import get_logger
 
 if TYPE_CHECKING:
     from kvd.core.engine import CacheEngine
@@ -17,6 +18,8 @@ MAX_AT_ONCE = 64  # handled before other callbacks of the loop get their turn
 
 T = TypeVar("T")
 Completion: TypeAlias = Callable[["CacheEngine", int], None]  # called with the engine and now_ns
+
+log = get_logger(__name__)
 
 
 class Ended(NamedTuple):
@@ -42,6 +45,22 @@ def verified(op_id: int, outcome: IoOutcome) -> Ended:
         op_id,
         outcome is IoOutcome.OK,
     )
+
+
+def attempt(event: str, work: Callable[[], T], otherwise: T, **fields: object) -> T:
+    """Do the work of an operation in a thread, at the edge: without an answer it would never end.
+
+    Args:
+        event: logged with `fields` when the work raises what it should not.
+        work: returns what is to be answered.
+        otherwise: the answer when it raises.
+        fields: for the log.
+    """
+    try:
+        return work()
+    except Exception:
+        log.exception(event, **fields)
+        return otherwise
 
 
 class Completions(Generic[T]):

@@ -40,12 +40,13 @@ from kvd.core.records.actions import (
     WriteBlock,
 )
 from kvd.core.records.records import SlotRecord, WritingSlot
+from kvd.core.state.index_line import IndexAction
 from kvd.host.process_identity import ProcessIdentity
 from kvd.runtime.block_reading import BlockReader
 from kvd.runtime.block_writing import BlockWriter
 from kvd.runtime.completions import Completion, Completions, Ended
 from kvd.runtime.load_tracking import LoadTracker
-from kvd.runtime.slot_work import SlotWorker
+from kvd.runtime.slot_work import SlotAction, SlotWorker
 from kvd.tiers.arena import Arena
 from kvd.tiers.io_pool import IoPool
 from kvd.tiers.manifest import Manifest
@@ -54,27 +55,9 @@ from kvd.tiers.volume import SegmentVolume
 from shared.process.log import get_logger
 from shared.types.kv_layout import KVLayout
 
-Answered: TypeAlias = (
-    ReadBlock
-    | VerifySlot
-    | VerifyExtent
-    | HashSlot
-    | WriteBlock
-    | CompactRows
-    | WipeSlots
-    | DropBlock
-    | CommitRows
-)
+MoveAction: TypeAlias = ReadBlock | VerifyExtent | WriteBlock
 Performable: TypeAlias = (
-    Answered
-    | PutSlot
-    | ClearSlot
-    | TrackLoad
-    | UntrackLoad
-    | PutBlock
-    | PutSession
-    | PutUse
-    | DropSession
+    MoveAction | SlotAction | PutSlot | ClearSlot | TrackLoad | UntrackLoad | IndexAction
 )
 
 MAX_ROW_BYTES = 1 << 20  # of index rows at once: a few milliseconds of the loop
@@ -174,19 +157,14 @@ class Performer:
                 self._slot_worker.hurry(op_ids)
             case UntrackLoad(lease_id):
                 self.loads.untrack(lease_id)
-            case PutBlock(block):
-                self.num_uncommitted += 1
-                committed = partial(self._completions.put, None)
-                self._manifest.put_block(self._fingerprint, block, committed)
-            case PutSession(session):
-                self._manifest.put_session(self._fingerprint, session)
-            case PutUse(key, last_access_ns):
-                self._manifest.put_use(self._fingerprint, key, last_access_ns)
-            case DropSession(key):
-                self._manifest.drop_session(self._fingerprint, key)
-            case _:
+            case ReadBlock() | VerifyExtent() | WriteBlock():
                 self.num_pending += 1
-                self._begin(action)
+                self._move(action)
+            case HashSlot() | VerifySlot() | CompactRows() | WipeSlots():
+                self.num_pending += 1
+                self._slot_worker.begin(action)
+            case _:
+                self._put_row(action)
 
     @property
     def row_room(self) -> int:
@@ -198,7 +176,7 @@ class Performer:
         if not self._awaits_room:
             self._awaits_room = True
             room = Ended(self._has_room, num_ops=0)
-            self._manifest.when_committed(partial(self._completions.put, room))
+            self._manifest.when_committed(self._reporting(room))
 
     async def close(self) -> None:
         """Sync what was written, and report what has ended, and nothing after it.
@@ -212,8 +190,8 @@ class Performer:
             # The edge: an engine that is broken must not keep its arena from being closed.
             log.exception("completion_failed_at_close")
 
-    def _begin(self, action: Answered) -> None:
-        """Start an action that is answered."""
+    def _move(self, action: MoveAction) -> None:
+        """Begin to read or write a block."""
         match action:
             case ReadBlock():
                 self._reader.read(action)
@@ -221,21 +199,31 @@ class Performer:
                 self._reader.verify(action)
             case WriteBlock():
                 self._writer.write(action)
-            case HashSlot():
-                self._slot_worker.hash(action)
-            case VerifySlot():
-                self._slot_worker.verify(action)
-            case CompactRows():
-                self._slot_worker.compact(action)
-            case WipeSlots():
-                self._slot_worker.wipe(action)
-            case CommitRows(op_id):
-                ended = Ended(lambda engine, now_ns: engine.rows_committed(op_id, now_ns))
-                self._manifest.when_committed(partial(self._completions.put, ended))
+
+    def _put_row(self, action: IndexAction) -> None:
+        """Have the index changed, in the order of the calls."""
+        layout = self._fingerprint
+        match action:
+            case PutBlock(block):
+                self.num_uncommitted += 1
+                self._manifest.put_block(layout, block, self._reporting(None))
+            case PutSession(session):
+                self._manifest.put_session(layout, session)
+            case PutUse(key, last_access_ns):
+                self._manifest.put_use(layout, key, last_access_ns)
+            case DropSession(key):
+                self._manifest.drop_session(layout, key)
             case DropBlock(op_id, key):
-                ended = Ended(lambda engine, now_ns: engine.drop_done(op_id, now_ns))
-                dropped = partial(self._completions.put, ended)
-                self._manifest.drop_block(self._fingerprint, key, dropped)
+                self.num_pending += 1
+                dropped = Ended(lambda engine, now_ns: engine.drop_done(op_id, now_ns))
+                self._manifest.drop_block(layout, key, self._reporting(dropped))
+            case CommitRows(op_id):
+                self.num_pending += 1
+                committed = Ended(lambda engine, now_ns: engine.rows_committed(op_id, now_ns))
+                self._manifest.when_committed(self._reporting(committed))
+
+    def _reporting(self, ended: Ended | None) -> Callable[[], None]:
+        return partial(self._completions.put, ended)
 
     def _put_slot(self, slot_id: int, record: SlotRecord) -> None:
         writer = None

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,13 +34,12 @@ from kvd.core.records.actions import (
     VerifySlot,
     WipeSlots,
 )
-from kvd.runtime.completions import Ended, verified
+from kvd.runtime.completions import Ended, attempt, verified
 from kvd.runtime.load_tracking import LoadTracker
 from kvd.tiers.arena import Arena
 from kvd.tiers.direct_io import Staging
 from kvd.tiers.io_pool import IoPool, Priority
 from kvd.tiers.slot_rows import BlockHasher, SlotRows
-from shared.process.log import get_logger
 from shared.types.kv_layout import KVLayout
 
 if TYPE_CHECKING:
@@ -51,8 +50,7 @@ _SLOT = attrgetter("slot_id")
 
 Rows = NDArray[np.uint8]  # [block_tokens, token_bytes]
 Indexes = NDArray[np.intp]
-
-log = get_logger(__name__)
+SlotAction: TypeAlias = HashSlot | VerifySlot | CompactRows | WipeSlots
 
 
 class RowCopier:
@@ -169,32 +167,31 @@ class SlotWorker:
         self._hashes = HashQueue(pool, self._hash)
         self._patient: dict[int, VerifySlot] = {}  # not begun; a load that comes to wait hurries it
 
-    def hash(self, action: HashSlot) -> None:
-        """Hash a slot, together with others that wait."""
-        self._hashes.put(action)
+    def begin(self, action: SlotAction) -> None:
+        """Begin an operation; returns at once.
 
-    def verify(self, action: VerifySlot) -> None:
-        """Compare a slot with its checksums: at once, or when nothing else is to be done."""
-        self._loads.begin(action.op_id)
-        if action.urgent:
-            self._pool.submit(Priority.URGENT_VERIFY, 0, lambda _: self._verify(action))
-        else:
-            self._patient[action.op_id] = action
-            self._submit_patient(Priority.BACKGROUND, action.op_id)
+        A slot is verified at once if that is urgent, else behind everything else, like compactions.
+        """
+        match action:
+            case HashSlot():
+                self._hashes.put(action)
+            case VerifySlot(op_id):
+                self._loads.begin(op_id)
+                if action.urgent:
+                    self._pool.submit(Priority.URGENT_VERIFY, 0, lambda _: self._verify(action))
+                else:
+                    self._patient[op_id] = action
+                    self._submit_patient(Priority.BACKGROUND, op_id)
+            case CompactRows():
+                self._pool.submit(Priority.BACKGROUND, 0, lambda _: self._compact(action))
+            case WipeSlots():
+                self._pool.submit(Priority.WRITE, 0, lambda _: self._wipe(action))
 
     def hurry(self, op_ids: Iterable[int]) -> None:
         """Verify at once what of these is not begun: a load waits for it now."""
         for op_id in op_ids:
             if op_id in self._patient:
                 self._submit_patient(Priority.URGENT_VERIFY, op_id)
-
-    def compact(self, action: CompactRows) -> None:
-        """Copy rows together, behind everything else."""
-        self._pool.submit(Priority.BACKGROUND, 0, lambda _: self._compact(action))
-
-    def wipe(self, action: WipeSlots) -> None:
-        """Zero slots and what the journal has of them."""
-        self._pool.submit(Priority.WRITE, 0, lambda _: self._wipe(action))
 
     def _memory(self, slot_id: int) -> memoryview:
         return self._arena().slots.slot(slot_id)
@@ -221,50 +218,44 @@ class SlotWorker:
         self._report(Ended(complete, num_ops=len(hashed)))
 
     def _checksums(self, action: HashSlot) -> bytes:
-        try:
+        def work() -> bytes:
             return self._hasher.checksums(self._memory(action.slot_id), action.num_tokens)
-        except Exception:
-            # The edge: see the module docstring.
-            log.exception("hash_failed_unexpectedly", slot_id=action.slot_id)
-            return b""
+
+        return attempt("hash_failed_unexpectedly", work, b"", slot_id=action.slot_id)
 
     def _verify(self, action: VerifySlot) -> None:
-        try:
+        def work() -> IoOutcome:
             memory = self._memory(action.slot_id)
             is_good = self._hasher.matches(memory, action.num_tokens, action.checksums)
-            outcome = IoOutcome.OK if is_good else IoOutcome.CORRUPT
-        except Exception:
-            # The edge, as above.
-            log.exception("verify_failed_unexpectedly", slot_id=action.slot_id)
-            outcome = IoOutcome.TRANSIENT
+            return IoOutcome.OK if is_good else IoOutcome.CORRUPT
+
+        event, failed = "verify_failed_unexpectedly", IoOutcome.TRANSIENT
+        outcome = attempt(event, work, failed, slot_id=action.slot_id)
         if outcome is IoOutcome.OK:
             self._loads.advanced(action.op_id, self._num_layers)
         self._report(verified(action.op_id, outcome))
 
     def _compact(self, action: CompactRows) -> None:
-        checksums: list[bytes] = []
-        try:
+        op_id = action.op_id
+
+        def work() -> tuple[IoOutcome, list[bytes]]:
             made = self._copier.compact(action)
-            outcome = IoOutcome.CORRUPT if made is None else IoOutcome.OK
-            checksums = made or []
-        except Exception:
-            # The edge, as above.
-            log.exception("compact_failed_unexpectedly", blocks=len(action.blocks))
-            outcome = IoOutcome.TRANSIENT
+            return (IoOutcome.CORRUPT, []) if made is None else (IoOutcome.OK, made)
+
+        failed: tuple[IoOutcome, list[bytes]] = (IoOutcome.TRANSIENT, [])
+        num_blocks = len(action.blocks)
+        outcome, sums = attempt("compact_failed_unexpectedly", work, failed, blocks=num_blocks)
         self._report(
-            Ended(
-                lambda engine, now_ns: engine.compact_done(action.op_id, outcome, checksums, now_ns)
-            )
+            Ended(lambda engine, now_ns: engine.compact_done(op_id, outcome, sums, now_ns))
         )
 
     def _wipe(self, action: WipeSlots) -> None:
-        outcome = IoOutcome.OK
-        try:
+        def work() -> IoOutcome:
             for slot_id in action.slot_ids:
                 np.frombuffer(self._memory(slot_id), np.uint8).fill(0)  # gives the interpreter up
                 self._arena().journal.wipe(slot_id)
-        except Exception:
-            # The edge, as above.
-            log.exception("wipe_failed_unexpectedly", slots=len(action.slot_ids))
-            outcome = IoOutcome.TRANSIENT
+            return IoOutcome.OK
+
+        event, failed = "wipe_failed_unexpectedly", IoOutcome.TRANSIENT
+        outcome = attempt(event, work, failed, slots=len(action.slot_ids))
         self._report(Ended(lambda engine, now_ns: engine.wipe_done(action.op_id, outcome, now_ns)))
