@@ -35,7 +35,6 @@ from kvd.errors import LimitReachedError, NotDurableError
 from kvd.tiers.faults import Faults, WritePoint
 from kvd.tiers.index_database import open_database
 from kvd.tiers.manifest import Manifest
-from kvd.tiers.tier_info import EncryptionInfo
 from shared.process.log import get_logger
 from shared.types.block_key import SALT_BYTES
 
@@ -68,6 +67,23 @@ class EncryptionNote:
     def text(self) -> str:
         """Encode."""
         return json.dumps({"key": self.key, "has_plain": self.has_plain})
+
+
+@dataclass(frozen=True, slots=True)
+class EncryptionInfo:
+    """What protects the SSD tier.
+
+    Attributes:
+        key: fingerprint of the master key; "": there is none.
+        is_sealing: whether what is written now is encrypted.
+        may_have_plain: blocks that are not may be on SSD, in use or in free space.
+        num_tenants: that have a key.
+    """
+
+    key: str
+    is_sealing: bool
+    may_have_plain: bool
+    num_tenants: int
 
 
 class TenantSecrets:
@@ -132,7 +148,7 @@ class TenantSecrets:
         return self.keys.salt_of(tenant)
 
     def info(self) -> EncryptionInfo:
-        """How things are, for operators."""
+        """Return what protects the SSD tier, for operators."""
         keys = self.keys
         if keys is None:
             return EncryptionInfo("", is_sealing=False, may_have_plain=True, num_tenants=0)

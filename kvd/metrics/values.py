@@ -70,7 +70,7 @@ def _fill(sources: Sources, scrape: Scrape) -> None:
 
 
 def _fill_info(scrape: Scrape, layout: str, cache: Cache, sources: Sources) -> None:
-    arena, volume = cache.arena_info(sources.caches.keep), cache.volume_info()
+    arena, volume = cache.arena_info(sources.caches.keep), cache.volume.files.info()
     scrape.put(
         "kvd_layout_info",
         1,
@@ -98,7 +98,7 @@ def _fill_gauges(scrape: Scrape, layout: str, cache: Cache, sources: Sources) ->
     stats, arena = cache.stats(), cache.arena_info(sources.caches.keep)
     physical_bytes = {
         "dram": arena.physical_bytes if arena else 0,
-        "ssd": cache.volume_info().physical_bytes,
+        "ssd": cache.volume.files.info().physical_bytes,
     }
     for tier in stats.tiers:
         name = tier.tier.value

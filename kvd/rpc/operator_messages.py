@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from kvd.caches.tenant_secrets import EncryptionInfo
 from kvd.caches.unavailable import UnavailableLayout
 from kvd.core.records.records import (
     Admission,
@@ -14,7 +15,8 @@ from kvd.core.records.records import (
     TierStats,
 )
 from kvd.engines.attached import OwnerFacts
-from kvd.tiers.tier_info import ArenaInfo, EncryptionInfo, VolumeInfo
+from kvd.tiers.arena import ArenaInfo
+from kvd.tiers.segment_files import VolumeInfo
 from kvd.wire.messages import TIERS, key_message
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.engine_id import shown_id

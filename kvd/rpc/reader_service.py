@@ -169,7 +169,7 @@ class ReaderService(kvd_pb2_grpc.ReaderServicer):  # type: ignore[misc]  # the s
             cache.stats(),
             cache.layout,
             cache.arena_info(self._caches.keep),
-            cache.volume_info(),
+            cache.volume.files.info(),
             self._settings.ssd.admission,
             cache.act(_tenants),
             cache.act(lambda core, _: core.queue_stats()),

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvd.core.records.actions import IoOutcome, ReadBlock, VerifyExtent
 from kvd.core.records.records import StoredBlock
-from kvd.runtime.completions import Ended, attempt, verified
+from kvd.runtime.completions import AHEAD, LOAD, Ended, IoHistograms, attempt, verified
 from kvd.runtime.load_tracking import LoadTracker
 from kvd.tiers.direct_io import Staging
 from kvd.tiers.extent_read import ExtentRead
 from kvd.tiers.io_pool import IoPool, Priority
-from kvd.tiers.tier_info import AHEAD, LOAD, IoHistograms
 from kvd.tiers.volume import SegmentVolume
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from kvd.core.records.records import AdoptedSlot, EngineStats, IndexRows, Orphan
 from kvd.host.clock import Clock
 from kvd.runtime.completions import Completion
 from kvd.runtime.performer import Performer
-from kvd.tiers.arena import Arena
-from kvd.tiers.tier_info import ArenaInfo, VolumeInfo
+from kvd.tiers.arena import Arena, ArenaInfo
 from kvd.tiers.volume import SegmentVolume
 from shared.process.log import get_logger
 from shared.types.errors import ReportedError
@@ -199,11 +198,6 @@ class Cache:
             is_prefaulted=self._is_prefaulted,
             physical_bytes=arena.physical_bytes(),
         )
-
-    def volume_info(self) -> VolumeInfo:
-        """The volume as it is."""
-        files = self.volume.files
-        return VolumeInfo(files.is_direct, files.buffered_reason, files.allocated_bytes)
 
     # ------------------------------------------------------------------------------------- the rest
 

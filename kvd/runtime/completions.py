@@ -1,25 +1,44 @@
-"""From I/O threads to the event loop: one wake-up for all that ends together.
+"""Operations that end in threads, how long they took, and their way to the event loop.
 
-A wake-up costs a system call and some ten microseconds of the loop, and blocks end by the dozen.
+There is one wake-up for all that ends together: it costs a system call and some ten microseconds of
+the loop, and blocks end by the dozen.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeAlias, TypeVar
 
 from kvd.core.records.actions import IoOutcome
 from shared.process.log import get_logger
+from shared.types.histogram import Histogram
 
 if TYPE_CHECKING:
     from kvd.core.engine import CacheEngine
 
+LOAD, AHEAD = "load", "ahead"  # what a read is for when it begins; a load may come meanwhile
 MAX_AT_ONCE = 64  # handled before other callbacks of the loop get their turn
 
 T = TypeVar("T")
 Completion: TypeAlias = Callable[["CacheEngine", int], None]  # called with the engine and now_ns
 
 log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class IoHistograms:
+    """How long the SSD tier of one layout takes; counted on the event loop.
+
+    Attributes:
+        read_s: of one block, from the request to its verified bytes, by purpose.
+        write_s: of one block, from the request until it is durable.
+        load_wait_s: of one load, from its grant until the last block it waited for was there.
+    """
+
+    read_s: Histogram = field(default_factory=Histogram)
+    write_s: Histogram = field(default_factory=Histogram)
+    load_wait_s: Histogram = field(default_factory=Histogram)
 
 
 class Ended(NamedTuple):

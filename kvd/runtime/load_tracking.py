@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from opentelemetry.trace import Span
 
+from kvd.runtime.completions import IoHistograms
 from kvd.tiers.progress import Progress
-from kvd.tiers.tier_info import IoHistograms
 from shared.serving.tracing import open_span
 
 

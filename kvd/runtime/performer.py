@@ -44,13 +44,12 @@ from kvd.core.state.index_line import IndexAction
 from kvd.host.process_identity import ProcessIdentity
 from kvd.runtime.block_reading import BlockReader
 from kvd.runtime.block_writing import BlockWriter
-from kvd.runtime.completions import Completion, Completions, Ended
+from kvd.runtime.completions import Completion, Completions, Ended, IoHistograms
 from kvd.runtime.load_tracking import LoadTracker
 from kvd.runtime.slot_work import SlotAction, SlotWorker
 from kvd.tiers.arena import Arena
 from kvd.tiers.io_pool import IoPool
 from kvd.tiers.manifest import Manifest
-from kvd.tiers.tier_info import IoHistograms
 from kvd.tiers.volume import SegmentVolume
 from shared.process.log import get_logger
 from shared.types.kv_layout import KVLayout

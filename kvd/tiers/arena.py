@@ -10,6 +10,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import psutil
 
@@ -53,6 +54,27 @@ def num_slots_for(arena_bytes: int, slot_bytes: int, setting: str = "dram.bytes"
             f"raise {setting}",
         )
     return num_slots
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaInfo:
+    """An arena as it is.
+
+    Attributes:
+        keep: what holds it when this process ends: "fdstore", "file", "none".
+        pages: "hugetlb", "thp" (seen in smaps), "small"; "": not allocated yet.
+        epoch: one more each time it is taken over.
+        num_adopted: blocks taken over at this start.
+        physical_bytes: memory that is allocated for its slots.
+    """
+
+    arena_id: str
+    keep: str
+    pages: str
+    epoch: int
+    num_adopted: int
+    is_prefaulted: bool
+    physical_bytes: int
 
 
 class Arena:

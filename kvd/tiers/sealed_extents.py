@@ -124,18 +124,13 @@ class SealedFormat:
 
     Args:
         extent_format: of the layout.
-        keys: the tenants'.
+        keys: the tenants'; they say whether what is written now is to be sealed.
     """
 
     def __init__(self, extent_format: ExtentFormat, keys: Keyring) -> None:
         self._format = extent_format
-        self._keys = keys
+        self.keys = keys
         self._header = SealedHeaderFormat(extent_format.shape)
-
-    @property
-    def is_sealing(self) -> bool:
-        """Whether what is written is to be sealed."""
-        return self._keys.is_sealing
 
     # ----------------------------------------------------------------------------------- writing
 
@@ -152,14 +147,14 @@ class SealedFormat:
         buffer = staging.take(full_bytes * len(run) + TAG_BYTES)
         for index, block in enumerate(run):
             extent = buffer[index * full_bytes : (index + 1) * full_bytes + TAG_BYTES]
-            new = new_seal(self._keys.key_of(block.tenant))
+            new = new_seal(self.keys.key_of(block.tenant))
             (group,) = self._format.plan(block.num_tokens, math.inf)
             tags = self._seal_group(new, block, group, extent[self._header.num_bytes :])
             self._header.pack_into(extent, new, block.key, tags, block.stored)
         yield 0, buffer[:-TAG_BYTES]
 
     def _pieces_of_one(self, block: ToWrite, staging: Staging) -> Iterator[tuple[int, memoryview]]:
-        new = new_seal(self._keys.key_of(block.tenant))
+        new = new_seal(self.keys.key_of(block.tenant))
         tags = b""
         first, *others = self._format.plan(block.num_tokens, STAGED_IO_BYTES)
         for group in reversed(others):
@@ -191,7 +186,7 @@ class SealedFormat:
 
     def opened(self, header: memoryview, key: bytes, num_tokens: int) -> "OpenedExtent | None":
         """Read the header of a sealed extent; None unless it is this block's."""
-        opened = self._header.unpack(header, key, num_tokens, self._keys)
+        opened = self._header.unpack(header, key, num_tokens, self.keys)
         return None if opened is None else OpenedExtent(self._format, num_tokens, opened)
 
 

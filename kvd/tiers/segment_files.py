@@ -18,6 +18,7 @@ import contextlib
 import errno
 import os
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvd.tiers.direct_io import probe_direct, set_direct
@@ -91,6 +92,21 @@ class SpaceBudget:
         return status.f_bavail * status.f_frsize
 
 
+@dataclass(frozen=True, slots=True)
+class VolumeInfo:
+    """A volume as it is.
+
+    Attributes:
+        is_direct: its files are read and written with O_DIRECT.
+        buffered_reason: why not; "" when direct.
+        physical_bytes: what its files take up on the file system.
+    """
+
+    is_direct: bool
+    buffered_reason: str
+    physical_bytes: int
+
+
 class SegmentFiles:
     """See the module docstring.
 
@@ -138,6 +154,10 @@ class SegmentFiles:
             with contextlib.suppress(OSError):  # somebody removed it
                 num_blocks += self._path(segment).stat().st_blocks
         return num_blocks * 512
+
+    def info(self) -> VolumeInfo:
+        """Return the volume as it is, for operators."""
+        return VolumeInfo(self.is_direct, self.buffered_reason, self.allocated_bytes)
 
     def open(self, expected_id: str = "", *, holds_rows: bool = False) -> str:
         """Find the volume, see whether direct I/O works, count the segments that are there.

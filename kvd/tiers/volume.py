@@ -159,7 +159,7 @@ class SegmentVolume:
                 self._faults.before_write(block.extent)
             end = self._whole_extents_end(start) + (len(run) - 1) * self.shape.full_bytes
             fd = self.files.for_writing(segment, end)
-            if self._sealed and self._sealed.is_sealing:
+            if self._sealed and self._sealed.keys.is_sealing:
                 for offset, piece in self._sealed.pieces(run, staging):
                     self._write_part(fd, piece, start + offset)
             elif self._format.is_full(first.num_tokens):

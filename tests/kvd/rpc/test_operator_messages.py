@@ -14,7 +14,8 @@ from kvd.core.records.records import (
 )
 from kvd.engines.attached import OwnerFacts
 from kvd.rpc.operator_messages import layout_stats_message, lease_message, verify_message
-from kvd.tiers.tier_info import ArenaInfo, VolumeInfo
+from kvd.tiers.arena import ArenaInfo
+from kvd.tiers.segment_files import VolumeInfo
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.units import NS_PER_S
 from tests.synthetic_engine import key_of, small_layout

@@ -2,9 +2,9 @@
 
 import pytest
 
+from kvd.runtime.completions import IoHistograms
 from kvd.runtime.load_tracking import LoadTracker
 from kvd.tiers.progress import Progress
-from kvd.tiers.tier_info import IoHistograms
 from shared.kvd_client.progress_words import FAILED_BIT, LAYERS_MASK, ProgressWords
 
 LEASE, OTHER = (7 << 40) + 1, (7 << 40) + 2
