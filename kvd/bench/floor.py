@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kvd.bench.buffers import BlockAt
-from kvd.tiers.batch_worker import BatchWorker
+from kvd.tiers.io_threads import BatchWorker
 
 MAX_SYNC_BATCH = 64  # extents in one sync; as many are never in flight
 

@@ -20,7 +20,7 @@ from kvd.host.clock import Clock
 from kvd.runtime.cache import Cache
 from kvd.runtime.performer import Owners, Performer
 from kvd.tiers.arena import num_slots_for
-from kvd.tiers.io_pool import IoPool
+from kvd.tiers.io_threads import IoPool
 from kvd.tiers.manifest import Manifest
 from kvd.tiers.volume import SegmentVolume
 from shared.process.log import get_logger

@@ -26,7 +26,7 @@ from kvd.runtime.cache import Cache
 from kvd.tiers.arena import Arena
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore, resolve_keep
 from kvd.tiers.faults import Faults
-from kvd.tiers.io_pool import IoPool
+from kvd.tiers.io_threads import IoPool
 from kvd.tiers.manifest import Manifest
 from shared.process.log import get_logger
 from shared.types.kv_layout import KVLayout

@@ -20,7 +20,7 @@ from kvd.runtime.completions import AHEAD, LOAD, Ended, IoHistograms, attempt, v
 from kvd.runtime.load_tracking import LoadTracker
 from kvd.tiers.direct_io import Staging
 from kvd.tiers.extent_read import ExtentRead
-from kvd.tiers.io_pool import IoPool, Priority
+from kvd.tiers.io_threads import IoPool, Priority
 from kvd.tiers.volume import SegmentVolume
 
 if TYPE_CHECKING:

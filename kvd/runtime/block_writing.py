@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 from kvd.core.records.actions import IoOutcome, WriteBlock
 from kvd.core.records.records import StoredBlock
 from kvd.runtime.completions import Ended, IoHistograms, attempt
-from kvd.tiers.batch_worker import BatchWorker
 from kvd.tiers.direct_io import Staging
 from kvd.tiers.extent_format import ToWrite
-from kvd.tiers.io_pool import IoPool, Priority
+from kvd.tiers.io_threads import BatchWorker, IoPool, Priority
 from kvd.tiers.volume import SegmentVolume, Written
 from shared.types.units import SECTOR_BYTES
 

@@ -48,7 +48,7 @@ from kvd.runtime.completions import Completion, Completions, Ended, IoHistograms
 from kvd.runtime.load_tracking import LoadTracker
 from kvd.runtime.slot_work import SlotAction, SlotWorker
 from kvd.tiers.arena import Arena
-from kvd.tiers.io_pool import IoPool
+from kvd.tiers.io_threads import IoPool
 from kvd.tiers.manifest import Manifest
 from kvd.tiers.volume import SegmentVolume
 from shared.process.log import get_logger

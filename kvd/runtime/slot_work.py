@@ -38,7 +38,7 @@ from kvd.runtime.completions import Ended, attempt, verified
 from kvd.runtime.load_tracking import LoadTracker
 from kvd.tiers.arena import Arena
 from kvd.tiers.direct_io import Staging
-from kvd.tiers.io_pool import IoPool, Priority
+from kvd.tiers.io_threads import IoPool, Priority
 from kvd.tiers.slot_rows import BlockHasher, SlotRows
 from shared.types.kv_layout import KVLayout
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from kvd.core.records.records import BlockRecord, IndexRows, SessionRecord
-from kvd.tiers.batch_worker import BatchWorker
 from kvd.tiers.faults import Faults, WritePoint
 from kvd.tiers.index_database import BUSY_S, open_database
 from kvd.tiers.index_rows import read_blocks, read_sessions
+from kvd.tiers.io_threads import BatchWorker
 from shared.process.log import get_logger
 from shared.types.block_key import SALT_BYTES
 from shared.types.kv_layout import KVLayout

@@ -39,7 +39,7 @@ from kvd.runtime.completions import Ended
 from kvd.runtime.performer import MAX_ROW_BYTES, Owners, Performer
 from kvd.tiers.arena_store import ArenaOptions, ArenaStore
 from kvd.tiers.faults import NoFaults
-from kvd.tiers.io_pool import IoPool, Priority
+from kvd.tiers.io_threads import IoPool, Priority
 from kvd.tiers.manifest import MAX_QUEUED_BYTES, LayoutRow, Manifest
 from kvd.tiers.segment_files import SpaceBudget
 from kvd.tiers.slot_rows import BlockHasher

@@ -1,4 +1,6 @@
-"""The threads of the SSD tier and of hashing: one bounded pool for all layouts, by priority.
+"""Threads of the tiers: a pool for all layouts' I/O and hashing, and workers that take batches.
+
+The pool is bounded, and serves by priority:
 
     READ            a load waits: ordered by (load, group of layers, block)
     URGENT_VERIFY   a load waits for a slot's bytes to be checked
@@ -7,7 +9,7 @@
     HASH            a stored block waits to be written
     BACKGROUND      scrubbing
 
-Invariants:
+Invariants of the pool:
 1. the first job in this order is the next to start; it waits when its bytes would exceed the budget
    in flight, unless nothing is in flight; meanwhile blocks are hashed, which takes no I/O. Writes
    go before hashes, so that the disk is busy from the first hashed block on;
@@ -17,20 +19,26 @@ Invariants:
 3. half of the threads read ahead, at most, and none begins while a load reads: it shares the disk
    with few of them, and for a moment. Writes go on beside them.
 
-The queue has no bound of its own: what is put holds a slot, or is one scrub.
+A batch worker is one thread that takes everything queued at once, in the order it was put: the
+shape of a group commit.
+
+No queue here has a bound of its own: what may be put is bounded by the caller. A job holds a slot,
+or is one scrub; an SSD write holds a slot, an index row is counted by the manifest.
 """
 
 import heapq
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
-from typing import NamedTuple, TypeAlias
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from kvd.tiers.direct_io import Staging
 from shared.process.log import get_logger
 
+T = TypeVar("T")
 Job: TypeAlias = Callable[[Staging], None]
 
 log = get_logger(__name__)
@@ -65,7 +73,7 @@ class _Queued(NamedTuple):
 
 
 class IoPool:
-    """See the module docstring. For any thread.
+    """The pool; see the module docstring. For any thread.
 
     Args:
         num_threads: how many jobs run at once, but for the thread that stands by.
@@ -221,3 +229,65 @@ class IoPool:
             self._num_ahead += sign
         elif queued.priority is Priority.READ:
             self._num_reads += sign
+
+
+class BatchWorker(Generic[T]):
+    """Runs `handle(batch)` in its own thread for batches of at most `max_batch` items.
+
+    `handle` must not raise: nobody would see it. Two batches begin at least `gather_s` apart, so
+    that under load many items share one; after a pause an item is handled at once.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        handle: Callable[[list[T]], None],
+        max_batch: int,
+        gather_s: float = 0.0,
+    ) -> None:
+        self._gather_s = gather_s
+        self._handle = handle
+        self._max_batch = max_batch
+        self._items: deque[T] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def put(self, item: T) -> None:
+        """Queue an item; never blocks."""
+        with self._wake:
+            self._items.append(item)
+            self._wake.notify()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def close(self, *, discard: bool = False) -> None:
+        """Handle what is queued (or drop it), then end the thread; blocks until it has ended."""
+        with self._wake:
+            self._closing = True
+            if discard:
+                self._items.clear()
+            self._wake.notify()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        begun_at = -self._gather_s
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._items or self._closing)
+            early_s = begun_at + self._gather_s - time.monotonic()
+            if early_s > 0 and not self._closing:
+                time.sleep(early_s)
+            begun_at = time.monotonic()
+            with self._wake:
+                if not self._items:
+                    return
+                num_taken = min(len(self._items), self._max_batch)
+                batch = [self._items.popleft() for _ in range(num_taken)]
+            self._handle(batch)

@@ -3,7 +3,7 @@
 import threading
 import time
 
-from kvd.tiers.batch_worker import BatchWorker
+from kvd.tiers.io_threads import BatchWorker
 
 
 def test_what_waits_is_one_batch():

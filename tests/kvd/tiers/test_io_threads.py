@@ -7,7 +7,7 @@ import weakref
 import pytest
 
 from kvd.tiers.direct_io import Staging
-from kvd.tiers.io_pool import IoPool, Priority
+from kvd.tiers.io_threads import IoPool, Priority
 
 WAIT_S = 30
 
