@@ -65,57 +65,6 @@ class Target:
     allowed: frozenset[str] | None = None
 
 
-class Importer:
-    """Reads session files."""
-
-    def __init__(self, caches: Caches) -> None:
-        self._caches = caches
-
-    async def begin(self, header: FileHeader, target: Target) -> "Import":
-        """Make sure that a session may be imported, and make room for it.
-
-        Raises:
-            TenantDeniedError: not of that tenant, or not with a new layout, by this caller.
-            UnknownLayoutError: kvd has no such layout.
-            SessionExistsError: there is such a session.
-        """
-        layout = header.layout
-        key = session_key(
-            target.tenant or header.key.tenant,
-            layout.model,
-            target.session_id or header.key.session_id,
-        )
-        if target.allowed is not None and key.tenant not in target.allowed:
-            raise TenantDeniedError(
-                f"the session is tenant {key.tenant!r}'s", "name one of your own with --tenant"
-            )
-        self._check_layout(layout, target)
-        cache, _ = await self._caches.open(layout, prefault=False)
-        if not target.replaces and cache.act(partial(_is_stored, key)):
-            raise SessionExistsError(
-                f"session {key} is stored already",
-                "say --replace, or give it another name with --session",
-            )
-        return Import(self._caches, cache, key, header.lineage, replaces=target.replaces)
-
-    def _check_layout(self, layout: KVLayout, target: Target) -> None:
-        known = [cache.layout.fingerprint for cache in self._caches]
-        if layout.fingerprint in known:
-            return
-        what = f"the file is of layout {layout.fingerprint[:12]} (model {layout.model[:12]})"
-        if not target.may_add_layout:
-            raise UnknownLayoutError(
-                f"{what}, kvd has {', '.join(name[:12] for name in known) or 'none yet'}",
-                "start the engine of that very model, dtype and positions first, or say "
-                "--new-layout",
-            )
-        if target.allowed is not None:
-            raise TenantDeniedError(
-                f"{what}, which would take its memory from those that all tenants use",
-                'start its engine first, or import it as a client with tenants = ["*"]',
-            )
-
-
 class Import:
     """One import under way; whoever has begun it owes `finish` or `cancel`."""
 
@@ -267,14 +216,59 @@ class Import:
             return  # nothing was stored, or it has given way to others
 
 
+async def begin_import(caches: Caches, header: FileHeader, target: Target) -> Import:
+    """Make sure that a session may be imported, and make room for it.
+
+    Raises:
+        TenantDeniedError: not of that tenant, or not with a new layout, by this caller.
+        UnknownLayoutError: kvd has no such layout.
+        SessionExistsError: there is such a session.
+    """
+    layout = header.layout
+    key = session_key(
+        target.tenant or header.key.tenant,
+        layout.model,
+        target.session_id or header.key.session_id,
+    )
+    if target.allowed is not None and key.tenant not in target.allowed:
+        raise TenantDeniedError(
+            f"the session is tenant {key.tenant!r}'s", "name one of your own with --tenant"
+        )
+    _check_layout(caches, layout, target)
+    cache, _ = await caches.open(layout, prefault=False)
+    if not target.replaces and cache.act(lambda core, _: core.session_info(key)) is not None:
+        raise SessionExistsError(
+            f"session {key} is stored already",
+            "say --replace, or give it another name with --session",
+        )
+    return Import(caches, cache, key, header.lineage, replaces=target.replaces)
+
+
+def _check_layout(caches: Caches, layout: KVLayout, target: Target) -> None:
+    known = [cache.layout.fingerprint for cache in caches]
+    if layout.fingerprint in known:
+        return
+    what = f"the file is of layout {layout.fingerprint[:12]} (model {layout.model[:12]})"
+    if not target.may_add_layout:
+        raise UnknownLayoutError(
+            f"{what}, kvd has {', '.join(name[:12] for name in known) or 'none yet'}",
+            "start the engine of that very model, dtype and positions first, or say --new-layout",
+        )
+    if target.allowed is not None:
+        raise TenantDeniedError(
+            f"{what}, which would take its memory from those that all tenants use",
+            'start its engine first, or import it as a client with tenants = ["*"]',
+        )
+
+
 async def read_file(
-    importer: Importer, target: Target, pieces: AsyncIterator[bytes]
+    caches: Caches, target: Target, pieces: AsyncIterator[bytes]
 ) -> tuple[SessionKey, int]:
     """Import a file from its pieces; returns the session and how many tokens of it are stored.
 
     Raises:
         SessionFileError: it is damaged, cut short or none.
-        ReportedError: see Importer and Import.
+        ReportedError: see begin_import and Import.
     """
     reader = FileReader()
     current: Import | None = None
@@ -283,11 +277,11 @@ async def read_file(
         async for piece in pieces:
             for frame in reader.feed(piece):
                 if current is None:
-                    current = await importer.begin(_header(reader), target)
+                    current = await begin_import(caches, _header(reader), target)
                 await current.add(frame)
             if current is None and reader.header is not None:
                 # Now: of a layout that is refused not even one frame is kept.
-                current = await importer.begin(reader.header, target)
+                current = await begin_import(caches, reader.header, target)
         reader.close()
         if current is None or not reader.num_tokens:
             raise SessionFileError("the session file holds no tokens", "export another session")
@@ -302,7 +296,3 @@ async def read_file(
 def _header(reader: FileReader) -> FileHeader:
     assert reader.header is not None, "a frame comes behind the header"  # noqa: S101
     return reader.header
-
-
-def _is_stored(key: SessionKey, core: CacheEngine, _now_ns: int) -> bool:
-    return core.session_info(key) is not None

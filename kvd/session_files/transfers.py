@@ -9,7 +9,7 @@ from kvd.caches.caches import Caches
 from kvd.core.records.errors import InvalidRequestError
 from kvd.errors import LimitReachedError, StalledTransferError
 from kvd.session_files.exporter import Exporter
-from kvd.session_files.importer import Importer, Target, read_file
+from kvd.session_files.importer import Target, read_file
 from kvd.wire.messages import key_message, key_of
 from kvd.wire.selection import check_allowed
 from shared.pb.kvd.v1 import kvd_pb2
@@ -25,8 +25,7 @@ class Transfers:
     """What runs at the moment."""
 
     def __init__(self, caches: Caches) -> None:
-        self._exporter = Exporter(caches)
-        self._importer = Importer(caches)
+        self._caches = caches
         self._num_running = 0
 
     async def export(
@@ -41,7 +40,8 @@ class Transfers:
         key = key_of(request.session)
         check_allowed(key, allowed)
         with self._counted():
-            async with aclosing(self._exporter.export(key, prefix=request.prefix)) as pieces:
+            exporter = Exporter(self._caches, key)
+            async with aclosing(exporter.pieces(prefix=request.prefix)) as pieces:
                 async for piece in pieces:
                     for start in range(0, len(piece), PIECE_BYTES):
                         yield kvd_pb2.SessionFilePart(data=piece[start : start + PIECE_BYTES])
@@ -51,7 +51,7 @@ class Transfers:
         requests: AsyncIterator[kvd_pb2.ImportSessionRequest],
         allowed: frozenset[str] | None,
     ) -> kvd_pb2.ImportSessionResponse:
-        """Take a session's file; see Importer.
+        """Take a session's file; see read_file.
 
         Raises:
             InvalidRequestError: it is not said first where to.
@@ -79,7 +79,7 @@ class Transfers:
             allowed=allowed,
         )
         with self._counted():
-            key, num_tokens = await read_file(self._importer, target, _pieces(messages))
+            key, num_tokens = await read_file(self._caches, target, _pieces(messages))
         return kvd_pb2.ImportSessionResponse(session=key_message(key), num_tokens=num_tokens)
 
     @contextmanager
