@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 from kvd.caches.caches import Caches
 from kvd.caches.tenant_secrets import has_segments
-from kvd.core.engine import CacheEngine
 from kvd.core.records.records import FlushAnswer
 from kvd.errors import NotDurableError
 from kvd.runtime.cache import Cache
@@ -114,7 +113,7 @@ class TenantEraser:
         """Drop the tenants' sessions of one cache, and zero what is free of its memory."""
         num_sessions = freed_bytes = 0
         while True:
-            dropped = cache.act(_step)
+            dropped = cache.act(lambda core, now_ns: core.erasing.step(STEP_SESSIONS, now_ns))
             num_sessions += dropped.num_sessions
             freed_bytes += dropped.freed_bytes
             if cache.act(lambda core, _: core.erasing.is_gone()):
@@ -160,7 +159,3 @@ class TenantEraser:
                 "see the log of kvd: the disk may be full, or somebody reads manifest.db; "
                 "then do it again",
             ) from error
-
-
-def _step(core: CacheEngine, now_ns: int) -> FlushAnswer:
-    return core.erasing.step(STEP_SESSIONS, now_ns)

@@ -284,7 +284,7 @@ class Cache:
 
     def _expire(self) -> None:
         self._timer = self._timer_at_ns = None
-        self.act(_expire)
+        self.act(lambda core, now_ns: core.expire(now_ns))
 
     async def _stop_prefault(self) -> None:
         if self.arena is not None:
@@ -304,7 +304,3 @@ class Cache:
                 arena_bytes=arena.num_bytes,
                 allocated_bytes=done.result(),
             )
-
-
-def _expire(engine: CacheEngine, now_ns: int) -> None:
-    engine.expire(now_ns)

@@ -122,9 +122,8 @@ class Import:
         step, lineage = self._cache.layout.block_tokens, self._lineage
         start, end = self._buffer.token_offset, len(self._token_ids) // TOKEN_BYTES
         clean = lineage.clean_tokens
-        if not lineage.is_whole and not self._is_coupled and start < clean:
-            if clean > end:  # blocks end at multiples of their size, but for the one before it
-                return start + (end - start) // step * step
+        # Blocks end at multiples of their size, but for the one where the clean tokens end.
+        if not lineage.is_whole and not self._is_coupled and start < clean <= end:
             start = clean
         return start + (end - start) // step * step
 
