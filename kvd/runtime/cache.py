@@ -12,9 +12,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from kvd.core.engine import CacheEngine
 from kvd.core.records.actions import Emit, LeaseReady, SpaceFreed
 from kvd.core.records.records import AdoptedSlot, EngineStats, IndexRows, OrphanSlot
 from kvd.host.clock import Clock
@@ -25,6 +24,9 @@ from kvd.tiers.volume import SegmentVolume
 from shared.process.log import get_logger
 from shared.types.errors import ReportedError
 from shared.types.units import NS_PER_S
+
+if TYPE_CHECKING:
+    from kvd.core.engine import CacheEngine
 
 T = TypeVar("T")
 
@@ -46,7 +48,7 @@ class Cache:
 
     def __init__(
         self,
-        engine: CacheEngine,
+        engine: "CacheEngine",
         max_extents: int,
         volume: SegmentVolume,
         performer: Performer,
@@ -128,7 +130,7 @@ class Cache:
 
     # -------------------------------------------------------------------------------------- acting
 
-    def act(self, step: Callable[[CacheEngine, int], T]) -> T:
+    def act(self, step: Callable[["CacheEngine", int], T]) -> T:
         """Call the engine with now_ns, then carry out its actions.
 
         Raises:

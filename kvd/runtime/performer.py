@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
-from kvd.core.engine import CacheEngine
 from kvd.core.records.actions import (
     ClearSlot,
     CommitRows,
@@ -174,7 +173,7 @@ class Performer:
         """Have the engine be called, and drained, once what was put so far is committed."""
         if not self._awaits_room:
             self._awaits_room = True
-            room = Ended(self._has_room, num_ops=0)
+            room = Ended(lambda _engine, _now_ns: self._has_room(), num_ops=0)
             self._manifest.when_committed(self._reporting(room))
 
     async def close(self) -> None:
@@ -239,7 +238,7 @@ class Performer:
 
     # ------------------------------------------------------------------------------ on the loop
 
-    def _has_room(self, _engine: CacheEngine, _now_ns: int) -> None:
+    def _has_room(self) -> None:
         self._awaits_room = False  # it is drained after this call, as after any
 
     def _handle(self, ended: Ended | None) -> None:
