@@ -162,7 +162,7 @@ class DramRoom:
         self._caches = caches
 
     def taken_bytes(self) -> int:
-        """Bytes of the slots of all arenas."""
+        """Return the bytes of the slots of all arenas."""
         slots = [cache.arena.slots for cache in self._caches if cache.arena is not None]
         return sum(arena.num_slots * arena.slot_bytes for arena in slots)
 

@@ -95,7 +95,7 @@ class Caches:
         return iter(self._caches.values())
 
     def io_load(self) -> tuple[int, int]:
-        """Of all layouts: jobs that wait for a thread, and bytes of the I/O that runs."""
+        """Return, of all layouts, jobs that wait for a thread, and bytes of the I/O that runs."""
         return len(self._io), self._io.bytes_in_flight
 
     def use(self, settings: Settings) -> None:
@@ -183,7 +183,7 @@ class Caches:
             cache.measure_space()
 
     def of_model(self, model: str) -> list[Cache]:
-        """The caches of the models whose fingerprints start so ("": all), in a fixed order."""
+        """Return the caches of models whose fingerprints start so ("": all), in a fixed order."""
         caches = sorted(self._caches.values(), key=lambda cache: cache.layout.fingerprint)
         return [cache for cache in caches if cache.layout.model.startswith(model)]
 

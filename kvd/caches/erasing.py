@@ -56,7 +56,7 @@ class TenantEraser:
         self._erasing = asyncio.Lock()
 
     def named(self, tenant: str | None) -> tuple[str, ...]:
-        """The tenants that would be erased: one, or all there are.
+        """Return the tenants that would be erased: one, or all there are.
 
         Raises:
             NotErasableError: deleting keys would not do.
@@ -104,7 +104,7 @@ class TenantEraser:
         return Erased(tenants, num_sessions, sum(answer.freed_bytes for answer in answers))
 
     def _forget(self, tenant: str | None) -> None:
-        """What happened to the sessions is remembered by their ids; these go, too."""
+        """Forget what happened to the sessions, which is kept by their ids."""
         for cache in self._caches:
             cache.act(lambda core, _: core.forget_history(tenant))
         self._events.forget(tenant)

@@ -73,7 +73,7 @@ class LayoutOpener:
         )
 
     def num_extents(self, shape: ExtentShape) -> int:
-        """How many extents the volume of a layout may grow to."""
+        """Return how many extents the volume of a layout may grow to."""
         return self.budgets.ssd_bytes_of(shape.layout) // shape.full_bytes
 
     def open_new(self, layout: KVLayout) -> tuple[SegmentVolume, LayoutRow]:
@@ -183,7 +183,7 @@ class LayoutOpener:
     def _rows_there(
         self, volume: SegmentVolume, layout: KVLayout, *, accept_loss: bool
     ) -> IndexRows:
-        """Rows of a layout. If some name extents that are not there, that is refused, or accepted.
+        """Read the rows of a layout; those whose extents are not there are refused, or given up.
 
         Rows beyond what the volume may have are none of it: they are dropped in any case.
         """

@@ -84,7 +84,7 @@ class SessionLister:
         return await asyncio.to_thread(builder.finish)  # a second, of very many equal ones
 
     def _messages(self, listing: Listing, start: int, end: int) -> list[kvd_pb2.SessionInfo]:
-        """Those of a part of the listing that are still there and meant, in its order."""
+        """Encode those of a part of the listing that are still there and meant, in its order."""
         keys_of: dict[str, list[SessionKey]] = {}
         entries = list(zip(listing.layouts[start:end], listing.keys[start:end], strict=True))
         for layout, key in entries:

@@ -196,7 +196,7 @@ class TenantSecrets:
         self._manifest.put_meta(META_NAME, note.text())
 
     def _may_have_plain(self, volumes: Path) -> bool:
-        """Of a time without a key: the index says so, too, if the segments' disk is not there."""
+        """Whether blocks may be from a time without a key, even if their disk is missing."""
         return has_segments(volumes) or self._manifest.has_blocks()
 
     def _check_room(self, num_tenants: int, max_tenants: int) -> None:

@@ -102,16 +102,16 @@ class UnavailableLayouts:
         return len(self._layouts)
 
     def get(self, fingerprint: str) -> UnavailableLayout | None:
-        """One of them; None: the layout is not unavailable."""
+        """Return one of them; None: the layout is not unavailable."""
         return self._layouts.get(fingerprint)
 
     def due(self) -> list[UnavailableLayout]:
-        """Those to be tried again now."""
+        """Return those to be tried again now."""
         now_s = time.monotonic()
         return [found for found in self if found.try_at_s <= now_s]
 
     def find(self, prefix: str) -> UnavailableLayout:
-        """The one whose fingerprint starts so.
+        """Return the one whose fingerprint starts so.
 
         Raises:
             UnknownLayoutError: none does.

@@ -49,7 +49,7 @@ class MasterKey:
 
 
 def new_master_key() -> MasterKey:
-    """Draw one."""
+    """Draw a new master key."""
     return MasterKey(secrets.token_bytes(KEY_BYTES))
 
 

@@ -126,7 +126,7 @@ class BlockReading:
             self._advanced(self._groups[self._num_good - 1].layers.stop)
 
     def _failure(self) -> IoOutcome | None:
-        """The outcome of the first group that failed."""
+        """Return the outcome of the first group that failed."""
         failed = (o for o in self._outcomes if o not in (None, IoOutcome.OK))
         return next(failed, None)
 

@@ -180,14 +180,14 @@ class Cache:
         return any(self._engine.num_rows_waiting)
 
     def stats(self) -> EngineStats:
-        """The engine's statistics; what a restart would not find counts as dirty."""
+        """Return the engine's statistics; what a restart would not find counts as dirty."""
         stats = self._engine.stats()
         num_uncommitted = self._performer.num_uncommitted + self._engine.num_blocks_waiting
         uncommitted_bytes = num_uncommitted * self.layout.block_bytes
         return replace(stats, dirty_bytes=stats.dirty_bytes + uncommitted_bytes)
 
     def arena_info(self, keep: str) -> ArenaInfo | None:
-        """The arena as it is; `keep` is where arenas are kept."""
+        """Return the arena as it is; `keep` is where arenas are kept."""
         arena = self.arena
         if arena is None:
             return None

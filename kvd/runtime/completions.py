@@ -93,7 +93,7 @@ class Completions(Generic[T]):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def __len__(self) -> int:
-        """Items that are not handled yet."""
+        """Count the items that are not handled yet."""
         return len(self._items)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:

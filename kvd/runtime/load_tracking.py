@@ -55,7 +55,7 @@ class LoadTracker:
         self._leases_of: dict[int, set[int]] = {}  # by operation
 
     def begin(self, op_id: int) -> None:
-        """An operation that loads may wait for has begun."""
+        """Note that an operation has begun that loads may wait for."""
         with self._lock:
             self._running[op_id] = 0
 
@@ -80,7 +80,7 @@ class LoadTracker:
             self._publish(lease_id, load)
 
     def untrack(self, lease_id: int) -> None:
-        """The load is over."""
+        """Forget a load that is over."""
         with self._lock:
             load = self._loads.pop(lease_id, None)
             if load is not None:
@@ -90,12 +90,12 @@ class LoadTracker:
                     load.wait.end()  # given up
 
     def index_of(self, lease_id: int) -> int | None:
-        """Index of a load's progress word; None if it has none."""
+        """Return the index of a load's progress word; None if it has none."""
         load = self._loads.get(lease_id)
         return None if load is None else load.word
 
     def advanced(self, op_id: int, num_layers: int) -> None:
-        """An operation has brought layers [0, num_layers), verified."""
+        """Note that an operation has brought layers [0, num_layers), verified."""
         with self._lock:
             if op_id not in self._running:
                 return
@@ -106,7 +106,7 @@ class LoadTracker:
                 self._publish(lease_id, load)
 
     def ended(self, op_id: int, *, is_good: bool) -> None:
-        """An operation has been reported; loads that still count on a failed one have failed."""
+        """Note that an operation was reported; loads that count on one that failed have failed."""
         with self._lock:
             self._running.pop(op_id, None)
             leases = self._leases_of.pop(op_id, set())

@@ -96,7 +96,7 @@ class RowCopier:
 
 
 def _gathers(runs: Sequence[RowRun]) -> Iterator[tuple[int, int, Indexes]]:
-    """What neighbouring runs take from one slot: (first row filled, slot, rows taken)."""
+    """Yield what neighbouring runs take from one slot: (first row filled, slot, rows taken)."""
     first = 0
     for slot_id, of_slot in groupby(runs, key=_SLOT):
         indexes = np.concatenate([np.arange(r.start, r.start + r.num_tokens) for r in of_slot])

@@ -118,7 +118,7 @@ class Import:
     # -------------------------------------------------------------------------------------- inside
 
     def _end_of_blocks(self) -> int:
-        """Where the last block ends that has come whole."""
+        """Return where the last block ends that has come whole."""
         step, lineage = self._cache.layout.block_tokens, self._lineage
         start, end = self._buffer.token_offset, len(self._token_ids) // TOKEN_BYTES
         clean = lineage.clean_tokens

@@ -18,7 +18,7 @@ class SlotRuns:
         self._components = SlotRows(layout).components
 
     def read(self, slot: memoryview, start: int, num_tokens: int) -> list[memoryview]:
-        """Rows [start, start + num_tokens) of a slot, as they lie there: to be used up at once."""
+        """Return rows [start, start + num_tokens) of a slot, in place: to be used up at once."""
         return [
             slot[offset + start * row : offset + (start + num_tokens) * row]
             for offset, row in self._components

@@ -34,14 +34,14 @@ class ArenaTooSmallError(StateError):
 
 
 def dram_bytes(configured: int | None) -> int:
-    """Size of the DRAM tier: as configured, or a fraction of what is available now."""
+    """Return the size of the DRAM tier: as configured, or a fraction of what is free now."""
     if configured is not None:
         return configured
     return int(psutil.virtual_memory().available * AUTO_FRACTION)
 
 
 def num_slots_for(arena_bytes: int, slot_bytes: int, setting: str = "dram.bytes") -> int:
-    """How many slots fit; `setting` is the one that bounds arena_bytes.
+    """Return how many slots fit; `setting` is the one that bounds arena_bytes.
 
     Raises:
         ArenaTooSmallError: fewer than MIN_SLOTS.
@@ -123,7 +123,7 @@ class Arena:
         return self.slots.memory.nbytes
 
     def physical_bytes(self) -> int:
-        """Bytes of memory the slots take now."""
+        """Return the bytes of memory that the slots take now."""
         return os.fstat(self.fd).st_blocks * 512  # whatever the page size is
 
     def prefault(self) -> int:

@@ -161,7 +161,7 @@ class DirectoryBacking:
             self.path.rmdir()
 
     def kept_bytes(self) -> int:
-        """Memory that its files take up."""
+        """Return the bytes of memory that its files take up."""
         try:
             return sum(path.stat().st_blocks * 512 for path in self.path.iterdir())
         except OSError:  # there is none, or it is not ours to look at

@@ -271,7 +271,7 @@ class ArenaStore:
                 os.close(journal_fd)
 
     def _new_slots(self, layout: KVLayout, num_slots: int, backing: ArenaBacking) -> SlotsFile:
-        """Memory for the slots, of huge pages if that is possible and wanted."""
+        """Make memory for the slots, of huge pages if that is possible and wanted."""
         name, num_bytes = layout.fingerprint, layout.block_bytes * num_slots
         hugepages = self._options.hugepages
         if hugepages == "on" and not backing.is_sealed:

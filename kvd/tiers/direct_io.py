@@ -88,7 +88,7 @@ def set_direct(fd: int, *, on: bool) -> None:
 
 
 def _rest(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
-    """What is left of buffers after `done` bytes."""
+    """Return what is left of buffers after `done` bytes."""
     if not done:
         return list(buffers)
     rest: list[memoryview] = []

@@ -145,11 +145,11 @@ class ExtentFormat:
         return num_tokens == self._block_tokens
 
     def used_bytes(self, layer_index: int, num_tokens: int) -> int:
-        """Bytes of one layer slice that are hashed."""
+        """Return how many bytes of one layer slice are hashed."""
         return self._token_bytes[layer_index] * num_tokens
 
     def slice_bytes(self, layer_index: int, num_tokens: int) -> int:
-        """Bytes of one layer slice in its extent, padding included."""
+        """Return the bytes of one layer slice in its extent, padding included."""
         return align_up(self.used_bytes(layer_index, num_tokens), SECTOR_BYTES)
 
     def used_rows(
@@ -172,7 +172,7 @@ class ExtentFormat:
             done += end - start
 
     def plan(self, num_tokens: int, least_bytes: float) -> tuple[GroupPlan, ...]:
-        """Groups of at least this many bytes; the first one follows the header."""
+        """Plan groups of at least this many bytes; the first one follows the header."""
         known = self._plans.get((num_tokens, least_bytes))
         if known is None:
             known = self._plans[num_tokens, least_bytes] = self._plan(num_tokens, least_bytes)

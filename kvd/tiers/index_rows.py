@@ -54,7 +54,7 @@ _Row: TypeAlias = tuple[bytes, bytes, bytes, int, int | None, int, int]
 def read_blocks(
     db: sqlite3.Connection, layout_id: int
 ) -> tuple[bytes, NDArray[np.int64], NDArray[np.int32]]:
-    """(keys joined, extents, numbers of tokens) of a layout's blocks."""
+    """Return (keys joined, extents, numbers of tokens) of a layout's blocks."""
     keys: list[bytes] = []
     extents: list[NDArray[np.int64]] = [_numbers("")]
     block_tokens: list[NDArray[np.int32]] = [_numbers("").astype(np.int32)]
@@ -73,7 +73,7 @@ def read_blocks(
 
 
 def read_sessions(db: sqlite3.Connection, layout_id: int, model: str) -> Iterator[SessionColumns]:
-    """A layout's sessions; what their spans hold is not looked at."""
+    """Yield a layout's sessions; what their spans hold is not looked at."""
     cursor = db.execute(_SESSIONS, (layout_id,))
     names: dict[bytes, str] = {}  # each row comes with bytes of its own for its tenant
     while rows := cursor.fetchmany(_FETCH):

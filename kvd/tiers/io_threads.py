@@ -59,7 +59,7 @@ PATIENT = (Priority.READ_AHEAD, Priority.WRITE, Priority.BACKGROUND)  # nobody w
 
 
 def _done(_staging: Staging) -> None:
-    """In the place of a job that has run."""
+    """Stand in for a job that has run."""
 
 
 class _Queued(NamedTuple):
@@ -105,7 +105,7 @@ class IoPool:
         return self._bytes_in_flight
 
     def __len__(self) -> int:
-        """Jobs that have not begun."""
+        """Count the jobs that have not begun."""
         return len(self._queue) + len(self._ahead) + len(self._hashes)
 
     def start(self) -> None:
@@ -179,7 +179,7 @@ class IoPool:
         return None
 
     def _first(self) -> _Queued | None:
-        """The job to start now, if any can start."""
+        """Return the job to start now, if any can start."""
         first = self._queue[0] if self._queue else None
         is_load = first is not None and first.priority < Priority.READ_AHEAD
         if not is_load and self._ahead and self._may_start(self._ahead[0]):

@@ -128,7 +128,7 @@ class Manifest:
     # --------------------------------------------------------------------------------- reading
 
     def layouts(self) -> list[LayoutRow]:
-        """Every layout that has a volume, but those that are set aside."""
+        """Return every layout that has a volume, but those that are set aside."""
         rows = self._query(
             "SELECT fingerprint, iif(typeof(message) = 'blob', message, x''), "
             "iif(typeof(extents_per_segment) = 'integer', max(extents_per_segment, 0), 0), "
@@ -156,12 +156,12 @@ class Manifest:
         return dict(self._query(sql))
 
     def meta(self, name: str) -> str:
-        """A value put by put_meta, or ""."""
+        """Return a value put by put_meta, or ""."""
         rows = list(self._query("SELECT value FROM meta WHERE name = ?", name))
         return str(rows[0][0]) if rows else ""
 
     def rows(self, layout: KVLayout) -> IndexRows:
-        """Blocks and sessions of a layout, in any order; sessions are read as they are asked for.
+        """Return blocks and sessions of a layout, in any order; sessions are read when asked for.
 
         Rows that cannot be decoded are left out.
 
@@ -361,5 +361,5 @@ class Manifest:
 
 
 def _decoded(text: bytes) -> str:
-    """A damaged text must not end the start: its row is found to be wrong later."""
+    """Decode even a damaged text, so that it does not end the start: its row is refused later."""
     return text.decode(errors="replace")

@@ -135,7 +135,7 @@ class SealedFormat:
     # ----------------------------------------------------------------------------------- writing
 
     def pieces(self, run: Sequence[ToWrite], staging: Staging) -> Iterator[tuple[int, memoryview]]:
-        """(offset from the first extent's start, bytes) of what is to be written, in any order.
+        """Yield (offset from the first extent's start, bytes) of what to write, in any order.
 
         Several blocks make one piece. One block has a piece for each group of layers, the header's
         last: only then are all tags known.

@@ -54,7 +54,7 @@ class SpaceBudget:
         return self._allocated_bytes
 
     def free_bytes(self) -> int:
-        """What could still be allocated now; negative when the budget was made smaller."""
+        """Return what could still be allocated; negative when the budget was made smaller."""
         free = max(0, self._file_system_bytes() - self._reserve_bytes)
         if self.total_bytes is None:
             return free
@@ -176,7 +176,7 @@ class SegmentFiles:
         return volume_id
 
     def size_of(self, segment: int) -> int:
-        """Bytes of a segment that is there and can be opened, in whole extents; 0: it is not there.
+        """Return the bytes of a segment, in whole extents, if it can be opened; 0: it is not there.
 
         Raises:
             OSError: it cannot be opened.
@@ -187,7 +187,7 @@ class SegmentFiles:
         return size
 
     def for_reading(self, segment: int) -> int:
-        """Descriptor of a segment.
+        """Return the descriptor of a segment.
 
         Raises:
             FileNotFoundError: it does not exist.
@@ -197,7 +197,7 @@ class SegmentFiles:
         return self._open(segment) if fd is None else fd
 
     def for_writing(self, segment: int, end: int) -> int:
-        """Descriptor of a segment whose first `end` bytes are allocated.
+        """Return the descriptor of a segment whose first `end` bytes are allocated.
 
         Raises:
             OSError: ENOSPC if the budget or the file system is exhausted.

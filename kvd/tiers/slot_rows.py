@@ -50,7 +50,7 @@ class SlotRows:
         self.components = tuple(chain.from_iterable(self._of_layer))
 
     def runs(self, layer_index: int, num_tokens: int) -> tuple[Run, ...]:
-        """Used bytes of one layer slice: of every component, in order, the first rows."""
+        """Return the used bytes of a layer slice: of every component, in order, the first rows."""
         if num_tokens == self._block_tokens:
             return (self._full[layer_index],)
         return tuple(
@@ -100,5 +100,5 @@ class BlockHasher:
 
 
 def checksum_at(checksums: bytes, layer_index: int) -> int:
-    """One layer's checksum out of the packed ones."""
+    """Return one layer's checksum out of the packed ones."""
     return int(_CHECKSUM.unpack_from(checksums, CHECKSUM_BYTES * layer_index)[0])

@@ -84,12 +84,12 @@ class SegmentVolume:
         self._failed_syncs: dict[int, int] = {}  # segment → how many
 
     def physical_extents(self) -> int:
-        """How many extents there is space for: those allocated, and what budget and disk allow."""
+        """Return how many extents there is space for: allocated, or as budget and disk allow."""
         num_bytes = self.files.reserved_bytes + self._budget.free_bytes()
         return max(0, num_bytes // self.shape.full_bytes)
 
     def lacks(self, extents: NDArray[np.int64], num_extents: int) -> NDArray[np.bool_]:
-        """Which extents the segments that are there do not have: whole segments, or their ends.
+        """Find the extents that are missing: of segments that are not there, or are cut short.
 
         Args:
             extents: first sectors.
@@ -127,7 +127,7 @@ class SegmentVolume:
 
     def _read_at(self, extent: int, offset: int, buffers: list[memoryview]) -> bool:
         """Fill buffers from an extent's byte `offset` on; False if its file ends before."""
-        segment, start = self._place(extent)
+        segment, start = self._locate(extent)
         self._faults.before_read(extent)
         fd = self.files.for_reading(segment)
         return self._retried(lambda: read_fully(fd, buffers, start + offset))
@@ -152,7 +152,7 @@ class SegmentVolume:
             staging: of the calling thread.
         """
         first = run[0]
-        segment, start = self._place(first.extent)
+        segment, start = self._locate(first.extent)
         num_failed = self._failed_syncs.get(segment, 0)
         try:
             for block in run:
@@ -208,7 +208,7 @@ class SegmentVolume:
         return IoOutcome.TRANSIENT if is_lost else IoOutcome.OK
 
     def _packed(self, block: ToWrite, staging: Staging) -> Iterator[tuple[int, memoryview]]:
-        """(offset in the extent, bytes) of a partial block, piece by piece."""
+        """Yield (offset in the extent, bytes) of a partial block, piece by piece."""
         for index, group in enumerate(self._format.plan(block.num_tokens, STAGED_IO_BYTES)):
             header_bytes = 0 if index else self._format.header.num_bytes
             buffer = staging.take(header_bytes + group.num_bytes)
@@ -244,13 +244,13 @@ class SegmentVolume:
                 raise
         return transfer()
 
-    def _place(self, extent: int) -> tuple[int, int]:
-        """(segment, byte offset in it)."""
+    def _locate(self, extent: int) -> tuple[int, int]:
+        """Return (segment, byte offset in it) of an extent."""
         segment, sector = divmod(extent, self._segment_sectors)
         return segment, sector * SECTOR_BYTES
 
     def _whole_extents_end(self, start: Offset) -> Offset:
-        """End of the whole extent that has byte `start` of a segment."""
+        """Return the end of the whole extent that has byte `start` of a segment."""
         return (start // self.shape.full_bytes + 1) * self.shape.full_bytes
 
 
