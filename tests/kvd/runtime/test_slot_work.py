@@ -1,12 +1,27 @@
-"""Rows are copied together exactly, whatever the layout and wherever they come from."""
+"""Rows are copied together exactly, wherever they come from; verified slots are ready for loads."""
+
+import asyncio
 
 import numpy as np
 import pytest
 
-from kvd.core.records.actions import CompactRows, DenseBlock, RowRun, SourceSlot
+from kvd.core.records.actions import (
+    CompactRows,
+    DenseBlock,
+    RowRun,
+    SourceSlot,
+    TrackLoad,
+    VerifySlot,
+)
 from kvd.runtime.slot_work import RowCopier
 from kvd.tiers.slot_rows import BlockHasher
+from shared.kvd_client.progress_words import FAILED_BIT, LAYERS_MASK, ProgressWords
 from shared.types.kv_layout import Component, KVLayout, Layer
+from tests.kvd.runtime.performed import (
+    DEADLINE_S,
+    LEASE,
+    OWNER,
+)
 
 BLOCK_TOKENS = 16
 ORDINARY = Layer((Component("k", (2, 8), "float32"), Component("v", (2, 8), "float32")))
@@ -70,3 +85,36 @@ def test_nothing_is_made_of_wrong_bytes():
     block = DenseBlock(3, 1, (RowRun(0, 8, 1),))
     assert slots.copier.compact(CompactRows(1, (source,), (block,))) is None
     assert np.array_equal(slots.memory[3], before)
+
+
+# ------------------------------------------------------------------------- verifying
+
+
+async def test_a_verify_brings_all_layers(world):
+    """A load that waits for an adopted slot is ready when it is verified."""
+    words = ProgressWords(world.arena.progress.fd, 4)
+    stored = world.fill(0)
+    world.performer.perform(VerifySlot(11, 0, 16, stored.checksums, urgent=True))
+    world.performer.perform(TrackLoad(LEASE, OWNER, (11,)))
+    index = world.performer.loads.index_of(LEASE)
+    await world.until_idle()
+    assert words.word(index) & (LAYERS_MASK | FAILED_BIT) == 8
+
+
+async def test_a_load_hurries_a_verify_in_the_background(world):
+    """One that nobody waited for so far does not keep a load waiting behind the writes."""
+    words = ProgressWords(world.arena.progress.fd, 4)
+    stored = world.fill(0)
+    world.faults.hold.clear()
+    for slot_id in (1, 2, 3, 4):  # more than there are threads
+        world.performer.perform(world.write_action(slot_id, slot_id, slot_id)[0])
+    world.performer.perform(VerifySlot(11, 0, 16, stored.checksums, urgent=False))
+    world.performer.perform(TrackLoad(LEASE, OWNER, (11,)))
+    index = world.performer.loads.index_of(LEASE)
+    async with asyncio.timeout(DEADLINE_S):
+        while words.word(index) & LAYERS_MASK < 8:  # noqa: ASYNC110  # the word is what counts
+            await asyncio.sleep(0.001)
+    assert [entry[:2] for entry in world.engine.done] in ([], [("verify_done", 11)])
+    world.faults.hold.set()
+    done = await world.until_idle()
+    assert sorted(entry[1] for entry in done) == [1, 2, 3, 4, 11]
