@@ -105,12 +105,12 @@ class BlockWriter:
 
     def _to_write(self, action: WriteBlock) -> ToWrite:
         return ToWrite(
-            action.extent,
-            action.key,
-            action.num_tokens,
-            StoredBlock(action.token_ids, action.checksums),
-            self._memory_of(action.slot_id),
-            action.tenant,
+            extent=action.extent,
+            key=action.key,
+            num_tokens=action.num_tokens,
+            stored=StoredBlock(action.token_ids, action.checksums),
+            memory=self._memory_of(action.slot_id),
+            tenant=action.tenant,
         )
 
     def _sync(self, batch: list[tuple[int, Written]]) -> None:

@@ -210,8 +210,13 @@ def huge_memfd(name: str, slot_bytes: int, num_slots: int) -> SlotsFile:
     """
     num_bytes = align_up(slot_bytes * num_slots, HUGE_PAGE_BYTES)
     fd = sealed_memfd(name, num_bytes, os.MFD_HUGETLB | _MFD_HUGE_2MB)
+    return map_slots(fd, slot_bytes, num_slots, "hugetlb")
+
+
+def map_slots(fd: int, slot_bytes: int, num_slots: int, pages: str = "") -> SlotsFile:
+    """Map the slots of a file, which is closed if that fails; `pages` as in Arena."""
     try:
-        return SlotsFile(fd, ArenaMap(fd, slot_bytes, num_slots), "hugetlb")
+        return SlotsFile(fd, ArenaMap(fd, slot_bytes, num_slots), pages)
     except BaseException:
         os.close(fd)
         raise

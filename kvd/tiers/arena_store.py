@@ -289,11 +289,7 @@ class ArenaStore:
                         "raise vm.nr_hugepages, or set dram.hugepages to auto",
                     ) from error
         fd = backing.new_file(name, "slots", align_up(num_bytes, SECTOR_BYTES))
-        try:
-            return SlotsFile(fd, ArenaMap(fd, layout.block_bytes, num_slots), "")
-        except BaseException:
-            os.close(fd)
-            raise
+        return arena_backing.map_slots(fd, layout.block_bytes, num_slots)
 
     # ---------------------------------------------------------------------------------- inside
 
@@ -303,13 +299,13 @@ class ArenaStore:
         """Join the parts; the epoch is raised: from here on it is another kvd's time."""
         fingerprint = layout.fingerprint
         return Arena(
-            memory.fd,
-            memory.slots,
-            journal,
-            Progress(self._num_words),
-            journal.raise_epoch(),
-            memory.pages,
-            lambda: backing.remove(fingerprint),
+            fd=memory.fd,
+            slots=memory.slots,
+            journal=journal,
+            progress=Progress(self._num_words),
+            epoch=journal.raise_epoch(),
+            pages=memory.pages,
+            remove=lambda: backing.remove(fingerprint),
         )
 
     def _advise(self, memory: SlotsFile) -> None:

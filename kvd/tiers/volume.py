@@ -79,7 +79,12 @@ class SegmentVolume:
         self._budget = budget
         self._faults = faults
         self.files = SegmentFiles(
-            directory, self.shape.full_bytes, extents_per_segment, budget, direct, faults
+            directory=directory,
+            extent_bytes=self.shape.full_bytes,
+            extents_per_segment=extents_per_segment,
+            budget=budget,
+            direct=direct,
+            faults=faults,
         )
         self._failed_syncs: dict[int, int] = {}  # segment → how many
 
@@ -123,7 +128,15 @@ class SegmentVolume:
         def read(offset: int, buffers: list[memoryview]) -> bool:
             return self._read_at(extent, offset, buffers)
 
-        return ExtentRead(self._format, key, num_tokens, memory, groups, read, self._sealed)
+        return ExtentRead(
+            extent_format=self._format,
+            key=key,
+            num_tokens=num_tokens,
+            memory=memory,
+            groups=groups,
+            source=read,
+            sealed=self._sealed,
+        )
 
     def _read_at(self, extent: int, offset: int, buffers: list[memoryview]) -> bool:
         """Fill buffers from an extent's byte `offset` on; False if its file ends before."""
