@@ -23,7 +23,7 @@ from kvd.errors import LayoutUnavailableError, NotSetAsideError
 from kvd.tiers.arena_store import Adoption, ArenaStore
 from kvd.tiers.faults import Faults
 from kvd.tiers.manifest import SET_ASIDE, LayoutRow, Manifest
-from kvd.tiers.segment_files import SpaceBudget
+from kvd.tiers.segment_files import SegmentFiles, SpaceBudget
 from kvd.tiers.volume import SegmentVolume
 from kvd.tiers.volume_identity import UnusableVolumeError, sync_directory
 from shared.kvd_client.layout_message import layout_message, layout_of
@@ -170,15 +170,15 @@ class LayoutOpener:
         return moved.name
 
     def _volume_of(self, layout: KVLayout, row: LayoutRow) -> SegmentVolume:
-        return SegmentVolume(
+        files = SegmentFiles(
             directory=self.directory / layout.fingerprint,
-            layout=layout,
+            extent_bytes=ExtentShape(layout).full_bytes,
             extents_per_segment=row.extents_per_segment,
             budget=self._space,
             direct=self._settings.ssd.direct,
             faults=self._faults,
-            keys=self._secrets.keys,
         )
+        return SegmentVolume(layout, files, self._secrets.keys)
 
     def _rows_there(
         self, volume: SegmentVolume, layout: KVLayout, *, accept_loss: bool

@@ -212,7 +212,7 @@ class Cache:
 
     def measure_space(self) -> None:
         """Measure how much the file system really has left, and let the engine use no more."""
-        num_extents = min(self.max_extents, self.volume.physical_extents())
+        num_extents = min(self.max_extents, self.volume.files.physical_extents())
         self.act(lambda core, now_ns: core.set_ssd_capacity(num_extents, now_ns))
 
     def remove_segments(self) -> None:

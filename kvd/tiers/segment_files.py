@@ -118,6 +118,11 @@ class SegmentFiles:
         direct: "auto" and "on" read and write past the page cache if the file system lets us; it is
             worth a warning when it does not with "on". "off" does not try.
         faults: see kvd/tiers/faults.py.
+
+    Attributes:
+        extents_per_segment, faults: see above.
+        is_direct: whether reads and writes go past the page cache.
+        buffered_reason: why they do not; "" when direct.
     """
 
     def __init__(
@@ -131,15 +136,16 @@ class SegmentFiles:
     ) -> None:
         self._directory = directory
         self._extent_bytes = extent_bytes
+        self.extents_per_segment = extents_per_segment
         self._full_bytes = extent_bytes * extents_per_segment
         self._budget = budget
         self._direct = direct
-        self._faults = faults
+        self.faults = faults
         self._fds: dict[int, int] = {}  # segment → descriptor
         self._sizes: dict[int, int] = {}  # segment → allocated bytes, whole extents
         self._lock = threading.Lock()  # guards both
         self.is_direct = False
-        self.buffered_reason = "it is switched off"  # "" when direct
+        self.buffered_reason = "it is switched off"
 
     @property
     def reserved_bytes(self) -> int:
@@ -155,6 +161,11 @@ class SegmentFiles:
                 num_blocks += self._path(segment).stat().st_blocks
         return num_blocks * 512
 
+    def physical_extents(self) -> int:
+        """Return how many extents there is space for: allocated, or as budget and disk allow."""
+        num_bytes = self.reserved_bytes + self._budget.free_bytes()
+        return max(0, num_bytes // self._extent_bytes)
+
     def info(self) -> VolumeInfo:
         """Return the volume as it is, for operators."""
         return VolumeInfo(self.is_direct, self.buffered_reason, self.allocated_bytes)
@@ -164,7 +175,7 @@ class SegmentFiles:
 
         Args, Returns, Raises: see identify().
         """
-        volume_id = identify(self._directory, expected_id, self._faults, holds_rows=holds_rows)
+        volume_id = identify(self._directory, expected_id, self.faults, holds_rows=holds_rows)
         if self._direct != "off":
             self.is_direct = probe_direct(self._directory)
             self._use_buffered("" if self.is_direct else "its file system has no direct I/O")
@@ -241,7 +252,7 @@ class SegmentFiles:
                 if segment in self._fds:
                     os.close(self._fds.pop(segment))
             self._budget.release(size - keep)
-            self._faults.reach(WritePoint.SEGMENT_REMOVED)
+            self.faults.reach(WritePoint.SEGMENT_REMOVED)
 
     def close(self) -> None:
         """Close the files."""
@@ -290,16 +301,16 @@ class SegmentFiles:
         # Not by the kept descriptor: where fallocate is emulated it writes single bytes.
         fd = os.open(self._path(segment), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            self._faults.reach(WritePoint.SEGMENT_CREATED)
+            self.faults.reach(WritePoint.SEGMENT_CREATED)
             try:
                 os.posix_fallocate(fd, 0, size)
             except OSError as error:
                 if error.errno not in _WITHOUT_FALLOCATE:
                     raise
                 os.ftruncate(fd, size)  # a write may find the disk full
-            self._faults.fsync(fd)
-            sync_directory(self._directory, self._faults)
-            self._faults.reach(WritePoint.SEGMENT_ALLOCATED)
+            self.faults.fsync(fd)
+            sync_directory(self._directory, self.faults)
+            self.faults.reach(WritePoint.SEGMENT_ALLOCATED)
         except OSError:
             os.ftruncate(fd, had)  # a failed fallocate keeps what it took
             raise

@@ -15,7 +15,6 @@ Threads: reads and writes from any number, sync() from one.
 import errno
 import math
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -26,9 +25,9 @@ from kvd.encryption.keyring import Keyring
 from kvd.tiers.direct_io import STAGED_IO_BYTES, Staging, read_fully, write_fully
 from kvd.tiers.extent_format import LAYERED_IO_BYTES, ExtentFormat, GroupPlan, ToWrite
 from kvd.tiers.extent_read import ExtentRead
-from kvd.tiers.faults import Faults, WritePoint
+from kvd.tiers.faults import WritePoint
 from kvd.tiers.sealed_extents import SealedFormat
-from kvd.tiers.segment_files import SegmentFiles, SpaceBudget
+from kvd.tiers.segment_files import SegmentFiles
 from shared.process.log import get_logger
 from shared.types.kv_layout import KVLayout
 from shared.types.units import SECTOR_BYTES
@@ -57,41 +56,19 @@ class SegmentVolume:
         shape: of the extents.
 
     Args:
-        directory, extents_per_segment, budget, direct, faults: see SegmentFiles.
         layout: of the blocks.
+        files: of whole extents of this layout.
         keys: the tenants'; None: extents are plain.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        layout: KVLayout,
-        extents_per_segment: int,
-        budget: SpaceBudget,
-        direct: str,
-        faults: Faults,
-        keys: Keyring | None = None,
-    ) -> None:
+    def __init__(self, layout: KVLayout, files: SegmentFiles, keys: Keyring | None = None) -> None:
         self._format = ExtentFormat(layout)
         self._sealed = SealedFormat(self._format, keys) if keys is not None else None
+        self.files = files
         self.shape = self._format.shape
-        self._segment_sectors = extents_per_segment * self.shape.sectors_per_extent
-        self._budget = budget
-        self._faults = faults
-        self.files = SegmentFiles(
-            directory=directory,
-            extent_bytes=self.shape.full_bytes,
-            extents_per_segment=extents_per_segment,
-            budget=budget,
-            direct=direct,
-            faults=faults,
-        )
+        self._segment_sectors = files.extents_per_segment * self.shape.sectors_per_extent
+        self._faults = files.faults
         self._failed_syncs: dict[int, int] = {}  # segment → how many
-
-    def physical_extents(self) -> int:
-        """Return how many extents there is space for: allocated, or as budget and disk allow."""
-        num_bytes = self.files.reserved_bytes + self._budget.free_bytes()
-        return max(0, num_bytes // self.shape.full_bytes)
 
     def lacks(self, extents: NDArray[np.int64], num_extents: int) -> NDArray[np.bool_]:
         """Find the extents that are missing: of segments that are not there, or are cut short.

@@ -10,6 +10,7 @@ import threading
 from kvd.core.records.actions import (
     WriteBlock,
 )
+from kvd.core.records.extent_shape import ExtentShape
 from kvd.core.records.records import (
     StoredBlock,
 )
@@ -19,7 +20,7 @@ from kvd.tiers.arena_store import ArenaOptions, ArenaStore
 from kvd.tiers.faults import NoFaults
 from kvd.tiers.io_threads import IoPool
 from kvd.tiers.manifest import LayoutRow, Manifest
-from kvd.tiers.segment_files import SpaceBudget
+from kvd.tiers.segment_files import SegmentFiles, SpaceBudget
 from kvd.tiers.slot_rows import BlockHasher
 from kvd.tiers.volume import SegmentVolume
 from shared.types.kv_layout import Component, KVLayout, Layer
@@ -72,9 +73,9 @@ class World:
         self.faults = Breaking()
         self.engine = Engine()
         self.num_wakes = self.num_completions = 0
-        self.volume = SegmentVolume(
-            directory / "v", LAYOUT, 4, SpaceBudget(None, 0, directory), "auto", self.faults
-        )
+        budget, extent_bytes = SpaceBudget(None, 0, directory), ExtentShape(LAYOUT).full_bytes
+        files = SegmentFiles(directory / "v", extent_bytes, 4, budget, "auto", self.faults)
+        self.volume = SegmentVolume(LAYOUT, files)
         self.segment = directory / "v" / "00000.segment"
         self.manifest = Manifest(directory / "manifest.db", directory / "volumes", self.faults)
         self.pool = IoPool(3, 64 << 20)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvd.core.records.actions import IoOutcome, WriteBlock
 from kvd.core.records.extent_shape import ExtentShape
 from kvd.tiers.faults import NoFaults, WritePoint
-from kvd.tiers.segment_files import SpaceBudget
+from kvd.tiers.segment_files import SegmentFiles, SpaceBudget
 from kvd.tiers.volume import SegmentVolume
 from shared.types.kv_layout import Component, KVLayout, Layer
 from shared.types.units import SECTOR_BYTES
@@ -291,7 +291,7 @@ def test_a_disk_too_full_for_a_step_may_have_room_for_the_extent(disk):
     assert disk.segments() == {"00000.segment": EXTENT}
     volume = disk.volume(faults=Failing(errno.EIO, point=WritePoint.SEGMENT_CREATED))
     assert disk.write(WHOLE, Block()) is IoOutcome.TRANSIENT
-    assert volume.physical_extents() > 1
+    assert volume.files.physical_extents() > 1
     assert disk.segments() == {"00000.segment": EXTENT}
 
 
@@ -374,13 +374,16 @@ def test_segments_are_allocated_when_needed(disk):
 def test_the_budget_is_never_exceeded(disk):
     """Segments grow as far as it goes; beyond is FULL; with more budget they go on growing."""
     volume = disk.volume(total_bytes=5 * EXTENT + 1)
-    assert volume.physical_extents() == 5
+    assert volume.files.physical_extents() == 5
     assert [disk.write(index * WHOLE, Block()) for index in range(5)] == [IoOutcome.OK] * 5
     assert disk.segments() == {"00000.segment": 3 * EXTENT, "00001.segment": 2 * EXTENT}
     assert disk.write(5 * WHOLE, Block()) is IoOutcome.FULL
-    assert (volume.files.allocated_bytes >= 5 * EXTENT, volume.physical_extents()) == (True, 5)
+    assert (volume.files.allocated_bytes >= 5 * EXTENT, volume.files.physical_extents()) == (
+        True,
+        5,
+    )
     volume = disk.volume(total_bytes=6 * EXTENT)
-    assert volume.physical_extents() == 6
+    assert volume.files.physical_extents() == 6
     assert disk.write(5 * WHOLE, Block()) is IoOutcome.OK
     assert disk.segments() == {"00000.segment": 3 * EXTENT, "00001.segment": 3 * EXTENT}
 
@@ -391,10 +394,10 @@ def test_a_smaller_budget_shows(disk):
     for index in range(6):
         disk.write(index * WHOLE, Block())
     volume = disk.volume(total_bytes=2 * EXTENT)
-    assert volume.physical_extents() == 2
+    assert volume.files.physical_extents() == 2
     volume.files.shrink(2)
     assert disk.segments() == {"00000.segment": 2 * EXTENT}
-    assert volume.physical_extents() == 2
+    assert volume.files.physical_extents() == 2
 
 
 def test_a_segment_takes_what_it_needs(disk):
@@ -402,13 +405,19 @@ def test_a_segment_takes_what_it_needs(disk):
     volume = disk.volume(total_bytes=6 * EXTENT)
     disk.write(0, Block())
     assert disk.segments() == {"00000.segment": EXTENT}
-    assert volume.physical_extents() == 6
+    assert volume.files.physical_extents() == 6
+
+
+def small_volume(directory, budget):
+    """A volume with segments of three extents."""
+    files = SegmentFiles(directory, EXTENT, 3, budget, "auto", NoFaults())
+    return SegmentVolume(LAYOUT, files)
 
 
 def test_volumes_share_a_budget(tmp_path):
     """What one has taken the other has not."""
     budget = SpaceBudget(4 * EXTENT, 0, tmp_path)
-    pair = [SegmentVolume(tmp_path / name, LAYOUT, 3, budget, "auto", NoFaults()) for name in "ab"]
+    pair = [small_volume(tmp_path / name, budget) for name in "ab"]
     for volume in pair:
         volume.files.open()
     disk = Disk(tmp_path)
@@ -420,9 +429,9 @@ def test_volumes_share_a_budget(tmp_path):
     ):
         disk.made = [volume]
         assert disk.write(extent * WHOLE, Block()) is outcome
-    assert [volume.physical_extents() for volume in pair] == [3, 1]
+    assert [volume.files.physical_extents() for volume in pair] == [3, 1]
     pair[0].files.shrink(0)
-    assert [volume.physical_extents() for volume in pair] == [3, 4]
+    assert [volume.files.physical_extents() for volume in pair] == [3, 4]
     for volume in pair:
         volume.files.close()
     assert budget.allocated_bytes == 0
@@ -431,12 +440,12 @@ def test_volumes_share_a_budget(tmp_path):
 def test_the_reserve_stays_free(tmp_path):
     """With a reserve larger than the disk nothing is allocated."""
     budget = SpaceBudget(None, 1 << 60, tmp_path)
-    volume = SegmentVolume(tmp_path / "v", LAYOUT, 3, budget, "auto", NoFaults())
+    volume = small_volume(tmp_path / "v", budget)
     volume.files.open()
     disk = Disk(tmp_path)
     disk.made = [volume]
     assert disk.write(0, Block()) is IoOutcome.FULL
-    assert volume.physical_extents() == 0
+    assert volume.files.physical_extents() == 0
     volume.files.close()
 
 
@@ -495,7 +504,7 @@ def test_a_real_full_disk(tmp_path):
 def _fill_real_disk(mounted):
     disk = Disk(mounted)
     volume = disk.volume(extents_per_segment=1)
-    assert volume.physical_extents() == 2
+    assert volume.files.physical_extents() == 2
     blocks = [Block() for _ in range(3)]
     outcomes = [disk.write(index * WHOLE, block) for index, block in enumerate(blocks)]
     assert outcomes == [IoOutcome.OK, IoOutcome.OK, IoOutcome.FULL]
