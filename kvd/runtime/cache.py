@@ -290,7 +290,7 @@ class Cache:
 
     async def _stop_prefault(self) -> None:
         if self.arena is not None:
-            self.arena.stop_prefault()
+            self.arena.closing.set()
         if self._prefault is not None:
             # Unlike awaiting it, this does not cancel it with us: its thread would still run.
             await asyncio.wait((self._prefault,))
@@ -299,7 +299,7 @@ class Cache:
 
     def _prefaulted(self, arena: Arena, done: "asyncio.Future[int]") -> None:
         self._is_prefaulted = done.result() == arena.num_bytes
-        if not self._is_prefaulted and not arena.is_closing:
+        if not self._is_prefaulted and not arena.closing.is_set():
             log.warning(
                 "arena_not_prefaulted",
                 layout=self.layout.fingerprint,

@@ -89,6 +89,7 @@ class Arena:
         epoch: how many kvds have used the arena, from a random start.
         pages: what the memory is made of: "hugetlb"; once it is allocated, "thp" where the kernel
             says that it has transparent huge pages, else "small"; "" while nobody has looked.
+        closing: once it is set, a running prefault returns after its current chunk.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Arena:
         self.epoch = epoch
         self.pages = pages
         self._remove = remove
-        self._closing = threading.Event()
+        self.closing = threading.Event()
 
     @property
     def first_lease_id(self) -> int:
@@ -136,7 +137,7 @@ class Arena:
         """
         memory = self.slots.memory
         for start in range(0, memory.nbytes, PREFAULT_CHUNK_BYTES):
-            if self._closing.is_set():
+            if self.closing.is_set():
                 return start
             if not self._allocate(memory, start):
                 return start
@@ -145,22 +146,13 @@ class Arena:
                 self.pages = "thp" if page_advice.huge_bytes(memory) else "small"
         return memory.nbytes
 
-    @property
-    def is_closing(self) -> bool:
-        """Whether a prefault is to stop."""
-        return self._closing.is_set()
-
-    def stop_prefault(self) -> None:
-        """Let a running prefault return after its current chunk."""
-        self._closing.set()
-
     def close(self, *, keep: bool = False) -> None:
         """Give up descriptors and mappings; engines that map the slots keep that memory alive.
 
         Args:
             keep: leave the arena for the next kvd, where it can be left at all.
         """
-        self.stop_prefault()
+        self.closing.set()
         if not keep:
             self._remove()
         self.slots.close()

@@ -52,7 +52,7 @@ async def test_an_arena_is_given_up_whole_or_not_at_all(tmp_path):
         cache, arena = await caches.open(LAYOUT)
         cache._prefault = asyncio.get_running_loop().create_future()  # one that takes long
         giving_up = asyncio.create_task(cache.unmount(30))
-        while not arena.is_closing:  # noqa: ASYNC110  # it has no event
+        while not arena.closing.is_set():  # noqa: ASYNC110  # it has no event
             await asyncio.sleep(0)
         giving_up.cancel()
         with pytest.raises(asyncio.CancelledError):
