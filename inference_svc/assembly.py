@@ -42,9 +42,9 @@ from inference_svc.runtime.turns.turn_report import TurnReport
 from inference_svc.runtime.turns.turn_runner import TurnRunner
 from inference_svc.runtime.turns.turns import Turns
 from inference_svc.runtime.worker_thread import WorkerThread
-from inference_svc.service.gateway import Front
+from inference_svc.service.gateway import Gateway
 from inference_svc.service.servicer import InferenceService
-from inference_svc.service.turn_defaults import turn_defaults
+from inference_svc.service.submissions import turn_defaults
 from shared.access.streams import StreamCounts
 from shared.kvd_client.client import KvdClient
 from shared.pb.inference.v1 import inference_pb2
@@ -115,7 +115,7 @@ class ServiceParts:
     limits: TenantLimits
     transcripts: TranscriptStore
     turns: Turns
-    front: Front
+    gateway: Gateway
     service: InferenceService
     text_thread: WorkerThread
 
@@ -251,7 +251,7 @@ def assemble(
         report,
     )
     about = _describe(model, settings, parts, text)
-    front = Front(
+    gateway = Gateway(
         turns,
         loaded.fingerprint,
         _describe_now(about, parts),
@@ -260,8 +260,8 @@ def assemble(
         parts.counters,
         report,
     )
-    service = InferenceService(front)
-    return ServiceParts(parts, tenant_limits, transcripts, turns, front, service, text_thread)
+    service = InferenceService(gateway)
+    return ServiceParts(parts, tenant_limits, transcripts, turns, gateway, service, text_thread)
 
 
 def _make_store(

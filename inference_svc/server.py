@@ -149,7 +149,7 @@ async def _serve(
     calls = Calls()
     operations = Operations(
         make_exporter(parts, calls),
-        lambda: "" if parts.front.is_ready else "draining",
+        lambda: "draining" if parts.turns.is_draining else "",
         book,
         calls.connections,
     )
@@ -182,7 +182,7 @@ async def _serve(
                 serving_operations(settings.metrics, settings.tls, operations),
                 serving_openai(
                     settings,
-                    parts.front,
+                    parts.gateway,
                     model.loaded.tokenizer,
                     book,
                     [observing(calls.http)],

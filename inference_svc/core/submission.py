@@ -1,7 +1,7 @@
 """What a client asks for: one turn of one session. Pure."""
 
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from inference_svc.core.compression.policy import CompressionPolicy
 from inference_svc.core.sampling_params import SamplingParams
@@ -78,9 +78,17 @@ class TurnDefaults:
     model: ModelTraits = ModelTraits()
 
 
+class TurnNames(NamedTuple):
+    """What a client calls a turn, as it came: nothing of it has been checked; "" is not given."""
+
+    tenant: str
+    session_id: str
+    request_id: str
+
+
 @dataclass(frozen=True)
 class Submission:
-    """A decoded SubmitTurn.
+    """What every front makes of a client's request for a turn, gRPC and HTTP alike.
 
     Attributes:
         input: never empty.

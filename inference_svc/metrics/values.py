@@ -32,7 +32,7 @@ def make_exporter(parts: ServiceParts, calls: Calls) -> MetricExporter:
 def _fill(parts: ServiceParts, calls: Calls, scrape: Scrape) -> None:
     engine_parts = parts.engine_parts
     _fill_model(scrape, parts)
-    scrape.put("inference_ready", parts.front.is_ready)
+    scrape.put("inference_ready", not parts.turns.is_draining)
     for state in KVD_STATES:
         scrape.put("inference_kvd_state", engine_parts.store.state == state, state)
     scrape.put("inference_running_turns", parts.engine.num_running)
@@ -57,7 +57,7 @@ def _fill(parts: ServiceParts, calls: Calls, scrape: Scrape) -> None:
 
 
 def _fill_model(scrape: Scrape, parts: ServiceParts) -> None:
-    about = parts.front.describe()
+    about = parts.gateway.describe()
     scrape.put(
         "inference_model_info",
         1,

@@ -20,7 +20,7 @@ from inference_svc.core.errors import ListenError
 from inference_svc.core.submission import ModelTraits
 from inference_svc.default_places import default_listen
 from inference_svc.service.listening import prepare_sockets
-from inference_svc.service.turn_defaults import turn_defaults
+from inference_svc.service.submissions import turn_defaults
 from shared.access.addresses import UnguardedError
 from shared.config.settings import InvalidSettingsError
 from shared.pb.inference.v1 import inference_pb2 as pb

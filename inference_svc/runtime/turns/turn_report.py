@@ -16,10 +16,9 @@ from opentelemetry.trace import Span
 
 from inference_svc.core.errors import TurnCancelledError
 from inference_svc.core.scheduling.request import Request
-from inference_svc.core.submission import Submission
+from inference_svc.core.submission import Submission, TurnNames
 from inference_svc.core.turn_measures import TurnMeasures
 from inference_svc.core.turn_record import TurnRecord, Usage
-from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.process.line_allowance import LineAllowance
 from shared.process.log import get_logger
 from shared.serving.tracing import child_span, past_span
@@ -100,18 +99,18 @@ class TurnReport:
             retryable=error.retryable,
         )
 
-    def turned_away(self, client: str, asked: pb.SubmitTurnRequest, error: ReportedError) -> None:
-        """A turn was not begun; what it asked for may be nonsense."""
-        self.measures.turned_away(asked.tenant or DEFAULT_TENANT, error.reason)
+    def turned_away(self, client: str, names: TurnNames, error: ReportedError) -> None:
+        """A turn was not begun; its names may be nonsense."""
+        self.measures.turned_away(names.tenant or DEFAULT_TENANT, error.reason)
         left_out = self._refused.take(client)
         if left_out is None:
             return
         log.info(
             "turn",
-            session=asked.session_id[:MAX_NAME],
-            tenant=asked.tenant[:MAX_NAME],
+            session=names.session_id[:MAX_NAME],
+            tenant=names.tenant[:MAX_NAME],
             client=client,
-            request_id=asked.request_id[:MAX_NAME],
+            request_id=names.request_id[:MAX_NAME],
             finish_reason="refused",
             error=error.reason,
             retryable=error.retryable,

@@ -12,7 +12,8 @@ from inference_svc.core.errors import QueueFullError, SessionBusyError
 from inference_svc.core.stopping import AnswerToken
 from inference_svc.core.turn_events import Finished
 from inference_svc.core.turn_record import Usage
-from inference_svc.openai.chat_objects import ChatObjects, chat_usage
+from inference_svc.openai.api import ServedModel, TokenText
+from inference_svc.openai.chats import ChatObjects, chat_usage
 from inference_svc.openai.errors import (
     RequestError,
     RequestTooLargeError,
@@ -22,11 +23,9 @@ from inference_svc.openai.errors import (
     error_object,
     status_of,
 )
-from inference_svc.openai.event_stream import json_bytes
-from inference_svc.openai.response_events import ResponseEvents
-from inference_svc.openai.response_objects import ResponseFacts
-from inference_svc.openai.served_model import ServedModel
-from inference_svc.openai.token_text import TokenText
+from inference_svc.openai.replies import json_bytes
+from inference_svc.openai.response_objects import ResponseObjects
+from inference_svc.openai.sessions.store import ResponseInfo
 from shared.types.errors import ReportedError, UnauthenticatedError
 
 USAGE = Usage(history_tokens=30, reused_tokens=28, recomputed_tokens=2, new_tokens=5)
@@ -35,7 +34,7 @@ TOKENS = [
     AnswerToken(2, "llo", -0.25, ((2, -0.25), (0, -9.0))),
 ]
 MODEL = ServedModel("tiny", ("gpt-4o",), "f" * 64, 1_700_000_000, 2048)
-FACTS = ResponseFacts(1_700_000_000, "tiny", instructions="Be brief.", metadata={"a": "b"})
+INFO = ResponseInfo(1_700_000_000, "tiny", instructions="Be brief.", metadata={"a": "b"})
 
 
 class Letters:
@@ -98,7 +97,7 @@ def test_no_alternatives_unless_asked_for():
 def test_the_chunks_of_a_stream():
     """They make up the answer; the usage comes last, in a chunk without choices."""
     made = objects(includes_usage=True)
-    given = [made.opening(), *map(made.piece, ([TOKENS[0]], [TOKENS[1]]))]
+    given = [*made.opening(), *made.piece([TOKENS[0]]), *made.piece([TOKENS[1]])]
     chunks = [strict(ChatCompletionChunk, one) for one in (*given, *made.closing(finished()))]
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == "Hello"
@@ -115,8 +114,8 @@ def test_a_stream_without_usage_has_none():
 
 def test_tokens_that_show_nothing_make_no_chunk():
     """A piece of a character waits for the rest."""
-    assert objects().piece([AnswerToken(2, "")]) is None
-    assert objects(top_logprobs=0).piece([AnswerToken(2, "", -1.0)]) is not None
+    assert not list(objects().piece([AnswerToken(2, "")]))
+    assert list(objects(top_logprobs=0).piece([AnswerToken(2, "", -1.0)]))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +124,7 @@ def test_tokens_that_show_nothing_make_no_chunk():
 )
 def test_the_events_of_a_response(reason, last, status):
     """In OpenAI's order, numbered, each of the client's type; the last one has all."""
-    events = ResponseEvents("resp_1", "s-1", FACTS, TokenText(Letters()), 1)
+    events = ResponseObjects("resp_1", "s-1", INFO, TokenText(Letters()), 1)
     made = [*events.opening(), *events.piece([TOKENS[0]]), *events.piece([TOKENS[1]])]
     made += events.closing(finished(reason))
     read = [strict(ResponseStreamEvent, one) for one in made]
@@ -151,7 +150,7 @@ def test_the_events_of_a_response(reason, last, status):
 
 def test_a_whole_response():
     """The same object as the last event's."""
-    events = ResponseEvents("resp_1", "s-1", FACTS, TokenText(Letters()), None)
+    events = ResponseObjects("resp_1", "s-1", INFO, TokenText(Letters()), None)
     response = strict(Response, events.whole(TOKENS, finished("length")))
     assert response.incomplete_details.reason == "max_output_tokens"
     assert (response.id, response.metadata) == ("resp_1", {"a": "b"})
@@ -160,7 +159,7 @@ def test_a_whole_response():
 
 def test_a_response_that_fails_while_it_is_streamed():
     """The error is in the last event."""
-    events = ResponseEvents("resp_1", "s-1", FACTS, TokenText(None), None)
+    events = ResponseObjects("resp_1", "s-1", INFO, TokenText(None), None)
     error = error_object(SessionBusyError("busy", "wait"))
     made = events.failure(error)
     assert made["type"] == "response.failed"

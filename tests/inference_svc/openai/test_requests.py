@@ -2,37 +2,36 @@
 
 import pytest
 
-from inference_svc.openai.chat_request import decode_chat
+from inference_svc.openai.bodies import decode
+from inference_svc.openai.chats import ChatBody
 from inference_svc.openai.errors import RequestError, UnknownParameterError, UnsupportedValueError
 from inference_svc.openai.messages import MAX_MESSAGES, Message
-from inference_svc.openai.response_request import decode_response
+from inference_svc.openai.responses import ResponseBody
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
 def chat(**fields):
-    return decode_chat({"model": "m", "messages": HELLO, **fields}, 1.0)
+    return decode(ChatBody, {"model": "m", "messages": HELLO, **fields})
 
 
 def response(**fields):
-    return decode_response({"model": "m", "input": "Hello", **fields}, 1.0)
+    return decode(ResponseBody, {"model": "m", "input": "Hello", **fields})
 
 
 def test_a_plain_chat():
     """What is not said is OpenAI's default."""
-    request = chat()
-    asked = request.asked
-    assert (asked.model, asked.messages) == ("m", (Message("user", "Hello"),))
-    assert asked.sampling.temperature == 1.0
-    assert not asked.sampling.HasField("max_tokens")
-    assert (asked.is_streamed, request.includes_usage, asked.session_id) == (False, False, "")
-    assert asked.is_kept
-    assert asked.top_logprobs is None
+    body = chat()
+    assert (body.model, body.conversation) == ("m", (Message("user", "Hello"),))
+    assert body.sampling(1.0) == {"temperature": 1.0, "stop": (), "ignore_eos": False}
+    assert (body.stream, body.stream_options.include_usage, body.session_id) == (False, False, "")
+    assert body.store
+    assert body.shown_logprobs is None
 
 
 def test_every_parameter_of_a_chat():
     """Each of them reaches the turn."""
-    asked = chat(
+    body = chat(
         temperature=0.5,
         top_p=0.25,
         top_k=5,
@@ -54,27 +53,35 @@ def test_every_parameter_of_a_chat():
         n=1,
         tools=[],
         response_format={"type": "text"},
-    ).asked
-    sampling = asked.sampling
-    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.25, 5)
-    assert (sampling.min_p, sampling.repetition_penalty) == (0.125, 1.5)
-    assert (sampling.seed, sampling.max_tokens, sampling.logprobs) == (2**63 - 1, 9, 3)
-    assert (list(sampling.stop), sampling.ignore_eos) == (["a", "b"], True)
-    assert (asked.is_streamed, asked.is_kept, asked.session_id) == (True, False, "s1")
-    assert asked.top_logprobs == 3
+    )
+    assert body.sampling(1.0) == {
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "top_k": 5,
+        "min_p": 0.125,
+        "repetition_penalty": 1.5,
+        "seed": 2**63 - 1,
+        "max_tokens": 9,
+        "logprobs": 3,
+        "stop": ("a", "b"),
+        "ignore_eos": True,
+    }
+    assert (body.stream, body.store, body.session_id) == (True, False, "s1")
+    assert body.stream_options.include_usage
+    assert body.shown_logprobs == 3
+    assert body.metadata == {"a": "b"}
 
 
 def test_logprobs_without_alternatives():
     """The engine is asked for one alternative, none is shown."""
-    asked = chat(logprobs=True).asked
-    assert (asked.sampling.logprobs, asked.top_logprobs) == (1, 0)
+    body = chat(logprobs=True)
+    assert (body.sampling(1.0)["logprobs"], body.shown_logprobs) == (1, 0)
 
 
 def test_the_default_temperature_is_the_settings():
     """A request's own counts more, 0 included."""
-    body = {"model": "m", "messages": HELLO}
-    assert decode_chat(body, 0.25).asked.sampling.temperature == 0.25
-    assert decode_chat({**body, "temperature": 0}, 0.25).asked.sampling.temperature == 0
+    assert chat().sampling(0.25)["temperature"] == 0.25
+    assert chat(temperature=0).sampling(0.25)["temperature"] == 0
 
 
 @pytest.mark.parametrize(
@@ -87,8 +94,8 @@ def test_the_default_temperature_is_the_settings():
 )
 def test_contents(content, expected):
     """A string, or text parts."""
-    asked = chat(messages=[{"role": "user", "content": content}]).asked
-    assert asked.messages == (Message("user", expected),)
+    body = chat(messages=[{"role": "user", "content": content}])
+    assert body.conversation == (Message("user", expected),)
 
 
 def test_roles():
@@ -99,7 +106,7 @@ def test_roles():
         {"role": "assistant", "content": None, "refusal": None, "tool_calls": None},
         {"role": "user", "content": "?"},
     ]
-    assert [(m.role, m.content) for m in chat(messages=messages).asked.messages] == [
+    assert [(m.role, m.content) for m in chat(messages=messages).conversation] == [
         ("system", "Be brief."),
         ("user", "Hello"),
         ("assistant", ""),
@@ -183,10 +190,10 @@ def test_an_unknown_parameter_is_refused():
 
 def test_a_plain_response():
     """A text is a user's message, instructions come before it."""
-    request = response(instructions="Be brief.")
-    assert request.messages == (Message("system", "Be brief."), Message("user", "Hello"))
-    assert request.asked.messages == (Message("user", "Hello"),)
-    assert request.asked.top_logprobs is None
+    body = response(instructions="Be brief.")
+    assert body.conversation == (Message("system", "Be brief."), Message("user", "Hello"))
+    assert body.new_messages == (Message("user", "Hello"),)
+    assert body.shown_logprobs is None
 
 
 def test_a_response_goes_on_with_items_that_came_back():
@@ -202,12 +209,12 @@ def test_a_response_goes_on_with_items_that_came_back():
         },
         {"type": "message", "role": "user", "content": "More"},
     ]
-    assert [m.content for m in response(input=given).messages] == ["Hi", "Yes?", "More"]
+    assert [m.content for m in response(input=given).conversation] == ["Hi", "Yes?", "More"]
 
 
 def test_every_parameter_of_a_response():
     """Each of them is kept or reaches the turn."""
-    request = response(
+    body = response(
         max_output_tokens=5,
         previous_response_id="resp_1",
         metadata={"a": "b"},
@@ -219,10 +226,24 @@ def test_every_parameter_of_a_response():
         reasoning={},
         parallel_tool_calls=True,
     )
-    assert (request.previous_id, request.max_output_tokens) == ("resp_1", 5)
-    assert request.asked.sampling.max_tokens == 5
-    assert (request.asked.top_logprobs, request.asked.truncation) == (2, "disabled")
-    assert request.metadata == {"a": "b"}
+    assert body.previous_response_id == "resp_1"
+    assert body.sampling(1.0)["max_tokens"] == 5
+    assert (body.shown_logprobs, body.overflow("oldest")) == (2, "reject")
+    assert body.metadata == {"a": "b"}
+
+
+@pytest.mark.parametrize(
+    ("truncation", "default", "policy"),
+    [
+        ({}, "reject", ""),
+        ({"truncation": "auto"}, "reject", "oldest"),
+        ({"truncation": "auto"}, "sinks", ""),
+        ({"truncation": "disabled"}, "sinks", "reject"),
+    ],
+)
+def test_truncation_is_an_overflow_policy(truncation, default, policy):
+    """OpenAI's words; what the service does anyway is not named."""
+    assert response(**truncation).overflow(default) == policy
 
 
 @pytest.mark.parametrize(

@@ -22,12 +22,13 @@ from inference_svc.core.transcript_format import Header, Transcript
 from inference_svc.core.truncation import OverflowPolicy
 from inference_svc.core.turn_events import Accepted, Finished, Started, Tokens
 from inference_svc.core.turn_record import TurnRecord, Usage
-from inference_svc.service.turn_messages import encode_event, encode_session
-from inference_svc.service.turn_requests import (
+from inference_svc.service.submissions import fill_sampling
+from inference_svc.service.turn_messages import (
     MAX_DISCARD_ITEMS,
     decode_discard,
-    decode_sampling,
     decode_submission,
+    encode_event,
+    encode_session,
 )
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.types.session_key import SessionKey
@@ -47,14 +48,14 @@ def decode(rpc_left_s=None, **fields):
 
 def test_unset_sampling_is_greedy_with_the_services_bound():
     """Only what the client set differs from the defaults."""
-    sampling = decode_sampling(pb.Sampling(), 64)
+    sampling = decode(text="Hi").sampling
     assert (sampling.temperature, sampling.top_p, sampling.max_tokens) == (0.0, 1.0, 64)
-    assert decode_sampling(pb.Sampling(seed=0), 64).seed == 0
+    assert decode(text="Hi", sampling=pb.Sampling(seed=0)).sampling.seed == 0
 
 
 def test_an_unset_seed_is_drawn():
     """Two turns without a seed do not draw the same tokens."""
-    assert decode_sampling(pb.Sampling(), 64).seed != decode_sampling(pb.Sampling(), 64).seed
+    assert fill_sampling({}, DEFAULTS).seed != fill_sampling({}, DEFAULTS).seed
 
 
 @pytest.mark.parametrize(

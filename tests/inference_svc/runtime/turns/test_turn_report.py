@@ -6,10 +6,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from inference_svc.core.errors import TurnMismatchError
+from inference_svc.core.submission import TurnNames
 from inference_svc.core.turn_events import Finished
 from inference_svc.core.turn_measures import TurnMeasures
 from inference_svc.runtime.turns.turn_report import TurnReport
-from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.types.units import NS_PER_S
 from tests.memory_engine import loaded_model
 from tests.turn_service import asked, serving
@@ -61,7 +61,7 @@ def test_who_is_turned_away_is_measured_by_its_tenant():
     report = TurnReport(measures)
     error = TurnMismatchError("it is not so", "look")
     for tenant in ("", "acme", "unknown"):
-        report.turned_away("client", pb.SubmitTurnRequest(tenant=tenant), error)
+        report.turned_away("client", TurnNames(tenant, "s", "r"), error)
     assert measures.refused.counts == {(error.reason,): 3}
     assert measures.tenant_turns.counts == {
         ("default", "refused"): 1,

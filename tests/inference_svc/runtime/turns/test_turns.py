@@ -31,7 +31,7 @@ from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn_report import TurnReport
 from inference_svc.runtime.turns.turns import Turns
 from inference_svc.service.lifecycle import Signals, drain
-from inference_svc.service.turn_requests import decode_submission
+from inference_svc.service.turn_messages import decode_submission
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.types.errors import ReportedError
 from shared.types.session_key import SessionKey

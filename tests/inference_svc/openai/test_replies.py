@@ -5,10 +5,11 @@ import json
 
 from aiohttp import web
 
-from inference_svc.openai.event_stream import DONE, EventStream
+from inference_svc.openai.replies import EventStream
 from shared.serving.http_server import HttpServer
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"
+DONE = b"data: [DONE]\n\n"
 LONG = {"type": "long", "text": "x" * 100_000}
 
 
@@ -29,7 +30,7 @@ async def test_events_are_lines_with_one_json_each(short_dir):
         stream = EventStream(request, 10.0)
         await stream.open({"X-Session-Id": "s-1"})
         await stream.send({"text": "a\nb\u2028é"})
-        await stream.send_named({"type": "thing.done"})
+        await stream.send({"type": "thing.done"})
         await stream.end(DONE)
         return stream.response
 

@@ -14,13 +14,10 @@ from collections.abc import Coroutine
 from typing import Any
 
 from inference_svc.core.turn_events import Finished
-from inference_svc.openai.history_chain import HistoryChain
-from inference_svc.openai.known import KnownResponse, Point
 from inference_svc.openai.messages import ASSISTANT, Message
-from inference_svc.openai.places import Caller, Place
-from inference_svc.openai.remembered import Remembered
-from inference_svc.openai.wanted_turn import WantedTurn
-from inference_svc.service.gateway import Front
+from inference_svc.openai.sessions.routing import Caller, HistoryChain, HttpTurn, Route
+from inference_svc.openai.sessions.store import ApiStore, KnownResponse, Point
+from inference_svc.service.gateway import Gateway
 from shared.access.identity import ANY, Identity
 from shared.process.log import get_logger
 from shared.types.errors import ReportedError
@@ -32,58 +29,58 @@ MAX_TRIES = 8  # sessions that are busy, or gone already, make no room
 log = get_logger(__name__)
 
 
-class Endings:
-    """See the module docstring.
+class Completion:
+    """Remembers answers and removes sessions.
 
     Args:
-        front: of the service.
-        remembered: between requests.
-        max_sessions: that nobody named.
+        gateway: the one way in.
+        store: where answers are remembered.
+        max_sessions: bound of the sessions that nobody named.
     """
 
-    def __init__(self, front: Front, remembered: Remembered, max_sessions: int) -> None:
-        self._front = front
-        self._remembered = remembered
+    def __init__(self, gateway: Gateway, store: ApiStore, max_sessions: int) -> None:
+        self._gateway = gateway
+        self._store = store
         self._max_sessions = max_sessions
         self._tasks = asyncio.TaskGroup()
 
     async def run(self) -> None:
         """Remove what a kill left, then hold the tasks that tidy up, until cancelled."""
         async with self._tasks:
-            for tenant, session_id in await self._remembered.passing():
+            for tenant, session_id in await self._store.passing():
                 self.spawn(self.remove(Caller(CLEANER, tenant), session_id))
             await asyncio.Event().wait()
 
     def chain(self, caller: Caller) -> HistoryChain:
-        """The digests of a caller's histories."""
-        return HistoryChain(self._remembered.key, caller.tenant, self._front.model)
+        """Return the digests of a caller's histories."""
+        return HistoryChain(self._store.key, caller.tenant, self._gateway.model)
 
     async def remember(
-        self, caller: Caller, wanted: WantedTurn, place: Place, finished: Finished
+        self, caller: Caller, turn: HttpTurn, route: Route, finished: Finished
     ) -> None:
         """Remember an answer and what it answers."""
-        if place.is_named:  # it may be one of ours, whose id the client was told
-            await self._remembered.touch_session(caller.tenant, place.session_id)
+        if route.is_named:  # it may be one of ours, whose id the client was told
+            await self._store.touch_session(caller.tenant, route.session_id)
         else:
-            await self._remembered.use_session(caller.tenant, place.session_id)
-            for tenant, oldest in await self._remembered.take_oldest(self._max_sessions):
+            await self._store.use_session(caller.tenant, route.session_id)
+            for tenant, oldest in await self._store.take_oldest(self._max_sessions):
                 self.spawn(self.remove(Caller(CLEANER, tenant), oldest))
-        at = Point(place.session_id, finished.turns, wanted.request_id, place.is_named)
+        at = Point(route.session_id, finished.turns, turn.request_id, route.is_named)
         history = None
-        if place.history is not None:
+        if route.history is not None:
             chain = self.chain(caller)
-            said = (*wanted.messages[place.first :], Message(ASSISTANT, finished.text))
-            history = chain.along(place.history, said)[-1]
-            own = chain.within(history, place.session_id)
-            await self._remembered.keep_histories(caller.tenant, [(history, at), (own, at)])
-        if wanted.facts is not None:
-            known = KnownResponse(at, history, wanted.facts)
-            await self._remembered.keep_response(caller.tenant, wanted.response_id, known)
+            said = (*turn.messages[route.first :], Message(ASSISTANT, finished.text))
+            history = chain.along(route.history, said)[-1]
+            own = chain.within(history, route.session_id)
+            await self._store.keep_histories(caller.tenant, [(history, at), (own, at)])
+        if turn.info is not None:
+            known = KnownResponse(at, history, turn.info)
+            await self._store.keep_response(caller.tenant, turn.response_id, known)
 
     async def make_room(self, caller: Caller) -> bool:
         """Remove the tenant's oldest session that nobody named; return whether there was one."""
         for _ in range(MAX_TRIES):
-            oldest = await self._remembered.take_oldest_of(caller.tenant)
+            oldest = await self._store.take_oldest_of(caller.tenant)
             if oldest and await self.remove(caller, oldest):
                 return True
         return False
@@ -91,26 +88,27 @@ class Endings:
     async def begin_passing(self, caller: Caller, session_id: str) -> None:
         """Note, before a session is made, that it is for one request."""
         try:
-            await self._remembered.begin_passing(caller.tenant, session_id)
+            await self._store.begin_passing(caller.tenant, session_id)
         except BaseException:  # noted perhaps, and now nobody makes the session
-            self.spawn(self.end_passing(caller, session_id))
+            self.spawn(self._store.end_passing(caller.tenant, session_id))
             raise
 
     async def end_passing(self, caller: Caller, session_id: str) -> None:
-        """Note that it is there to stay."""
-        await self._remembered.end_passing(caller.tenant, session_id)
+        """Note that the session is there to stay."""
+        await self._store.end_passing(caller.tenant, session_id)
 
     async def remove(self, caller: Caller, session_id: str, turns: int | None = None) -> bool:
         """Remove a session; return whether it is. With `turns`: if it has no more than these."""
         is_removed = False
         try:
-            found, _ = await self._front.get_session(caller.identity, caller.tenant, session_id)
+            key = self._gateway.key(caller.identity, caller.tenant, session_id)
+            found, _ = await self._gateway.turns.get_session(key)
             if turns is None or len(found.turns) <= turns:
-                await self._front.delete(caller.identity, caller.tenant, session_id)
+                await self._gateway.turns.delete(key)
                 is_removed = True
         except ReportedError as error:  # most likely it never came into being
             log.debug("openai_session_not_removed", session=session_id, reason=error.reason)
-        await self._remembered.end_passing(caller.tenant, session_id)
+        await self._store.end_passing(caller.tenant, session_id)
         return is_removed
 
     def spawn(self, work: Coroutine[Any, Any, object]) -> None:

@@ -3,8 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.openai.history_chain import KEY_BYTES, HistoryChain, beginnings
 from inference_svc.openai.messages import Message
+from inference_svc.openai.sessions.routing import HistoryChain, beginnings
+from inference_svc.openai.sessions.store_file import KEY_BYTES
 
 KEY = bytes(range(KEY_BYTES))
 CHAIN = HistoryChain(KEY, "acme", "model")

@@ -8,10 +8,10 @@ from inference_svc.core.stopping import AnswerToken
 from inference_svc.core.submission import Submission, TextInput
 from inference_svc.core.turn_events import Accepted, Finished, Started, Tokens
 from inference_svc.core.turn_record import Usage
-from inference_svc.openai.live_answer import LiveAnswer
-from inference_svc.openai.places import Caller, Place
+from inference_svc.openai.sessions.answers import LiveAnswer
+from inference_svc.openai.sessions.routing import Caller, Route
 from inference_svc.runtime.turns.turn import Turn
-from inference_svc.service.gateway import Following
+from inference_svc.service.gateway import TurnStream
 from shared.access.identity import socket_identity
 from shared.types.session_key import SessionKey
 
@@ -23,7 +23,7 @@ SAID = Tokens((AnswerToken(7, "yes"),))
 
 def answer_of(turn):
     return LiveAnswer(
-        None, CALLER, None, Place("s", 0, 0, None), Following(turn, lambda: None), is_passing=False
+        None, CALLER, None, Route("s", 0, 0, None), TurnStream(turn, lambda: None), is_passing=False
     )
 
 

@@ -3,27 +3,26 @@
 Nothing here is needed for an answer. What cannot be read is not known, what cannot be written is
 not remembered; both are logged. The oldest rows go first, those that were used last stay.
 
-Calls run on one thread of its own, in the order in which they were made.
+Calls run on one thread of the store's own, in the order in which they were made.
 """
 
 import json
 import sqlite3
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from inference_svc.openai.bounded_tables import (
+from inference_svc.openai.sessions.store_file import (
+    FILE_NAME,
     HISTORIES,
     REQUESTS,
     RESPONSES,
     SESSIONS,
     BoundedTables,
     Table,
+    open_store,
 )
-from inference_svc.openai.known import KnownRequest, KnownResponse, Point
-from inference_svc.openai.remembered_file import FILE_NAME, open_remembered
-from inference_svc.openai.response_objects import ResponseFacts
 from inference_svc.runtime.turns.disk_trouble import RETRY_S
 from inference_svc.runtime.worker_thread import WorkerThread
 from shared.process.line_allowance import LineAllowance
@@ -35,22 +34,100 @@ T = TypeVar("T")
 log = get_logger(__name__)
 
 
-class MemoryUnavailableError(UnavailableError):
+class StoreUnavailableError(UnavailableError):
     """The file of the state directory cannot be read right now."""
 
     reason = "openai_memory_unavailable"
 
 
-class Remembered:
-    """See the module docstring.
+@dataclass(frozen=True)
+class Point:
+    """Where a history ends.
+
+    Attributes:
+        turns: complete turns of the session up to there.
+        request_id: of the last of them: a name may be another session's by now.
+        is_named: a client gave the session its name: others do not go on with it.
+    """
+
+    session_id: str
+    turns: int
+    request_id: str
+    is_named: bool
+
+
+@dataclass(frozen=True)
+class ResponseInfo:
+    """What a response says beside its answer, all of which its turn's record does not have.
+
+    Attributes:
+        created_s: seconds of the epoch.
+        model: as the client named it.
+        instructions: the beginning of the client's instructions.
+        instructions_digest: digest of all of them.
+        truncation: "auto" or "disabled".
+    """
+
+    created_s: float
+    model: str
+    instructions: str = ""
+    instructions_digest: str = ""
+    previous_id: str = ""
+    max_output_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    truncation: str = "auto"
+    is_kept: bool = True
+    top_logprobs: int = 0
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class KnownResponse:
+    """A response that is known again.
+
+    Attributes:
+        at: where its turn ended.
+        history: digest of all messages up to its answer; None if it is not known.
+    """
+
+    at: Point
+    history: bytes | None
+    info: ResponseInfo
+
+
+@dataclass(frozen=True)
+class KnownRequest:
+    """Where a request went that may be repeated.
+
+    Attributes:
+        body: digest of its body: a repeat has the same.
+        turns: complete turns of the session before it.
+        first: index of its first message that was new.
+        history: digest of what precedes that one; None if it is not known.
+    """
+
+    body: bytes
+    session_id: str
+    turns: int
+    first: int
+    history: bytes | None
+    is_named: bool
+
+
+class ApiStore:
+    """Remembers histories, responses, repeats and sessions for the HTTP API.
 
     Args:
-        directory: of the state.
-        max_rows: of each kind.
+        directory: the service's state directory.
+        max_rows: bound of each table.
+
+    Attributes:
+        key: the secret that digests are keyed with.
     """
 
     def __init__(self, directory: Path, max_rows: int) -> None:
-        self._db, self.key = open_remembered(directory)
+        self._db, self.key = open_store(directory)
         self._thread = WorkerThread("openai")
         self._lines = LineAllowance(per_s=1)
         self._tables = BoundedTables(self._db, max_rows)
@@ -63,15 +140,14 @@ class Remembered:
     # ------------------------------------------------------------------------------- histories
 
     async def find_histories(self, digests: Sequence[bytes]) -> dict[bytes, Point]:
-        """Those of the histories that are known."""
+        """Return where those of the histories end that are known."""
 
         def find() -> dict[bytes, Point]:
             found = {}
             for digest in digests:
-                row = self._db.execute(
-                    "SELECT session, turns, request, named FROM histories WHERE digest = ?",
-                    (digest,),
-                ).fetchone()
+                row = self._row(
+                    "SELECT session, turns, request, named FROM histories WHERE digest = ?", digest
+                )
                 if row is not None:
                     found[digest] = _point(*row)
             self._touch(HISTORIES, [(digest,) for digest in found])
@@ -82,97 +158,74 @@ class Remembered:
     async def keep_histories(self, tenant: str, points: Iterable[tuple[bytes, Point]]) -> None:
         """Remember where histories end; a later one with the same digest takes the place."""
         rows = [(digest, *_point_row(at), tenant) for digest, at in points]
-
-        def keep() -> None:
-            self._tables.insert(HISTORIES, rows)
-
-        await self._try(keep, None)
+        await self._try(lambda: self._tables.insert(HISTORIES, rows), None)
 
     async def forget_histories(self, digests: Sequence[bytes]) -> None:
         """Forget histories whose sessions are gone."""
-
-        def forget() -> None:
-            self._db.executemany(
-                "DELETE FROM histories WHERE digest = ?", [(each,) for each in digests]
-            )
-
-        await self._try(forget, None)
+        rows = [(digest,) for digest in digests]
+        await self._try(
+            lambda: self._db.executemany("DELETE FROM histories WHERE digest = ?", rows), None
+        )
 
     # ------------------------------------------------------------------------------- responses
 
     async def keep_response(self, tenant: str, response_id: str, response: KnownResponse) -> None:
         """Remember a response."""
-        facts = json.dumps(asdict(response.facts), ensure_ascii=False)
-        row = (response_id, tenant, *_point_row(response.at), response.history, facts)
+        info = json.dumps(asdict(response.info), ensure_ascii=False)
+        row = (response_id, tenant, *_point_row(response.at), response.history, info)
         await self._try(lambda: self._tables.insert(RESPONSES, [row]), None)
 
     async def find_response(self, tenant: str, response_id: str) -> KnownResponse | None:
-        """A tenant's response; None if it has none of that id.
+        """Return a tenant's response; None if it has none of that id.
 
         Raises:
-            MemoryUnavailableError: nobody can say.
+            StoreUnavailableError: nobody can say.
         """
 
         def find() -> KnownResponse | None:
-            row = self._db.execute(
+            row = self._row(
                 "SELECT session, turns, request, named, history, facts FROM responses"
                 " WHERE id = ? AND tenant = ?",
-                (response_id, tenant),
-            ).fetchone()
+                response_id,
+                tenant,
+            )
             if row is None:
                 return None
             self._touch(RESPONSES, [(response_id,)])
-            *at, history, facts = row
-            return KnownResponse(_point(*at), history, ResponseFacts(**json.loads(facts)))
+            *at, history, info = row
+            return KnownResponse(_point(*at), history, ResponseInfo(**json.loads(info)))
 
         return await self._run(find)
 
     async def count_responses(self, tenant: str, session_id: str) -> int:
-        """How many of a session's responses are known.
+        """Count a session's responses that are known.
 
         Raises:
-            MemoryUnavailableError: nobody can say.
+            StoreUnavailableError: nobody can say.
         """
-
-        def count() -> int:
-            (found,) = self._db.execute(
-                "SELECT count(*) FROM responses WHERE tenant = ? AND session = ?",
-                (tenant, session_id),
-            ).fetchone()
-            return int(found)
-
-        return await self._run(count)
+        sql = "SELECT count(*) FROM responses WHERE tenant = ? AND session = ?"
+        row = await self._run(lambda: self._row(sql, tenant, session_id))
+        return int(row[0]) if row else 0
 
     async def forget_response(self, tenant: str, response_id: str) -> None:
         """Forget a response.
 
         Raises:
-            MemoryUnavailableError: it is still known.
+            StoreUnavailableError: it is still known.
         """
-
-        def forget() -> None:
-            self._db.execute(
-                "DELETE FROM responses WHERE id = ? AND tenant = ?", (response_id, tenant)
-            )
-
-        await self._run(forget)
+        sql = "DELETE FROM responses WHERE id = ? AND tenant = ?"
+        await self._run(lambda: self._db.execute(sql, (response_id, tenant)))
 
     # -------------------------------------------------------------------------------- requests
 
     async def find_request(self, request_key: bytes) -> KnownRequest | None:
-        """Where the request of this key went; None if it is new."""
-
-        def find() -> KnownRequest | None:
-            row = self._db.execute(
-                "SELECT body, session, turns, first, history, named FROM requests WHERE id = ?",
-                (request_key,),
-            ).fetchone()
-            if row is None:
-                return None
-            body, session_id, turns, first, history, named = row
-            return KnownRequest(body, session_id, turns, first, history, bool(named))
-
-        return await self._try(find, None)
+        """Return where the request of this key went; None if it is new."""
+        sql = "SELECT body, session, turns, first, history, named FROM requests WHERE id = ?"
+        row = await self._try(lambda: self._row(sql, request_key), None)
+        if row is None:
+            return None
+        *where, named = row
+        return KnownRequest(*where, bool(named))
 
     async def keep_request(self, tenant: str, request_key: bytes, request: KnownRequest) -> None:
         """Remember where a request goes, before it does."""
@@ -199,46 +252,35 @@ class Remembered:
 
     async def take_oldest_of(self, tenant: str) -> str:
         """Forget a tenant's oldest session, and return it, as above; "" if it has none."""
-
-        def take() -> str:
-            row = self._db.execute(
-                "DELETE FROM sessions WHERE (tenant, session) IN (SELECT tenant, session"
-                " FROM sessions WHERE tenant = ? ORDER BY used LIMIT 1) RETURNING session",
-                (tenant,),
-            ).fetchall()
-            return str(row[0][0]) if row else ""
-
-        return await self._try(take, "")
+        sql = (
+            "DELETE FROM sessions WHERE (tenant, session) IN (SELECT tenant, session"
+            " FROM sessions WHERE tenant = ? ORDER BY used LIMIT 1) RETURNING session"
+        )
+        row = await self._try(lambda: self._row(sql, tenant), None)
+        return str(row[0]) if row else ""
 
     # --------------------------------------------------------------------------------- passing
 
     async def begin_passing(self, tenant: str, session_id: str) -> None:
         """Remember that a session is to go when its turn is over, whatever happens before."""
-
-        def begin() -> None:
-            self._db.execute("INSERT OR IGNORE INTO passing VALUES (?, ?)", (tenant, session_id))
-
-        await self._try(begin, None)
+        sql = "INSERT OR IGNORE INTO passing VALUES (?, ?)"
+        await self._try(lambda: self._db.execute(sql, (tenant, session_id)), None)
 
     async def end_passing(self, tenant: str, session_id: str) -> None:
-        """It is gone, or stays after all."""
-
-        def end() -> None:
-            self._db.execute(
-                "DELETE FROM passing WHERE tenant = ? AND session = ?", (tenant, session_id)
-            )
-
-        await self._try(end, None)
+        """Note that the session is gone, or stays after all."""
+        sql = "DELETE FROM passing WHERE tenant = ? AND session = ?"
+        await self._try(lambda: self._db.execute(sql, (tenant, session_id)), None)
 
     async def passing(self) -> list[tuple[str, str]]:
-        """Sessions that the service did not get around to remove: (tenant, session)."""
-
-        def read() -> list[tuple[str, str]]:
-            return self._db.execute("SELECT tenant, session FROM passing").fetchall()
-
-        return await self._try(read, [])
+        """Return sessions that the service did not get around to remove: (tenant, session)."""
+        sql = "SELECT tenant, session FROM passing"
+        return await self._try(lambda: self._db.execute(sql).fetchall(), [])
 
     # ------------------------------------------------------------------- on the thread, below
+
+    def _row(self, sql: str, *values: object) -> Any | None:
+        """Return the only row of a statement; None if there is none."""
+        return next(iter(self._db.execute(sql, values).fetchall()), None)
 
     def _touch(self, table: Table, keys: Sequence[tuple[object, ...]]) -> None:
         """Note that rows were used; what a full disk does not take is found all the same."""
@@ -257,14 +299,14 @@ class Remembered:
             return await self._thread.run(call)
         except sqlite3.Error as error:
             self._log(error)
-            raise MemoryUnavailableError(
+            raise StoreUnavailableError(
                 f"{FILE_NAME} cannot be used ({error})", "come back later", retry_after_s=RETRY_S
             ) from error
 
     async def _try(self, call: Callable[[], T], otherwise: T) -> T:
         try:
             return await self._run(call)
-        except MemoryUnavailableError:
+        except StoreUnavailableError:
             return otherwise
 
 

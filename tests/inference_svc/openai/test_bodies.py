@@ -1,0 +1,170 @@
+"""What bodies may be, and how a member that is off is told."""
+
+from typing import ClassVar
+
+import pytest
+from pydantic import Field
+
+from inference_svc.openai.bodies import Body, Refused, decode, parse_object
+from inference_svc.openai.errors import (
+    InvalidJsonError,
+    RequestError,
+    UnknownParameterError,
+    UnsupportedValueError,
+)
+
+
+class Inner(Body):
+    word: str = ""
+
+
+class Outer(Body):
+    """One member of each type."""
+
+    refused: ClassVar = {"n": Refused((1,), "send it twice")}
+    ignored: ClassVar = frozenset({"user"})
+
+    word: str = "default"
+    number: float = Field(default=0.0, ge=0, le=2)
+    whole: int | None = Field(default=None, ge=0, le=3)
+    flag: bool = False
+    items: list[str] = Field(default_factory=list)
+    inner: Inner = Inner()
+
+
+def test_an_object_is_read():
+    """UTF-8 JSON, as it is."""
+    assert parse_object('{"a": "é\\u00e9\\ud83d\\ude00"}'.encode()) == {"a": "éé😀"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"7",
+        b'"text"',
+        b"\xff\xfe",
+        b'{"a": "\xff"}',
+        b'{"a": NaN}',
+        b'{"a": -Infinity}',
+        b'{"a": "\\ud83d"}',
+        '{"a": "\\ud83d"}'.encode("utf-16"),
+        b'{"\\udc00": 1}',
+        b"[" * 200_000,
+        b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+        b'{"a": ' + b"9" * 10_000 + b"}",
+    ],
+    ids=[
+        "empty",
+        "cut",
+        "list",
+        "number",
+        "text",
+        "no-utf8",
+        "no-utf8-inside",
+        "nan",
+        "infinity",
+        "half-character",
+        "half-character-in-utf16",
+        "half-character-name",
+        "deep-list",
+        "deep-object",
+        "endless-number",
+    ],
+)
+def test_what_is_no_object_is_refused(body):
+    """With one short line, however long the body is."""
+    with pytest.raises(InvalidJsonError) as refused:
+        parse_object(body)
+    assert len(str(refused.value)) < 300
+
+
+def test_members_are_read_by_their_types():
+    """One that is null is absent."""
+    given = {
+        "number": 1,
+        "whole": 3,
+        "flag": True,
+        "items": ["a"],
+        "inner": {"word": "text", "nothing": None},
+        "word": None,
+        "nothing": None,
+        "user": "me",
+    }
+    body = decode(Outer, given)
+    assert (body.number, body.whole, body.flag) == (1.0, 3, True)
+    assert (body.items, body.inner.word, body.word) == (["a"], "text", "default")
+    assert decode(Outer, {}).whole is None
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"word": 3}, "word"),
+        ({"flag": 1}, "flag"),
+        ({"flag": "yes"}, "flag"),
+        ({"whole": True}, "whole"),
+        ({"whole": 0.5}, "whole"),
+        ({"whole": 3.0}, "whole"),
+        ({"whole": 4}, "whole"),
+        ({"whole": -1}, "whole"),
+        ({"whole": 10**4000}, "whole"),
+        ({"number": True}, "number"),
+        ({"number": "1"}, "number"),
+        ({"number": 3}, "number"),
+        ({"number": 10**4000}, "number"),
+        ({"number": 1e999}, "number"),
+        ({"items": {}}, "items"),
+        ({"items": ["a", 5]}, "items[1]"),
+        ({"inner": [1]}, "inner"),
+        ({"inner": {"word": 5}}, "inner.word"),
+    ],
+)
+def test_a_wrong_type_or_bound_is_told_with_its_path(given, param):
+    """The remedy says what is accepted."""
+    with pytest.raises(RequestError) as refused:
+        decode(Outer, given)
+    assert refused.value.param == param
+    assert refused.value.message.startswith(param)
+    assert refused.value.remedy.startswith("send ")
+    assert refused.value.remedy != "send another value"
+
+
+def test_what_nobody_knows_is_refused():
+    """With the name that was probably meant, wherever it is; what may be ignored is."""
+    with pytest.raises(UnknownParameterError, match="did you mean 'number'"):
+        decode(Outer, {"nunber": 1, "user": "me"})
+    with pytest.raises(UnknownParameterError, match=r"inner\.wort'.*did you mean 'word'"):
+        decode(Outer, {"inner": {"wort": 1}})
+    with pytest.raises(UnknownParameterError, match="leave it out"):
+        decode(Outer, {"": 1})
+
+
+def test_a_feature_that_is_not_there_is_refused():
+    """Unless its value asks for nothing; true is not 1."""
+    assert decode(Outer, {"n": 1}) == decode(Outer, {"n": None}) == decode(Outer, {})
+    for value in (2, True, "1", [1], {"a": 1}):
+        with pytest.raises(UnsupportedValueError, match="send it twice"):
+            decode(Outer, {"n": value})
+
+
+def test_what_is_not_there_is_told_first():
+    """Then what is off, and last a name that nobody knows."""
+    with pytest.raises(UnsupportedValueError):
+        decode(Outer, {"unknown": 1, "flag": 1, "n": 2})
+    with pytest.raises(RequestError) as refused:
+        decode(Outer, {"inner": {"unknown": 1}, "flag": 1})
+    assert refused.value.param == "flag"
+
+
+def test_a_long_value_is_not_repeated_whole():
+    """An error's message is short."""
+    for value in ("x" * 100_000, 10**300, ["x"] * 10_000):
+        with pytest.raises(RequestError) as refused:
+            decode(Outer, {"flag": value})
+        assert len(str(refused.value)) < 200
+    with pytest.raises(UnknownParameterError) as unknown:
+        decode(Outer, {"x" * 100_000: 1})
+    assert len(str(unknown.value)) < 200
