@@ -1,9 +1,10 @@
-"""Wires the service together from settings and a calibrated model; nothing runs yet."""
+"""Wires an engine together from settings and a calibrated model; nothing runs yet.
+
+An engine alone is what benchmarks need; `service_assembly.py` builds the service around it.
+"""
 
 import asyncio
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -14,9 +15,6 @@ from inference_svc.core.counters import Counters
 from inference_svc.core.rates.load_or_recompute import LoadPolicy
 from inference_svc.core.rates.rates import Rates
 from inference_svc.core.scheduling.scheduler import Scheduler, SchedulerLimits
-from inference_svc.core.session_turns import SessionTurns
-from inference_svc.core.submission import ModelTraits
-from inference_svc.core.tenant_limits import TenantLimits
 from inference_svc.core.truncation import USUAL_SINKS
 from inference_svc.core.turn_measures import TurnMeasures
 from inference_svc.runtime.attention.attention_backends import make_attention
@@ -35,20 +33,8 @@ from inference_svc.runtime.store.saves import Saves
 from inference_svc.runtime.store.session_store import NoSessionStore, SessionStore
 from inference_svc.runtime.transfer.resident_slabs import ResidentSlabs
 from inference_svc.runtime.transfer.shift import SlabShifts
-from inference_svc.runtime.turns.chat_text import TurnText
-from inference_svc.runtime.turns.transcript import TranscriptStore
-from inference_svc.runtime.turns.turn_prompt import PromptMaker, TurnLimits
-from inference_svc.runtime.turns.turn_report import TurnReport
-from inference_svc.runtime.turns.turn_runner import TurnRunner
-from inference_svc.runtime.turns.turns import Turns
 from inference_svc.runtime.worker_thread import WorkerThread
-from inference_svc.service.gateway import Gateway
-from inference_svc.service.servicer import InferenceService
-from inference_svc.service.submissions import turn_defaults
-from shared.access.streams import StreamCounts
 from shared.kvd_client.client import KvdClient
-from shared.pb.inference.v1 import inference_pb2
-from shared.version import __version__
 
 # How long the interpreter lets one thread run while another wants to: the compute thread wants to
 # some hundred times a step, beside an event loop and copies that are in no such hurry.
@@ -107,34 +93,6 @@ class EngineParts:
             thread.close()
 
 
-@dataclass(frozen=True)
-class ServiceParts:
-    """What the server runs."""
-
-    engine_parts: EngineParts
-    limits: TenantLimits
-    transcripts: TranscriptStore
-    turns: Turns
-    gateway: Gateway
-    service: InferenceService
-    text_thread: WorkerThread
-
-    @property
-    def engine(self) -> EngineLoop:
-        """The engine."""
-        return self.engine_parts.engine
-
-    @property
-    def client(self) -> KvdClient | None:
-        """Of kvd."""
-        return self.engine_parts.client
-
-    def close(self) -> None:
-        """End the threads, each after the call it runs."""
-        self.engine_parts.close()
-        self.text_thread.close()
-
-
 def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
     """Build the engine and hand each part what it needs."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -191,77 +149,19 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
     )
     window_tokens, window_bound = _window(loaded, settings, limits.kv_rows, saves=store.saves)
     return EngineParts(
-        engine,
-        loads,
-        store,
-        client,
-        pool,
-        counters,
-        rates,
-        measures,
-        window_tokens,
-        window_bound,
-        (compute_thread, load_thread, read_threads, store_thread),
+        engine=engine,
+        loads=loads,
+        store=store,
+        client=client,
+        pool=pool,
+        counters=counters,
+        rates=rates,
+        measures=measures,
+        window_tokens=window_tokens,
+        window_bound=window_bound,
+        threads=(compute_thread, load_thread, read_threads, store_thread),
         prefaults=settings.scheduler.prefault,
     )
-
-
-def assemble(
-    settings: InferenceSettings, model: Model, transcripts: TranscriptStore
-) -> ServiceParts:
-    """Build every part and hand each what it needs."""
-    calibration = model.calibration
-    traits = ModelTraits(calibration.mode, model.sink_tokens, calibration.positions == "decoupled")
-    defaults = turn_defaults(settings, traits)
-    loaded, parts = model.loaded, assemble_engine(settings, model)
-    text = TurnText(loaded.tokenizer, loaded.eos_ids)
-    text.try_out()
-    text_thread = WorkerThread("text")
-    limits = TurnLimits(
-        parts.window_tokens,
-        loaded.vocab_size,
-        loaded.eos_ids,
-        settings.overflow.reserve_tokens,
-        settings.compression.min_tokens,
-    )
-    report = TurnReport(parts.measures)
-    turn_runner = TurnRunner(
-        parts.engine,
-        transcripts,
-        PromptMaker(text, text_thread, limits, has_tokenizer=loaded.tokenizer is not None),
-        loaded.tokenizer,
-        limits,
-        parts.counters,
-        report,
-    )
-    tenant_limits = TenantLimits(
-        *settings.tenant_bounds(), turn_s=lambda: parts.engine.retry_after_s
-    )
-    turns = Turns(
-        turn_runner,
-        transcripts,
-        parts.engine,
-        SessionTurns(
-            settings.scheduler.max_turns,
-            settings.scheduler.max_turns_per_session,
-            lambda: parts.engine.retry_after_s,
-        ),
-        tenant_limits,
-        parts.counters,
-        report,
-    )
-    about = _describe(model, settings, parts, text)
-    gateway = Gateway(
-        turns,
-        loaded.fingerprint,
-        _describe_now(about, parts),
-        defaults,
-        StreamCounts(settings.limits.max_streams_per_client),
-        parts.counters,
-        report,
-    )
-    service = InferenceService(gateway)
-    return ServiceParts(parts, tenant_limits, transcripts, turns, gateway, service, text_thread)
 
 
 def _make_store(
@@ -339,52 +239,3 @@ def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return psutil.virtual_memory().available
-
-
-def _describe(
-    model: Model, settings: InferenceSettings, parts: EngineParts, text: TurnText
-) -> inference_pb2.Model:
-    """What does not change while the service runs."""
-    loaded, layout = model.loaded, model.calibration.layout
-    return inference_pb2.Model(
-        name=loaded.name,
-        fingerprint=loaded.fingerprint,
-        architecture=loaded.architecture,
-        dtype=str(loaded.dtype).removeprefix("torch."),
-        device=str(loaded.device),
-        context_window=parts.window_tokens,
-        window_bound=parts.window_bound,
-        vocab_size=loaded.vocab_size,
-        has_chat_template=not text.chat_problem,
-        mode=settings.cache.mode,
-        attention_mode=model.calibration.mode,
-        positions=model.calibration.positions,
-        kv_bytes_per_token=layout.token_bytes,
-        block_tokens=layout.block_tokens,
-        num_layers=len(layout.layers),
-        version=__version__,
-    )
-
-
-def _describe_now(
-    about: inference_pb2.Model, parts: EngineParts
-) -> Callable[[], inference_pb2.Model]:
-    """A call that adds what does change."""
-    start_s = time.monotonic()
-
-    def describe() -> inference_pb2.Model:
-        uptime = {"uptime_s": time.monotonic() - start_s}
-        now = inference_pb2.Model(
-            kvd_state=parts.store.state,
-            running_turns=parts.engine.num_running,
-            waiting_turns=parts.engine.num_waiting,
-            counters=parts.counters.snapshot(),
-            gauges=uptime
-            | parts.engine.gauges()
-            | parts.rates.as_dict()
-            | parts.measures.as_gauges(),
-        )
-        now.MergeFrom(about)
-        return now
-
-    return describe

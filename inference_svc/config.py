@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 from inference_svc.core.rates.load_or_recompute import LoadPolicy
 from inference_svc.core.tenant_limits import TenantBounds
 from inference_svc.core.truncation import MAX_SINK_TOKENS
-from inference_svc.default_places import default_listen, default_state_dir
+from inference_svc.installation import default_listen, default_state_dir
 from inference_svc.openai_settings import OpenAISettings
 from shared.access.addresses import check_guarded, is_tcp
 from shared.access.settings import ClientName, ClientSettings, Tenants, TlsSettings, distinct

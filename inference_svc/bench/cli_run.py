@@ -9,7 +9,7 @@ import typer
 from inference_svc.bench.figures import Report, as_document
 from inference_svc.bench.options import ModelChoice, RunOptions
 from inference_svc.bench.report import tables
-from inference_svc.engine_extra import require_engine
+from inference_svc.installation import require_engine
 from shared.process.log import configure_logging
 from shared.terminal import printing
 from shared.types.errors import ConfigError, InvalidInputError

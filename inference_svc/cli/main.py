@@ -118,7 +118,7 @@ def serve(
         "log.format": log_format,
     }
     from inference_svc.config import load_inference_settings
-    from inference_svc.engine_extra import require_engine
+    from inference_svc.installation import require_engine
     from shared.config.settings import warn_of_overridden
     from shared.process.log import configure_logging
 

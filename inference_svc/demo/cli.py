@@ -16,7 +16,7 @@ from inference_svc.demo.facts import Summary, TurnFacts, as_document, summarise
 from inference_svc.demo.replay import replay
 from inference_svc.demo.report import LiveReport, closing_words
 from inference_svc.demo.servers import DemoServers, running_servers
-from inference_svc.engine_extra import require_engine
+from inference_svc.installation import require_engine
 from shared.terminal import printing
 
 EXIT_DIFFERS = 1

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from inference_svc.engine_extra import require_engine
 from inference_svc.eval.methods import METHODS, methods_of
 from inference_svc.eval.options import (
     CompressionOptions,
@@ -17,6 +16,7 @@ from inference_svc.eval.options import (
     RotationOptions,
     Truncation,
 )
+from inference_svc.installation import require_engine
 from inference_svc.runtime.model.model_directory import check_model
 from shared.config.group_help import WholeHelp
 from shared.process.log import configure_logging

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from functools import partial
 
-from inference_svc.assembly import ServiceParts
 from inference_svc.core.turn_measures import TurnMeasures
 from inference_svc.metrics.table import METRICS
+from inference_svc.service_assembly import ServiceParts
 from shared.serving.http_connections import ConnectionMetrics
 from shared.serving.http_observer import HttpMetrics
 from shared.serving.metric_export import MetricExporter, Scrape
@@ -30,17 +30,17 @@ def make_exporter(parts: ServiceParts, calls: Calls) -> MetricExporter:
 
 
 def _fill(parts: ServiceParts, calls: Calls, scrape: Scrape) -> None:
-    engine_parts = parts.engine_parts
+    engine_parts, engine = parts.engine_parts, parts.engine_parts.engine
     _fill_model(scrape, parts)
     scrape.put("inference_ready", not parts.turns.is_draining)
     for state in KVD_STATES:
         scrape.put("inference_kvd_state", engine_parts.store.state == state, state)
-    scrape.put("inference_running_turns", parts.engine.num_running)
-    scrape.put("inference_waiting_turns", parts.engine.num_waiting)
+    scrape.put("inference_running_turns", engine.num_running)
+    scrape.put("inference_waiting_turns", engine.num_waiting)
     scrape.put_counters(
         {
             **engine_parts.counters.snapshot(),
-            **parts.engine.gauges(),
+            **engine.gauges(),
             **engine_parts.rates.as_dict(),
         }
     )

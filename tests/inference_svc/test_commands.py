@@ -18,7 +18,7 @@ from inference_svc.config import load_inference_settings
 from inference_svc.core.counters import COUNTERS
 from inference_svc.core.errors import ListenError
 from inference_svc.core.submission import ModelTraits
-from inference_svc.default_places import default_listen
+from inference_svc.installation import default_listen
 from inference_svc.service.listening import prepare_sockets
 from inference_svc.service.submissions import turn_defaults
 from shared.access.addresses import UnguardedError

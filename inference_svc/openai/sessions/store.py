@@ -224,8 +224,8 @@ class ApiStore:
         row = await self._try(lambda: self._row(sql, request_key), None)
         if row is None:
             return None
-        *where, named = row
-        return KnownRequest(*where, bool(named))
+        body, session_id, turns, first, history, named = row
+        return KnownRequest(body, session_id, turns, first, history, bool(named))
 
     async def keep_request(self, tenant: str, request_key: bytes, request: KnownRequest) -> None:
         """Remember where a request goes, before it does."""
