@@ -4,9 +4,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from aiohttp import web
+
 from inference_svc.core.stopping import AnswerToken
+from inference_svc.openai.bodies import decode
 from inference_svc.openai.errors import UnknownModelNameError
-from inference_svc.openai.requests import RequestSlots
+from inference_svc.openai.requests import Asked, B, RequestSlots, caller_of
 from inference_svc.openai.sessions.answers import Answers
 from inference_svc.openai.sessions.completion import Completion
 from inference_svc.openai.sessions.store import ApiStore
@@ -119,3 +122,20 @@ class Api:
     slots: RequestSlots
     book: ClientBook
     own: Identity | None
+
+    async def read(self, request: web.Request, kind: type[B]) -> Asked[B]:
+        """Read a request for a turn.
+
+        Args:
+            request: that holds a slot.
+            kind: the bodies of its path.
+
+        Raises:
+            ReportedError: it does not come, or is off, or is for another tenant or model.
+        """
+        caller = caller_of(request)
+        data = await self.slots.read(request)
+        body = decode(kind, data.values)
+        self.model.check(body.model)
+        chain = self.completion.chain(caller)
+        return Asked(request, caller, body, data.digest, chain, self.settings)

@@ -21,11 +21,9 @@ from inference_svc.openai.bodies import (
     Refused,
     TurnBody,
     WrongMemberError,
-    decode,
 )
 from inference_svc.openai.messages import Message, Messages
 from inference_svc.openai.replies import send_answer
-from inference_svc.openai.requests import caller_of, http_turn
 
 _TEXT_ONLY = "the service writes plain text only: leave it out"
 _NO_REASONING = "the model does not reason apart from its answer: leave it out"
@@ -95,22 +93,12 @@ class ChatBody(TurnBody):
 
 async def create_chat(api: Api, request: web.Request) -> web.StreamResponse:
     """Answer a chat's last message."""
-    caller = caller_of(request)
-    data = await api.slots.read(request)
-    body = decode(ChatBody, data.values)
-    api.model.check(body.model)
-    chain = api.completion.chain(caller)
-    turn = http_turn(
-        request,
-        data.digest,
-        body,
-        body.conversation,
-        chain,
-        temperature=api.settings.temperature,
-    )
-    async with await api.answers.open(caller, turn) as answer:
+    asked = await api.read(request, ChatBody)
+    body = asked.body
+    turn = asked.turn(body.conversation)
+    async with await api.answers.open(asked.caller, turn) as answer:
         objects = ChatObjects(
-            completion_id="chatcmpl-" + chain.id_of("completion", turn.request_id),
+            completion_id="chatcmpl-" + asked.chain.id_of("completion", turn.request_id),
             created=int(time.time()),
             model=body.model,
             fingerprint=api.model.fingerprint,
@@ -119,14 +107,7 @@ async def create_chat(api: Api, request: web.Request) -> web.StreamResponse:
             top_logprobs=body.shown_logprobs,
             includes_usage=body.stream_options.include_usage,
         )
-        return await send_answer(
-            request,
-            answer,
-            objects,
-            turn.request_id,
-            is_streamed=body.stream,
-            write_s=api.settings.write_s,
-        )
+        return await send_answer(asked, turn, answer, objects)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from aiohttp import web
 from inference_svc.core.stopping import AnswerToken
 from inference_svc.core.turn_events import Finished, Tokens
 from inference_svc.openai.errors import error_headers, error_object, status_of
-from inference_svc.openai.requests import REQUEST_ID, SESSION
+from inference_svc.openai.requests import REQUEST_ID, SESSION, Asked, B
 from inference_svc.openai.sessions.answers import LiveAnswer
+from inference_svc.openai.sessions.routing import HttpTurn
 from shared.process.log import get_logger
 from shared.serving.grpc_status import InternalError
 from shared.types.errors import ReportedError
@@ -56,29 +57,21 @@ class AnswerObjects(Protocol):
 
 
 async def send_answer(
-    request: web.Request,
-    answer: LiveAnswer,
-    objects: AnswerObjects,
-    request_id: str,
-    *,
-    is_streamed: bool,
-    write_s: float,
+    asked: Asked[B], turn: HttpTurn, answer: LiveAnswer, objects: AnswerObjects
 ) -> web.StreamResponse:
     """Send an answer, whole or as a stream; the request's log line says whose it is.
 
     Args:
-        request: that is answered.
+        asked: the request that is answered.
+        turn: that it asked for.
         answer: to it.
         objects: make what its client reads.
-        request_id: the turn's.
-        is_streamed: the client asked for a stream.
-        write_s: how long the client may take to read what was sent.
     """
-    structlog.contextvars.bind_contextvars(session=answer.session_id, request_id=request_id)
-    headers = {SESSION: answer.session_id, REQUEST_ID: request_id}
-    if not is_streamed:
+    headers = {SESSION: answer.session_id, REQUEST_ID: turn.request_id}
+    structlog.contextvars.bind_contextvars(session=answer.session_id, request_id=turn.request_id)
+    if not asked.body.stream:
         return reply(objects.whole(*await answer.whole()), headers)
-    stream = EventStream(request, write_s)
+    stream = EventStream(asked.request, asked.settings.write_s)
     await stream.open(headers)
     try:
         await stream.send(*objects.opening())

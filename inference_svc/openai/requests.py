@@ -14,7 +14,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import structlog
 from aiohttp import HttpVersion11, hdrs, web
@@ -39,6 +39,8 @@ REQUEST_ID = "x-request-id"
 CONTINUE = "100-continue"
 MAX_HEADER = 256  # characters of one of ours
 RETRY_S = 1.0  # after a refusal
+
+B = TypeVar("B", bound=TurnBody)
 
 
 @dataclass(frozen=True)
@@ -126,57 +128,64 @@ def _too_large() -> RequestTooLargeError:
     )
 
 
-def session_name(request: web.Request, body: TurnBody) -> str:
-    """Return the session that the client named, in the body or in a header; "" for none.
+@dataclass(frozen=True)
+class Asked(Generic[B]):
+    """A request for a turn that was read, whichever API it speaks.
 
-    Raises:
-        RequestError: they differ, or it is not to be stored.
-    """
-    header = header_of(request, SESSION)
-    if header and body.session_id not in {"", header}:
-        raise RequestError(
-            f"{SESSION} and session_id name different sessions", "name one", "session_id"
-        )
-    name = header or body.session_id
-    if name and not body.store:
-        raise RequestError("a session is named that is not to be stored", "leave one out", "store")
-    return name
-
-
-def http_turn(
-    request: web.Request,
-    digest: bytes,
-    body: TurnBody,
-    messages: tuple[Message, ...],
-    chain: HistoryChain,
-    *,
-    temperature: float,
-    overflow: str = "",
-) -> HttpTurn:
-    """Make the turn that a request asks for, whichever API it speaks.
-
-    Args:
+    Attributes:
         request: for its headers.
-        digest: of its body.
-        body: the request's, decoded.
-        messages: all that tell the history, or all that follow another response.
-        chain: of the caller's histories.
-        temperature: of a request that names none.
-        overflow: the overflow policy's name; "" for the service's.
+        caller: who sent it.
+        body: its body, decoded.
+        digest: of the body's bytes.
+        chain: digests of the caller's histories.
+        settings: the section [openai].
     """
-    repeat = header_of(request, REPEAT)
-    key = bytes.fromhex(chain.id_of("repeat", request.path, repeat)) if repeat else None
-    names = (request.path, repeat, digest.hex()) if repeat else (uuid.uuid4().hex,)
-    return HttpTurn(
-        messages=messages,
-        sampling=body.sampling(temperature),
-        session_id=session_name(request, body),
-        is_kept=body.store,
-        overflow=overflow,
-        request_id="r-" + chain.id_of("request", *names),
-        body=digest,
-        repeat_key=key,
-    )
+
+    request: web.Request
+    caller: Caller
+    body: B
+    digest: bytes
+    chain: HistoryChain
+    settings: OpenAISettings
+
+    def turn(self, messages: tuple[Message, ...], overflow: str = "") -> HttpTurn:
+        """Make the turn that is asked for.
+
+        Args:
+            messages: all that tell the history, or all that follow another response.
+            overflow: the overflow policy's name; "" for the service's.
+
+        Raises:
+            RequestError: a header is off, or does not go with the body.
+        """
+        chain, path = self.chain, self.request.path
+        repeat = header_of(self.request, REPEAT)
+        key = bytes.fromhex(chain.id_of("repeat", path, repeat)) if repeat else None
+        names = (path, repeat, self.digest.hex()) if repeat else (uuid.uuid4().hex,)
+        return HttpTurn(
+            messages=messages,
+            sampling=self.body.sampling(self.settings.temperature),
+            session_id=self._session_name(),
+            is_kept=self.body.store,
+            overflow=overflow,
+            request_id="r-" + chain.id_of("request", *names),
+            body=self.digest,
+            repeat_key=key,
+        )
+
+    def _session_name(self) -> str:
+        """Return the session that the client named, in the body or a header; "" for none."""
+        header, body = header_of(self.request, SESSION), self.body
+        if header and body.session_id not in {"", header}:
+            raise RequestError(
+                f"{SESSION} and session_id name different sessions", "name one", "session_id"
+            )
+        name = header or body.session_id
+        if name and not body.store:
+            raise RequestError(
+                "a session is named that is not to be stored", "leave one out", "store"
+            )
+        return name
 
 
 @dataclass(eq=False)

@@ -18,14 +18,13 @@ from inference_svc.openai.bodies import (
     Refused,
     TurnBody,
     WrongMemberError,
-    decode,
 )
 from inference_svc.openai.errors import RequestError, UnsupportedValueError, unknown_response
 from inference_svc.openai.messages import SYSTEM, InputItems, Message
 from inference_svc.openai.replies import reply, send_answer
-from inference_svc.openai.requests import JsonBody, caller_of, http_turn
+from inference_svc.openai.requests import Asked, caller_of
 from inference_svc.openai.response_objects import ResponseObjects
-from inference_svc.openai.sessions.routing import Caller, HistoryChain, HttpTurn
+from inference_svc.openai.sessions.routing import Caller, HttpTurn
 from inference_svc.openai.sessions.store import KnownResponse, ResponseInfo
 from shared.types.errors import NotFoundError
 
@@ -133,32 +132,21 @@ class ResponseBody(TurnBody):
 
 async def create_response(api: Api, request: web.Request) -> web.StreamResponse:
     """Answer an input, as the next turn after another response or as the first."""
-    caller = caller_of(request)
-    data = await api.slots.read(request)
-    body = decode(ResponseBody, data.values)
-    api.model.check(body.model)
-    chain = api.completion.chain(caller)
+    asked = await api.read(request, ResponseBody)
     previous = None
-    if body.previous_response_id:
-        previous = await _known(api, caller, body.previous_response_id)
-        _check_instructions(body, previous, chain)
-    turn, info = _turn(api, request, data, body, previous, chain)
-    async with await api.answers.open(caller, turn) as answer:
+    if asked.body.previous_response_id:
+        previous = await _known(api, asked.caller, asked.body.previous_response_id)
+        _check_instructions(asked, previous)
+    turn, info = _turn(asked, previous, api.gateway.defaults.overflow.name)
+    async with await api.answers.open(asked.caller, turn) as answer:
         objects = ResponseObjects(
             response_id=turn.response_id,
             session_id=answer.session_id,
             info=info,
             token_text=api.token_text,
-            top_logprobs=body.shown_logprobs,
+            top_logprobs=asked.body.shown_logprobs,
         )
-        return await send_answer(
-            request,
-            answer,
-            objects,
-            turn.request_id,
-            is_streamed=body.stream,
-            write_s=api.settings.write_s,
-        )
+        return await send_answer(asked, turn, answer, objects)
 
 
 async def show_response(api: Api, request: web.Request) -> web.Response:
@@ -208,14 +196,15 @@ async def _known(api: Api, caller: Caller, response_id: str) -> KnownResponse:
     return known
 
 
-def _check_instructions(body: ResponseBody, previous: KnownResponse, chain: HistoryChain) -> None:
+def _check_instructions(asked: Asked[ResponseBody], previous: KnownResponse) -> None:
     """See that a session keeps the instructions that it began with.
 
     Raises:
         RequestError: others are given.
     """
-    digest = chain.id_of("instructions", body.instructions)
-    if body.instructions and digest != previous.info.instructions_digest:
+    instructions = asked.body.instructions
+    digest = asked.chain.id_of("instructions", instructions)
+    if instructions and digest != previous.info.instructions_digest:
         raise RequestError(
             "these instructions are not those of the conversation",
             "leave them out to go on with it, or send the conversation as input",
@@ -224,24 +213,18 @@ def _check_instructions(body: ResponseBody, previous: KnownResponse, chain: Hist
 
 
 def _turn(
-    api: Api,
-    request: web.Request,
-    data: JsonBody,
-    body: ResponseBody,
-    previous: KnownResponse | None,
-    chain: HistoryChain,
+    asked: Asked[ResponseBody], previous: KnownResponse | None, overflow: str
 ) -> tuple[HttpTurn, ResponseInfo]:
-    """Make the turn that is asked for, and what is to be known of its response."""
-    default = api.gateway.defaults.overflow.name
-    turn = http_turn(
-        request,
-        data.digest,
-        body,
-        body.new_messages if previous else body.conversation,
-        chain,
-        temperature=api.settings.temperature,
-        overflow=body.overflow(default),
-    )
+    """Make the turn that is asked for, and what is to be known of its response.
+
+    Args:
+        asked: the request.
+        previous: the response that it follows.
+        overflow: policy of turns that name none.
+    """
+    body, chain = asked.body, asked.chain
+    messages = body.new_messages if previous else body.conversation
+    turn = asked.turn(messages, body.overflow(overflow))
     info = ResponseInfo(
         created_s=int(time.time()),
         model=body.model,
@@ -251,7 +234,7 @@ def _turn(
         max_output_tokens=body.max_output_tokens,
         temperature=turn.sampling["temperature"],
         top_p=1.0 if body.top_p is None else body.top_p,
-        truncation="disabled" if (turn.overflow or default) == REJECT else "auto",
+        truncation="disabled" if (turn.overflow or overflow) == REJECT else "auto",
         is_kept=body.store,
         top_logprobs=body.shown_logprobs or 0,
         metadata=body.metadata,

@@ -27,8 +27,8 @@ from inference_svc.core.submission import TurnNames
 from inference_svc.core.turn_events import Finished, Tokens, TurnEvent
 from inference_svc.openai.errors import unknown_response
 from inference_svc.openai.sessions.completion import Completion
-from inference_svc.openai.sessions.routing import Caller, HttpTurn, Route, Router
-from inference_svc.openai.sessions.store import ApiStore, KnownRequest
+from inference_svc.openai.sessions.routing import Caller, HttpTurn, Router
+from inference_svc.openai.sessions.store import ApiStore, KnownRequest, Route
 from inference_svc.service.gateway import Gateway, TurnStream, new_session_id
 
 TAKEN = (SessionBusyError, TurnMismatchError, SessionEndedError)  # another turn was there first
@@ -191,15 +191,8 @@ class Answers:
                     "the Idempotency-Key was used with another body", "make a new key for each turn"
                 )
             if known is not None:
-                route = Route(
-                    known.session_id,
-                    known.turns,
-                    known.first,
-                    known.history,
-                    is_named=known.is_named,
-                )
                 with suppress(*TAKEN):  # its turn was never recorded, and others came after it
-                    return await self._start(caller, turn, route, is_passing=not turn.is_kept)
+                    return await self._start(caller, turn, known.route, is_passing=not turn.is_kept)
             return await self._open(caller, turn)
 
     async def _open(self, caller: Caller, turn: HttpTurn) -> LiveAnswer:
@@ -260,14 +253,7 @@ class Answers:
     ) -> LiveAnswer:
         try:
             if turn.repeat_key is not None:
-                known = KnownRequest(
-                    turn.body,
-                    route.session_id,
-                    route.turns,
-                    route.first,
-                    route.history,
-                    route.is_named,
-                )
+                known = KnownRequest(turn.body, route)
                 await self._store.keep_request(caller.tenant, turn.repeat_key, known)
             stream = await self._gateway.submit(
                 caller.identity,

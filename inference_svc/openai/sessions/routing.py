@@ -21,7 +21,7 @@ from inference_svc.core.submission import Submission, TurnDefaults
 from inference_svc.core.transcript_format import Transcript
 from inference_svc.openai.errors import UnknownHistoryError
 from inference_svc.openai.messages import ASSISTANT, Message
-from inference_svc.openai.sessions.store import ApiStore, KnownResponse, Point, ResponseInfo
+from inference_svc.openai.sessions.store import ApiStore, KnownResponse, Point, ResponseInfo, Route
 from inference_svc.service.gateway import Gateway
 from inference_svc.service.submissions import (
     chat_input,
@@ -101,29 +101,6 @@ class Caller:
 
     identity: Identity
     tenant: str
-
-
-@dataclass(frozen=True)
-class Route:
-    """Where a turn goes.
-
-    Attributes:
-        session_id: "" for a new session.
-        turns: turns of the session that precede this one.
-        first: index of the first message that is new.
-        history: digest of what precedes that one; None if nobody knows.
-        is_named: the client named the session.
-        goes_on: the turn may be appended to the session; else it is for a fork of it.
-        name: that the fork gets; "": one is made up.
-    """
-
-    session_id: str
-    turns: int
-    first: int
-    history: bytes | None
-    is_named: bool = False
-    goes_on: bool = True
-    name: str = ""
 
 
 @dataclass(frozen=True)

@@ -97,22 +97,39 @@ class KnownResponse:
 
 
 @dataclass(frozen=True)
-class KnownRequest:
-    """Where a request went that may be repeated.
+class Route:
+    """Where a turn goes.
 
     Attributes:
-        body: digest of its body: a repeat has the same.
-        turns: complete turns of the session before it.
-        first: index of its first message that was new.
-        history: digest of what precedes that one; None if it is not known.
+        session_id: "" for a new session.
+        turns: turns of the session that precede this one.
+        first: index of the first message that is new.
+        history: digest of what precedes that one; None if nobody knows.
+        is_named: the client named the session.
+        goes_on: the turn may be appended to the session; else it is for a fork of it.
+        name: that the fork gets; "": one is made up.
     """
 
-    body: bytes
     session_id: str
     turns: int
     first: int
     history: bytes | None
-    is_named: bool
+    is_named: bool = False
+    goes_on: bool = True
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class KnownRequest:
+    """A request that may be repeated.
+
+    Attributes:
+        body: digest of its body: a repeat has the same.
+        route: where it went.
+    """
+
+    body: bytes
+    route: Route
 
 
 class ApiStore:
@@ -225,13 +242,13 @@ class ApiStore:
         if row is None:
             return None
         body, session_id, turns, first, history, named = row
-        return KnownRequest(body, session_id, turns, first, history, bool(named))
+        return KnownRequest(body, Route(session_id, turns, first, history, bool(named)))
 
     async def keep_request(self, tenant: str, request_key: bytes, request: KnownRequest) -> None:
         """Remember where a request goes, before it does."""
-        row = (request_key, request.body, request.session_id, request.turns, request.first)
-        rest = (request.history, int(request.is_named), tenant)
-        await self._try(lambda: self._tables.insert(REQUESTS, [(*row, *rest)]), None)
+        to = request.route
+        row = (request_key, request.body, to.session_id, to.turns, to.first, to.history)
+        await self._try(lambda: self._tables.insert(REQUESTS, [(*row, to.is_named, tenant)]), None)
 
     # -------------------------------------------------------------------------------- sessions
 

@@ -15,6 +15,7 @@ from inference_svc.openai.sessions.store import (
     KnownResponse,
     Point,
     ResponseInfo,
+    Route,
     StoreUnavailableError,
 )
 from inference_svc.openai.sessions.store_file import FILE_NAME, PRUNE_EVERY
@@ -79,7 +80,7 @@ async def test_a_response_is_its_tenants(store):
 
 async def test_requests_and_passing_sessions(store):
     """Each is known until it is not needed."""
-    request = KnownRequest(b"body", "s-1", 2, 1, None, is_named=True)
+    request = KnownRequest(b"body", Route("s-1", 2, 1, None, is_named=True))
     await store.keep_request("acme", b"key", request)
     assert await store.find_request(b"key") == request
     assert await store.find_request(b"other") is None
