@@ -1,11 +1,17 @@
-"""Histories as digests."""
+"""Histories as digests, and what is submitted at the end of a route."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inference_svc.core.errors import EmptyTurnError, InvalidSamplingError
+from inference_svc.core.submission import ChatInput, ModelTraits, TurnDefaults
+from inference_svc.core.truncation import OverflowPolicy
 from inference_svc.openai.messages import Message
-from inference_svc.openai.sessions.routing import HistoryChain, beginnings
+from inference_svc.openai.sessions.routing import HistoryChain, HttpTurn, beginnings
+from inference_svc.openai.sessions.store import Route
 from inference_svc.openai.sessions.store_file import KEY_BYTES
+from shared.types.session_key import SessionKey
 
 KEY = bytes(range(KEY_BYTES))
 CHAIN = HistoryChain(KEY, "acme", "model")
@@ -70,3 +76,53 @@ def test_beginnings_end_with_an_answer_and_something_follows():
     roles = ["system", "user", "assistant", "user", "assistant", "user", "assistant"]
     assert beginnings([Message(role, "x") for role in roles]) == [5, 3]
     assert beginnings([Message("user", "x")]) == []
+
+
+KEY_OF = SessionKey("acme", "model", "s")
+DEFAULTS = TurnDefaults(64, OverflowPolicy("sinks", 0.25), "snapkv", 0.75, ModelTraits("paged"))
+SAID = (Message("user", "Hi"), Message("assistant", "Yes?"), Message("user", "More"))
+
+
+def turn(**fields):
+    given = {
+        "messages": SAID,
+        "sampling": {"temperature": 0.5},
+        "session_id": "",
+        "is_kept": True,
+        "overflow": "",
+        "request_id": "r",
+        "body": b"digest",
+    }
+    return HttpTurn(**{**given, **fields})
+
+
+def test_what_is_new_at_the_end_of_a_route_is_submitted():
+    """After as many turns as the route has; what the client does not say is the settings'."""
+    made = turn().as_submission(Route("s", 1, 2, None), KEY_OF, DEFAULTS)
+    assert made.key == KEY_OF
+    assert made.input == ChatInput((("user", "More"),))
+    assert (made.expected_turn, made.is_final, made.waits) == (1, False, False)
+    assert (made.sampling.temperature, made.sampling.max_tokens) == (0.5, 64)
+    assert not made.has_max_tokens
+    assert made.overflow == DEFAULTS.overflow
+    assert (made.compression.name, made.compression.keep_ratio) == ("snapkv", 0.75)
+    assert made.digest == b"digest".hex()
+
+
+def test_what_the_client_says_goes_before_the_settings():
+    """And a turn that is not to be kept is its session's last."""
+    asked = turn(sampling={"max_tokens": 5, "seed": 7}, is_kept=False, overflow="reject")
+    made = asked.as_submission(Route("s", 0, 0, None), KEY_OF, DEFAULTS)
+    assert (made.sampling.max_tokens, made.sampling.seed, made.has_max_tokens) == (5, 7, True)
+    assert made.is_final
+    assert made.overflow == OverflowPolicy("reject", 0.25)
+    assert len(made.input.messages) == 3
+
+
+def test_a_turn_that_brings_nothing_is_refused():
+    """Or one whose sampling cannot be: as by gRPC."""
+    route = Route("s", 0, 0, None)
+    with pytest.raises(EmptyTurnError):
+        turn(messages=(Message("user", ""),)).as_submission(route, KEY_OF, DEFAULTS)
+    with pytest.raises(InvalidSamplingError, match="top_p 0"):
+        turn(sampling={"top_p": 0.0}).as_submission(route, KEY_OF, DEFAULTS)

@@ -1,22 +1,26 @@
-"""Bodies of both APIs, decoded."""
+"""Bodies of chats, decoded, and their answers, read by the official client's own types."""
 
 import pytest
+from openai.types import CompletionUsage
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from inference_svc.core.stopping import AnswerToken
+from inference_svc.openai.api import TokenText
 from inference_svc.openai.bodies import decode
-from inference_svc.openai.chats import ChatBody
-from inference_svc.openai.errors import RequestError, UnknownParameterError, UnsupportedValueError
+from inference_svc.openai.chats import ChatBody, ChatObjects, chat_usage
+from inference_svc.openai.errors import (
+    RequestError,
+    UnknownParameterError,
+    UnsupportedValueError,
+)
 from inference_svc.openai.messages import MAX_MESSAGES, Message
-from inference_svc.openai.responses import ResponseBody
+from tests.inference_svc.openai.as_clients_read import TOKENS, USAGE, Letters, finished, strict
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
 def chat(**fields):
     return decode(ChatBody, {"model": "m", "messages": HELLO, **fields})
-
-
-def response(**fields):
-    return decode(ResponseBody, {"model": "m", "input": "Hello", **fields})
 
 
 def test_a_plain_chat():
@@ -188,86 +192,64 @@ def test_an_unknown_parameter_is_refused():
         chat(messages=[{"role": "user", "content": "x", "roll": 1}])
 
 
-def test_a_plain_response():
-    """A text is a user's message, instructions come before it."""
-    body = response(instructions="Be brief.")
-    assert body.conversation == (Message("system", "Be brief."), Message("user", "Hello"))
-    assert body.new_messages == (Message("user", "Hello"),)
-    assert body.shown_logprobs is None
+# ------------------------------------------------------------------------------------ answers
 
 
-def test_a_response_goes_on_with_items_that_came_back():
-    """Clients send output items as they got them."""
-    given = [
-        {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
-        {
-            "id": "msg_1",
-            "type": "message",
-            "role": "assistant",
-            "status": "completed",
-            "content": [{"type": "output_text", "text": "Yes?", "annotations": [], "logprobs": []}],
-        },
-        {"type": "message", "role": "user", "content": "More"},
-    ]
-    assert [m.content for m in response(input=given).conversation] == ["Hi", "Yes?", "More"]
+def objects(**fields):
+    return ChatObjects("chatcmpl-1", 5, "tiny", "f" * 64, "s-1", TokenText(Letters()), **fields)
 
 
-def test_every_parameter_of_a_response():
-    """Each of them is kept or reaches the turn."""
-    body = response(
-        max_output_tokens=5,
-        previous_response_id="resp_1",
-        metadata={"a": "b"},
-        include=["message.output_text.logprobs"],
-        top_logprobs=2,
-        truncation="disabled",
-        text={"format": {"type": "text"}},
-        background=False,
-        reasoning={},
-        parallel_tool_calls=True,
-    )
-    assert body.previous_response_id == "resp_1"
-    assert body.sampling(1.0)["max_tokens"] == 5
-    assert (body.shown_logprobs, body.overflow("oldest")) == (2, "reject")
-    assert body.metadata == {"a": "b"}
+def test_a_whole_chat_answer():
+    """The client's type takes it, and finds text, reason, usage and session."""
+    answer = strict(ChatCompletion, objects().whole(TOKENS, finished("length")))
+    assert answer.choices[0].message.content == "Hello"
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.choices[0].logprobs is None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 28
+    assert answer.model_extra["session_id"] == "s-1"
 
 
-@pytest.mark.parametrize(
-    ("truncation", "default", "policy"),
-    [
-        ({}, "reject", ""),
-        ({"truncation": "auto"}, "reject", "oldest"),
-        ({"truncation": "auto"}, "sinks", ""),
-        ({"truncation": "disabled"}, "sinks", "reject"),
-    ],
-)
-def test_truncation_is_an_overflow_policy(truncation, default, policy):
-    """OpenAI's words; what the service does anyway is not named."""
-    assert response(**truncation).overflow(default) == policy
+def test_usage_counts_every_prompt_token_once():
+    """History, computed again or not, and what is new."""
+    usage = strict(CompletionUsage, chat_usage(USAGE))
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (35, 0, 35)
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"input": None}, "input"),
-        ({"input": []}, "input"),
-        ({"input": [{"type": "function_call_output", "output": "4"}]}, "input[0].type"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, None),
-        ({"background": True}, "background"),
-        ({"conversation": "conv_1"}, "conversation"),
-        ({"prompt": {"id": "p"}}, "prompt"),
-        ({"reasoning": {"effort": "high"}}, "reasoning"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
-        ({"include": ["reasoning.encrypted_content"]}, "include"),
-        ({"truncation": "maybe"}, "truncation"),
-        ({"previous_response_id": "resp_1", "session_id": "s"}, "previous_response_id"),
-    ],
-)
-def test_what_a_response_cannot_have_is_refused(fields, param):
-    """By name, and with a remedy."""
-    with pytest.raises(RequestError) as refused:
-        response(**fields)
-    assert refused.value.remedy
-    assert param is None or refused.value.param == param
+def test_logprobs_are_told_with_text_and_bytes():
+    """A piece of a character has no bytes of its own."""
+    answer = strict(ChatCompletion, objects(top_logprobs=2).whole(TOKENS, finished()))
+    first, second = answer.choices[0].logprobs.content
+    assert (first.token, first.logprob, first.bytes) == ("He", -0.5, [72, 101])
+    assert [top.token for top in first.top_logprobs] == ["He", "\ufffd"]
+    assert second.bytes == []
+    assert second.top_logprobs[1].bytes == list("é".encode())
+
+
+def test_no_alternatives_unless_asked_for():
+    """The token's own is shown alone."""
+    answer = strict(ChatCompletion, objects(top_logprobs=0).whole(TOKENS, finished()))
+    assert [row.top_logprobs for row in answer.choices[0].logprobs.content] == [[], []]
+
+
+def test_the_chunks_of_a_stream():
+    """They make up the answer; the usage comes last, in a chunk without choices."""
+    made = objects(includes_usage=True)
+    given = [*made.opening(), *made.piece([TOKENS[0]]), *made.piece([TOKENS[1]])]
+    chunks = [strict(ChatCompletionChunk, one) for one in (*given, *made.closing(finished()))]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == "Hello"
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert (chunks[-1].choices, chunks[-1].usage.completion_tokens) == ([], 2)
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_a_stream_without_usage_has_none():
+    """Unless the client asks for it."""
+    chunks = [strict(ChatCompletionChunk, one) for one in objects().closing(finished())]
+    assert [chunk.usage for chunk in chunks] == [None]
+
+
+def test_tokens_that_show_nothing_make_no_chunk():
+    """A piece of a character waits for the rest."""
+    assert not list(objects().piece([AnswerToken(2, "")]))
+    assert list(objects(top_logprobs=0).piece([AnswerToken(2, "", -1.0)]))
