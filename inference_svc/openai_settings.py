@@ -25,7 +25,7 @@ class OpenAISettings(Section):
         header_s: how long a client may take for a TLS handshake, and for a request's headers.
         idle_s: how long a connection is kept for the next request.
         max_requests: at once; more are refused. For a new one a request may go whose body has not
-            come (request_places says which).
+            come (`openai/requests.py` says which).
         max_connections: at once; for one more that goes which waits for headers, or is idle, for
             longest. None is closed that is being answered: then the new one is.
         max_connections_per_address: the same for one address, or IPv6 network of 64 bits; 0: none.

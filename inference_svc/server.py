@@ -166,7 +166,7 @@ def _background(
     if engine_parts.client is not None:
         yield lifecycle.stay_attached(engine_parts.client)
     yield engine_parts.prefault()
-    yield lifecycle.reload_when_told(signals, live.reload)
+    yield lifecycle.reload_on_signal(signals, live.reload)
     yield lifecycle.beat()
 
 

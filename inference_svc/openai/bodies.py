@@ -11,6 +11,7 @@ settings, which is OpenAI's default there.
 """
 
 import difflib
+import functools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -97,7 +98,7 @@ class WrongMemberError(ValueError):
     """What a validator of ours found; `decode` tells it as a `kind`, when its path is known.
 
     Args:
-        message: "{path}" stands for the path.
+        message: "{path}" stands for the path, "{path!r}" for the same in quotes.
         remedy: what to send instead.
         name: of the member in the value that is validated; "" for that value itself.
         kind: the error that the client gets.
@@ -133,29 +134,38 @@ class Body(BaseModel):
     def _take_what_counts(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             raise WrongMemberError("{path} is not an object", f"send {cls.content_words}")
-        values = {name: value for name, value in given.items() if value is not None}
         for name, rule in cls.refused.items():
-            value = values.pop(name, None)
+            value = given.get(name)
             if value is not None and not rule.allows(value):
                 message = f"{{path}} = {_shown(value)} is not supported"
                 raise WrongMemberError(message, rule.remedy, name, UnsupportedValueError)
-        return {name: value for name, value in values.items() if name not in cls.ignored}
+        taken, known = _names(cls)
+        values = {name: given[name] for name in taken if given.get(name) is not None}
+        for name, value in given.items():
+            if value is not None and name not in known:
+                values[name] = value  # one is enough to refuse them all
+                break
+        return values
 
     @model_validator(mode="after")
     def _know_all(self) -> Self:
         for name in self.model_extra or ():
             shown = name[:MAX_SHOWN]  # the name may be as long as the body
-            known = {field.alias or own for own, field in type(self).model_fields.items()}
-            close = difflib.get_close_matches(
-                shown, sorted(known | self.refused.keys() | self.ignored), n=1
-            )
+            close = difflib.get_close_matches(shown, sorted(_names(type(self))[1]), n=1)
             raise WrongMemberError(
-                "there is no parameter '{path}'",
+                "there is no parameter {path!r}",
                 f"did you mean {close[0]!r}?" if close else "leave it out",
                 shown,
                 UnknownParameterError,
             )
         return self
+
+
+@functools.cache
+def _names(kind: type[Body]) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Return the names of an object's members that are read, and of all that it may have."""
+    taken = tuple(field.alias or name for name, field in kind.model_fields.items())
+    return taken, frozenset((*taken, *kind.refused, *kind.ignored))
 
 
 def decode(kind: type[B], given: dict[str, Any]) -> B:
@@ -198,7 +208,8 @@ def _refusal(found: Any) -> RequestError:
     wrong = context.get("error")
     if isinstance(wrong, WrongMemberError):
         path = _path(*found["loc"], wrong.name)
-        return wrong.kind(wrong.message.replace("{path}", path, 1), wrong.remedy, path)
+        message = wrong.message.replace("{path!r}", repr(path), 1).replace("{path}", path, 1)
+        return wrong.kind(message, wrong.remedy, path)
     path = _path(*found["loc"])
     expected = _EXPECTED.get(found["type"], "another value").format(**context)
     return RequestError(f"{path} = {_shown(found['input'])} cannot be", f"send {expected}", path)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field, model_validator
 
 from inference_svc.openai.bodies import Body, Refused, WrongMemberError
 from inference_svc.openai.errors import UnsupportedValueError
@@ -50,15 +50,6 @@ def _kind(kind: str) -> str:
     return kind
 
 
-def _content(given: Any) -> Any:
-    """Take a text for the only part of a message."""
-    if isinstance(given, str):
-        return [{"type": "text", "text": given}]
-    if given is not None and not isinstance(given, list):
-        raise WrongMemberError("{path} is no text", "send a string, or a list of text parts")
-    return given
-
-
 class PartBody(Body):
     """One part of a message's content."""
 
@@ -71,6 +62,15 @@ class PartBody(Body):
         default="", alias="type", validate_default=True
     )
     text: str = ""
+
+
+def _content(given: Any) -> Any:
+    """Take a text for the only part of a message."""
+    if isinstance(given, str):
+        return [PartBody.model_construct(kind="text", text=given)]
+    if not isinstance(given, list):
+        raise WrongMemberError("{path} is no text", "send a string, or a list of text parts")
+    return given
 
 
 class MessageBody(Body):
@@ -89,18 +89,20 @@ class MessageBody(Body):
     ignored: ClassVar[frozenset[str]] = frozenset({"annotations", "id", "status", "phase", "type"})
 
     role: Annotated[str, AfterValidator(_role)] = Field(default="", validate_default=True)
-    content: Annotated[list[PartBody] | None, BeforeValidator(_content)] = None
+    content: Annotated[list[PartBody], FailFast(), BeforeValidator(_content)] = Field(
+        default_factory=list
+    )
 
     @model_validator(mode="after")
     def _say_something(self) -> Self:
-        if self.content is None and self.role != ASSISTANT:
+        if "content" not in self.model_fields_set and self.role != ASSISTANT:
             raise WrongMemberError("{path} is missing", "send a text", "content")
         return self
 
     @property
     def message(self) -> Message:
         """Its role and its text."""
-        return Message(self.role, "".join(part.text for part in self.content or ()))
+        return Message(self.role, "".join(part.text for part in self.content))
 
 
 def _bounded(given: Any) -> Any:
@@ -142,5 +144,5 @@ def _input(given: Any) -> Any:
     return given
 
 
-Messages = Annotated[list[MessageBody], BeforeValidator(_bounded)]  # a chat's
+Messages = Annotated[list[MessageBody], FailFast(), BeforeValidator(_bounded)]  # a chat's
 InputItems = Annotated[Messages, BeforeValidator(_input)]  # a response's input

@@ -67,7 +67,7 @@ async def stay_attached(client: KvdClient) -> None:
         await asyncio.sleep(RETRY_S)
 
 
-async def reload_when_told(
+async def reload_on_signal(
     signals: Signals, reload: Callable[[], Changes[InferenceSettings]]
 ) -> None:
     """Reload at each SIGHUP; what is wrong with the settings is logged, and changes nothing."""

@@ -6,6 +6,7 @@ import pytest
 from pydantic import Field
 
 from inference_svc.openai.bodies import Body, Refused, decode, parse_object
+from inference_svc.openai.chats import ChatBody
 from inference_svc.openai.errors import (
     InvalidJsonError,
     RequestError,
@@ -168,3 +169,15 @@ def test_a_long_value_is_not_repeated_whole():
     with pytest.raises(UnknownParameterError) as unknown:
         decode(Outer, {"x" * 100_000: 1})
     assert len(str(unknown.value)) < 200
+
+
+def test_of_very_much_that_is_off_one_is_told():
+    """The first: no list is made of megabytes of errors."""
+    messages = [{"role": "user", "content": [{"type": "image"}] * 4}] * 1000
+    with pytest.raises(UnsupportedValueError) as refused:
+        decode(ChatBody, {"model": "m", "messages": messages})
+    assert refused.value.param == "messages[0].content[0].type"
+    assert refused.value.__cause__.error_count() == 1
+    with pytest.raises(UnknownParameterError) as unknown:
+        decode(Outer, {f"name{number}": 1 for number in range(1000)})
+    assert unknown.value.param == "name0"
