@@ -94,7 +94,8 @@ class Submission:
         input: never empty.
         has_max_tokens: False: where nothing may be dropped, the answer may fill what is left of the
             window, up to sampling.max_tokens.
-        digest: of input and sampling as the client sent them.
+        digest: of input and sampling as the client sent them; "" if no other turn can have the same
+            request id, because that is a digest of them.
         expected_turn: turns the client believes are complete, None if it does not say.
         waits: queue behind a running turn of the session.
         is_final: the conversation ends with this turn.

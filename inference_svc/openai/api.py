@@ -9,7 +9,7 @@ from aiohttp import web
 from inference_svc.core.stopping import AnswerToken
 from inference_svc.openai.bodies import decode
 from inference_svc.openai.errors import UnknownModelNameError
-from inference_svc.openai.requests import Asked, B, RequestSlots, caller_of
+from inference_svc.openai.requests import B, RequestSlots, TurnRequest, caller_of
 from inference_svc.openai.sessions.answers import Answers
 from inference_svc.openai.sessions.completion import Completion
 from inference_svc.openai.sessions.store import ApiStore
@@ -123,7 +123,7 @@ class Api:
     book: ClientBook
     own: Identity | None
 
-    async def read(self, request: web.Request, kind: type[B]) -> Asked[B]:
+    async def read(self, request: web.Request, kind: type[B]) -> TurnRequest[B]:
         """Read a request for a turn.
 
         Args:
@@ -138,4 +138,4 @@ class Api:
         body = decode(kind, data.values)
         self.model.check(body.model)
         chain = self.completion.chain(caller)
-        return Asked(request, caller, body, data.digest, chain, self.settings)
+        return TurnRequest(request, caller, body, data.digest, chain, self.settings)

@@ -14,7 +14,7 @@ from aiohttp import web
 from inference_svc.core.stopping import AnswerToken
 from inference_svc.core.turn_events import Finished, Tokens
 from inference_svc.openai.errors import error_headers, error_object, status_of
-from inference_svc.openai.requests import REQUEST_ID, SESSION, Asked, B
+from inference_svc.openai.requests import REQUEST_ID, SESSION, B, TurnRequest
 from inference_svc.openai.sessions.answers import LiveAnswer
 from inference_svc.openai.sessions.routing import HttpTurn
 from shared.process.log import get_logger
@@ -57,7 +57,7 @@ class AnswerObjects(Protocol):
 
 
 async def send_answer(
-    asked: Asked[B], turn: HttpTurn, answer: LiveAnswer, objects: AnswerObjects
+    asked: TurnRequest[B], turn: HttpTurn, answer: LiveAnswer, objects: AnswerObjects
 ) -> web.StreamResponse:
     """Send an answer, whole or as a stream; the request's log line says whose it is.
 

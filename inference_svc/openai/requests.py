@@ -129,7 +129,7 @@ def _too_large() -> RequestTooLargeError:
 
 
 @dataclass(frozen=True)
-class Asked(Generic[B]):
+class TurnRequest(Generic[B]):
     """A request for a turn that was read, whichever API it speaks.
 
     Attributes:

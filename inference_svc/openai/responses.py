@@ -22,7 +22,7 @@ from inference_svc.openai.bodies import (
 from inference_svc.openai.errors import RequestError, UnsupportedValueError, unknown_response
 from inference_svc.openai.messages import SYSTEM, InputItems, Message
 from inference_svc.openai.replies import reply, send_answer
-from inference_svc.openai.requests import Asked, caller_of
+from inference_svc.openai.requests import TurnRequest, caller_of
 from inference_svc.openai.response_objects import ResponseObjects
 from inference_svc.openai.sessions.routing import Caller, HttpTurn
 from inference_svc.openai.sessions.store import KnownResponse, ResponseInfo
@@ -196,7 +196,7 @@ async def _known(api: Api, caller: Caller, response_id: str) -> KnownResponse:
     return known
 
 
-def _check_instructions(asked: Asked[ResponseBody], previous: KnownResponse) -> None:
+def _check_instructions(asked: TurnRequest[ResponseBody], previous: KnownResponse) -> None:
     """See that a session keeps the instructions that it began with.
 
     Raises:
@@ -213,7 +213,7 @@ def _check_instructions(asked: Asked[ResponseBody], previous: KnownResponse) -> 
 
 
 def _turn(
-    asked: Asked[ResponseBody], previous: KnownResponse | None, overflow: str
+    asked: TurnRequest[ResponseBody], previous: KnownResponse | None, overflow: str
 ) -> tuple[HttpTurn, ResponseInfo]:
     """Make the turn that is asked for, and what is to be known of its response.
 

@@ -138,9 +138,9 @@ class LiveAnswer:
         if not self._turn.is_kept:
             await self._completion.remove(self._caller, self.session_id)
         else:
-            await self._completion.remember(self._caller, self._turn, self._route, finished)
-            if self._is_passing:
-                await self._completion.end_passing(self._caller, self.session_id)
+            await self._completion.remember(
+                self._caller, self._turn, self._route, finished, is_passing=self._is_passing
+            )
         self._is_over = True
 
     async def _remove(self) -> None:

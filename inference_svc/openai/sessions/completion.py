@@ -56,9 +56,15 @@ class Completion:
         return HistoryChain(self._store.key, caller.tenant, self._gateway.model)
 
     async def remember(
-        self, caller: Caller, turn: HttpTurn, route: Route, finished: Finished
+        self,
+        caller: Caller,
+        turn: HttpTurn,
+        route: Route,
+        finished: Finished,
+        *,
+        is_passing: bool,
     ) -> None:
-        """Remember an answer and what it answers."""
+        """Remember an answer and what it answers; a session that was made for it stays."""
         if route.is_named:  # it may be one of ours, whose id the client was told
             await self._store.touch_session(caller.tenant, route.session_id)
         else:
@@ -76,6 +82,8 @@ class Completion:
         if turn.info is not None:
             known = KnownResponse(at, history, turn.info)
             await self._store.keep_response(caller.tenant, turn.response_id, known)
+        if is_passing:
+            await self._store.end_passing(caller.tenant, route.session_id)
 
     async def make_room(self, caller: Caller) -> bool:
         """Remove the tenant's oldest session that nobody named; return whether there was one."""
@@ -92,10 +100,6 @@ class Completion:
         except BaseException:  # noted perhaps, and now nobody makes the session
             self.spawn(self._store.end_passing(caller.tenant, session_id))
             raise
-
-    async def end_passing(self, caller: Caller, session_id: str) -> None:
-        """Note that the session is there to stay."""
-        await self._store.end_passing(caller.tenant, session_id)
 
     async def remove(self, caller: Caller, session_id: str, turns: int | None = None) -> bool:
         """Remove a session; return whether it is. With `turns`: if it has no more than these."""

@@ -113,7 +113,7 @@ class HttpTurn:
         session_id: that the client named; "" for none.
         is_kept: whether the session may stay when the turn is over.
         overflow: the overflow policy's name; "" for the service's.
-        request_id: the turn's.
+        request_id: the turn's: a digest of the whole request, or one that is never used again.
         body: digest of the request's body.
         repeat_key: digest of its idempotency key; None if there is none.
         previous: the response that it follows.
@@ -148,7 +148,7 @@ class HttpTurn:
             sampling=fill_sampling(self.sampling, defaults),
             has_max_tokens="max_tokens" in self.sampling,
             request_id=self.request_id,
-            digest=self.body.hex(),
+            digest="",
             expected_turn=route.turns,
             waits=False,
             is_final=not self.is_kept,

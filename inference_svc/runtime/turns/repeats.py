@@ -31,7 +31,7 @@ def check_same(submission: Submission, digest: str) -> None:
     Raises:
         RequestIdReusedError: it does not.
     """
-    if submission.digest != digest:
+    if submission.digest and submission.digest != digest:
         raise RequestIdReusedError(
             f"request id {submission.request_id!r} was used with another input or sampling",
             "make a new request id for each new turn",

@@ -106,7 +106,7 @@ def test_what_is_new_at_the_end_of_a_route_is_submitted():
     assert not made.has_max_tokens
     assert made.overflow == DEFAULTS.overflow
     assert (made.compression.name, made.compression.keep_ratio) == ("snapkv", 0.75)
-    assert made.digest == b"digest".hex()
+    assert (made.request_id, made.digest) == ("r", "")
 
 
 def test_what_the_client_says_goes_before_the_settings():
