@@ -16,7 +16,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, NoReturn, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -30,7 +30,6 @@ from pydantic import (
 
 from inference_svc.core.sampling_params import MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
 from inference_svc.openai.errors import (
-    InvalidJsonError,
     RequestError,
     UnknownParameterError,
     UnsupportedValueError,
@@ -44,34 +43,6 @@ MAX_METADATA_NAME = 64
 MAX_METADATA_TEXT = 512
 
 B = TypeVar("B", bound="Body")
-
-
-def parse_object(body: bytes) -> dict[str, Any]:
-    """Decode the bytes of a body.
-
-    Raises:
-        InvalidJsonError: it is not a JSON object of Unicode text.
-    """
-    try:
-        text = body.decode("utf-8-sig")
-        found = json.loads(text, parse_constant=_refuse_constant)
-        if "\\u" in text:  # escapes can write half a character, which is no text
-            json.dumps(found, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise InvalidJsonError(
-            f"the body is not JSON ({reason:.120})", "send one JSON object in UTF-8"
-        ) from error
-    if not isinstance(found, dict):
-        raise InvalidJsonError("the body is not a JSON object", "send one JSON object in UTF-8")
-    return found
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
-
-
-# ------------------------------------------------------------------------------- what is refused
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,20 @@ requests at once has as many slots as there are.
 
 import asyncio
 import hashlib
+import json
 import uuid
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import structlog
 from aiohttp import HttpVersion11, hdrs, web
 
-from inference_svc.openai.bodies import TurnBody, parse_object
+from inference_svc.openai.bodies import TurnBody
 from inference_svc.openai.errors import (
+    InvalidJsonError,
     RequestError,
     RequestTooLargeError,
     SlowRequestError,
@@ -104,6 +106,31 @@ async def read_body(request: web.Request) -> JsonBody:
         ) from None
     digest = hashlib.blake2b(data, digest_size=16).digest()
     return JsonBody(parse_object(data), digest)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Decode the bytes of a body.
+
+    Raises:
+        InvalidJsonError: it is not a JSON object of Unicode text.
+    """
+    try:
+        text = body.decode("utf-8-sig")
+        found = json.loads(text, parse_constant=_refuse_constant)
+        if "\\u" in text:  # escapes can write half a character, which is no text
+            json.dumps(found, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise InvalidJsonError(
+            f"the body is not JSON ({reason:.120})", "send one JSON object in UTF-8"
+        ) from error
+    if not isinstance(found, dict):
+        raise InvalidJsonError("the body is not a JSON object", "send one JSON object in UTF-8")
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
 
 
 async def expect_nothing_yet(request: web.Request) -> None:

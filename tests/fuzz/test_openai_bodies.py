@@ -5,10 +5,11 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.openai.bodies import decode, parse_object
+from inference_svc.openai.bodies import decode
 from inference_svc.openai.chats import ChatBody
 from inference_svc.openai.errors import RequestError, error_object
 from inference_svc.openai.replies import json_bytes
+from inference_svc.openai.requests import parse_object
 from inference_svc.openai.responses import ResponseBody
 
 NAMES = sorted(

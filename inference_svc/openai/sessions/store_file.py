@@ -17,8 +17,9 @@ import secrets
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from string import Template
+from typing import Any
 
 from inference_svc.core.errors import TranscriptError
 from shared.process.log import get_logger
@@ -26,63 +27,59 @@ from shared.process.log import get_logger
 PRUNE_EVERY = 256  # rows that are added between two looks at the bound
 
 
-@dataclass(frozen=True)
+_INSERT = Template("INSERT OR REPLACE INTO $name VALUES ($marks)")
+_LAST_USE = Template("SELECT coalesce(max(used), 0) FROM $name")
+_TOUCH = Template("UPDATE $name SET used = ? WHERE ($key) = ($key_marks)")
+_COUNT = Template("SELECT count(*) FROM $name")
+_TAKE = Template(
+    "DELETE FROM $name WHERE ($key) IN (SELECT $key FROM (SELECT $key, used,"
+    " row_number() OVER (PARTITION BY tenant ORDER BY used DESC) AS place FROM $name)"
+    " ORDER BY place DESC, used LIMIT ?) RETURNING $key"
+)
+
+
 class Table:
-    """What is said to a table; `prune` and `take` get how many rows are to go."""
+    """What is said to a table that has a tenant, and as its last column when a row was used.
 
-    insert: str
-    last_use: str
-    touch: str = ""
-    count: str = ""
-    prune: str = ""
-    take: str = ""
+    Args:
+        name: of the table.
+        num_columns: of the table.
+        key: columns of its primary key.
+
+    Attributes:
+        take: removes as many rows as it is given, and returns their keys.
+    """
+
+    def __init__(self, name: str, num_columns: int, *key: str) -> None:
+        words = {
+            "name": name,
+            "key": ", ".join(key),
+            "key_marks": _marks(len(key)),
+            "marks": _marks(num_columns),
+        }
+        self.insert = _INSERT.substitute(words)
+        self.last_use = _LAST_USE.substitute(words)
+        self.touch = _TOUCH.substitute(words)
+        self.count = _COUNT.substitute(words)
+        self.take = _TAKE.substitute(words)
 
 
-HISTORIES = Table(
-    "INSERT OR REPLACE INTO histories VALUES (?, ?, ?, ?, ?, ?, ?)",
-    "SELECT coalesce(max(used), 0) FROM histories",
-    "UPDATE histories SET used = ? WHERE digest = ?",
-    "SELECT count(*) FROM histories",
-    "DELETE FROM histories WHERE digest IN (SELECT digest FROM (SELECT digest, used,"
-    " row_number() OVER (PARTITION BY tenant ORDER BY used DESC) AS place FROM histories)"
-    " ORDER BY place DESC, used LIMIT ?)",
-)
-RESPONSES = Table(
-    "INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-    "SELECT coalesce(max(used), 0) FROM responses",
-    "UPDATE responses SET used = ? WHERE id = ?",
-    "SELECT count(*) FROM responses",
-    "DELETE FROM responses WHERE id IN (SELECT id FROM (SELECT id, used,"
-    " row_number() OVER (PARTITION BY tenant ORDER BY used DESC) AS place FROM responses)"
-    " ORDER BY place DESC, used LIMIT ?)",
-)
-REQUESTS = Table(
-    "INSERT OR REPLACE INTO requests VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-    "SELECT coalesce(max(used), 0) FROM requests",
-    "UPDATE requests SET used = ? WHERE id = ?",
-    "SELECT count(*) FROM requests",
-    "DELETE FROM requests WHERE id IN (SELECT id FROM (SELECT id, used,"
-    " row_number() OVER (PARTITION BY tenant ORDER BY used DESC) AS place FROM requests)"
-    " ORDER BY place DESC, used LIMIT ?)",
-)
-SESSIONS = Table(  # who takes a row away takes the session, too
-    "INSERT OR REPLACE INTO sessions VALUES (?, ?, ?)",
-    "SELECT coalesce(max(used), 0) FROM sessions",
-    "UPDATE sessions SET used = ? WHERE (tenant, session) = (?, ?)",
-    "SELECT count(*) FROM sessions",
-    take="DELETE FROM sessions WHERE (tenant, session) IN (SELECT tenant, session FROM"
-    " (SELECT tenant, session, used,"
-    " row_number() OVER (PARTITION BY tenant ORDER BY used DESC) AS place FROM sessions)"
-    " ORDER BY place DESC, used LIMIT ?) RETURNING tenant, session",
-)
+def _marks(number: int) -> str:
+    return ", ".join("?" * number)
+
+
+HISTORIES = Table("histories", 7, "digest")
+RESPONSES = Table("responses", 9, "id")
+REQUESTS = Table("requests", 9, "id")
+SESSIONS = Table("sessions", 3, "tenant", "session")  # who takes a row takes the session, too
 PRUNED = (HISTORIES, RESPONSES, REQUESTS)
 
 
 class BoundedTables:
-    """See the module docstring.
+    """Adds rows, and removes those that were not used for longest.
 
     Args:
-        db: where they are.
+        db: where the tables are.
         max_rows: of each table.
     """
 
@@ -101,27 +98,19 @@ class BoundedTables:
             self._num_added += len(rows)
             if self._num_added >= PRUNE_EVERY:
                 self._num_added = 0
-                self._prune()
+                for pruned in PRUNED:
+                    self.take(pruned, self._max_rows)
 
     def touch(self, table: Table, keys: Sequence[tuple[object, ...]]) -> None:
         """Note that rows were used, if they are there."""
         with self._transaction():
             self._db.executemany(table.touch, [(self._use(), *key) for key in keys])
 
-    def take(self, table: Table, most: int) -> list[tuple[str, str]]:
-        """Remove what is beyond a bound of its own; the caller looks after what they name."""
-        excess = self._excess(table, most)
-        return self._db.execute(table.take, (excess,)).fetchall() if excess > 0 else []
-
-    def _prune(self) -> None:
-        for table in PRUNED:
-            excess = self._excess(table, self._max_rows)
-            if excess > 0:
-                self._db.execute(table.prune, (excess,))
-
-    def _excess(self, table: Table, most: int) -> int:
+    def take(self, table: Table, most: int) -> list[Any]:
+        """Remove the rows beyond a bound, and return their keys."""
         (num_rows,) = self._db.execute(table.count).fetchone()
-        return int(num_rows) - most
+        excess = num_rows - most
+        return self._db.execute(table.take, (excess,)).fetchall() if excess > 0 else []
 
     def _use(self) -> int:
         self._last_use += 1

@@ -1,14 +1,13 @@
-"""What bodies may be, and how a member that is off is told."""
+"""How the members of a body are read, and how one that is off is told."""
 
 from typing import ClassVar
 
 import pytest
 from pydantic import Field
 
-from inference_svc.openai.bodies import Body, Refused, decode, parse_object
+from inference_svc.openai.bodies import Body, Refused, decode
 from inference_svc.openai.chats import ChatBody
 from inference_svc.openai.errors import (
-    InvalidJsonError,
     RequestError,
     UnknownParameterError,
     UnsupportedValueError,
@@ -31,55 +30,6 @@ class Outer(Body):
     flag: bool = False
     items: list[str] = Field(default_factory=list)
     inner: Inner = Inner()
-
-
-def test_an_object_is_read():
-    """UTF-8 JSON, as it is."""
-    assert parse_object('{"a": "é\\u00e9\\ud83d\\ude00"}'.encode()) == {"a": "éé😀"}
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"7",
-        b'"text"',
-        b"\xff\xfe",
-        b'{"a": "\xff"}',
-        b'{"a": NaN}',
-        b'{"a": -Infinity}',
-        b'{"a": "\\ud83d"}',
-        '{"a": "\\ud83d"}'.encode("utf-16"),
-        b'{"\\udc00": 1}',
-        b"[" * 200_000,
-        b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
-        b'{"a": ' + b"9" * 10_000 + b"}",
-    ],
-    ids=[
-        "empty",
-        "cut",
-        "list",
-        "number",
-        "text",
-        "no-utf8",
-        "no-utf8-inside",
-        "nan",
-        "infinity",
-        "half-character",
-        "half-character-in-utf16",
-        "half-character-name",
-        "deep-list",
-        "deep-object",
-        "endless-number",
-    ],
-)
-def test_what_is_no_object_is_refused(body):
-    """With one short line, however long the body is."""
-    with pytest.raises(InvalidJsonError) as refused:
-        parse_object(body)
-    assert len(str(refused.value)) < 300
 
 
 def test_members_are_read_by_their_types():
