@@ -116,34 +116,37 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
         dtype=loaded.dtype,
     )
     residents = ResidentSlabs(pool, layout.block_tokens)
-    attention = make_attention(settings.model.attention, loaded.device)
     loads = Loads(
-        pool,
-        store,
-        residents,
-        load_thread,
-        counters,
+        pool=pool,
+        store=store,
+        residents=residents,
+        load_thread=load_thread,
+        counters=counters,
         num_layers=num_layers,
         policy=LoadPolicy(cache.load_policy),
         preload=_preload(cache, num_layers),
     )
+    attention = make_attention(settings.model.attention, loaded.device)
+    stepper = Stepper(
+        runner=ModelRunner(loaded, calibration, attention),
+        compute_thread=compute_thread,
+        counters=counters,
+        rates=rates,
+        measures=measures,
+    )
+    saves = Saves(
+        store, counters, block_tokens=layout.block_tokens, group_tokens=cache.save_group_tokens
+    )
     engine = EngineLoop(
-        Scheduler(limits, rates, num_layers, settings.scheduler.tenant_weights),
-        Stepper(
-            ModelRunner(loaded, calibration, attention), compute_thread, counters, rates, measures
-        ),
-        loads,
-        Saves(
-            store,
-            counters,
-            block_tokens=layout.block_tokens,
-            group_tokens=cache.save_group_tokens,
-        ),
-        residents,
-        SlabShifts(calibration, load_thread),
-        pool,
-        store,
-        counters,
+        scheduler=Scheduler(limits, rates, num_layers, settings.scheduler.tenant_weights),
+        stepper=stepper,
+        loads=loads,
+        saves=saves,
+        residents=residents,
+        shifts=SlabShifts(calibration, load_thread),
+        pool=pool,
+        store=store,
+        counters=counters,
         num_layers=num_layers,
         saves_first=cache.saving == "sync",
     )

@@ -90,35 +90,36 @@ def assemble_service(
     text.try_out()
     text_thread = WorkerThread("text")
     turn_limits = TurnLimits(
-        engine_parts.window_tokens,
-        loaded.vocab_size,
-        loaded.eos_ids,
-        settings.overflow.reserve_tokens,
-        settings.compression.min_tokens,
+        window_tokens=engine_parts.window_tokens,
+        vocab_size=loaded.vocab_size,
+        eos_ids=loaded.eos_ids,
+        reserve_tokens=settings.overflow.reserve_tokens,
+        compress_tokens=settings.compression.min_tokens,
     )
     report = TurnReport(engine_parts.measures)
-    turn_runner = TurnRunner(
-        engine,
-        transcripts,
-        PromptMaker(text, text_thread, turn_limits, has_tokenizer=loaded.tokenizer is not None),
-        loaded.tokenizer,
-        turn_limits,
-        counters,
-        report,
+    has_tokenizer = loaded.tokenizer is not None
+    runner = TurnRunner(
+        engine=engine,
+        transcripts=transcripts,
+        prompts=PromptMaker(text, text_thread, turn_limits, has_tokenizer=has_tokenizer),
+        tokenizer=loaded.tokenizer,
+        limits=turn_limits,
+        counters=counters,
+        report=report,
     )
     limits = TenantLimits(*settings.tenant_bounds(), turn_s=lambda: engine.retry_after_s)
     turns = Turns(
-        turn_runner,
-        transcripts,
-        engine,
-        SessionTurns(
-            settings.scheduler.max_turns,
-            settings.scheduler.max_turns_per_session,
-            lambda: engine.retry_after_s,
+        runner=runner,
+        transcripts=transcripts,
+        engine=engine,
+        session_turns=SessionTurns(
+            max_turns=settings.scheduler.max_turns,
+            max_turns_per_session=settings.scheduler.max_turns_per_session,
+            retry_after_s=lambda: engine.retry_after_s,
         ),
-        limits,
-        counters,
-        report,
+        limits=limits,
+        counters=counters,
+        report=report,
     )
     gateway = Gateway(
         turns=turns,

@@ -82,12 +82,12 @@ class ChatBody(TurnBody):
 
     @property
     def max_answer_tokens(self) -> int | None:
-        """See TurnBody."""
+        """Bound of the answer; None if the client does not say."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def shown_logprobs(self) -> int | None:
-        """See TurnBody."""
+        """How many alternatives are shown of each token; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 

@@ -114,12 +114,12 @@ class ResponseBody(TurnBody):
 
     @property
     def max_answer_tokens(self) -> int | None:
-        """See TurnBody."""
+        """Bound of the answer; None if the client does not say."""
         return self.max_output_tokens
 
     @property
     def shown_logprobs(self) -> int | None:
-        """See TurnBody."""
+        """How many alternatives are shown of each token; None: no log-probabilities."""
         is_asked = bool(self.include) or self.top_logprobs is not None
         return (self.top_logprobs or 0) if is_asked else None
 
