@@ -50,7 +50,7 @@ class Model:
     """A model that is ready to serve.
 
     Attributes:
-        sink_tokens: how many first tokens of a context it leans on, see `find_sinks`.
+        sink_tokens: number of first tokens of a context that it leans on, see `find_sinks`.
     """
 
     loaded: LoadedModel
@@ -63,7 +63,7 @@ class EngineParts:
     """An engine and what it stands on; usable without a server.
 
     Attributes:
-        window_tokens: of a turn: the model's, or what the KV budget holds.
+        window_tokens: most tokens of a turn: the model's, or what the KV budget holds.
         window_bound: which of the two it is, for people.
         prefaults: whether `prefault` does anything.
     """
@@ -82,7 +82,7 @@ class EngineParts:
     prefaults: bool
 
     async def prefault(self) -> None:
-        """Fault the pool in, beside everything else."""
+        """Take the pool's memory from the system, beside everything else."""
         if self.prefaults:
             await asyncio.to_thread(self.pool.prefault)
 
@@ -202,7 +202,7 @@ def _preload(settings: CacheSettings, num_layers: int) -> PreloadPolicy:
 def _scheduler_limits(
     settings: SchedulerSettings, cache: CacheSettings, model: Model, *, saves: bool
 ) -> SchedulerLimits:
-    """The scheduler's bounds; without a setting, working KV takes a share of the free memory."""
+    """Choose the scheduler's bounds; without a setting, KV takes a share of the free memory."""
     kv_rows = settings.kv_tokens
     if not kv_rows:
         kv_rows = _free_bytes(model.loaded.device) // KV_SHARE
@@ -226,7 +226,7 @@ def _scheduler_limits(
 def _window(
     loaded: LoadedModel, settings: InferenceSettings, kv_rows: int, *, saves: bool
 ) -> tuple[int, str]:
-    """The most tokens of a turn, and what bounds them.
+    """Choose the most tokens of a turn, and say what bounds them.
 
     What is to be saved has a second row until kvd has it: nobody expects half of kv_tokens.
     """

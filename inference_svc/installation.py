@@ -16,7 +16,7 @@ SOCKET = "inference.sock"
 
 
 def default_listen(environ: Mapping[str, str] = os.environ) -> str:
-    """The service's Unix socket: the supervisor's, the system's for root, else the user's own."""
+    """Return the service's Unix socket: the supervisor's, the system's for root, or the user's."""
     if environ.get("RUNTIME_DIRECTORY"):
         return f"unix:{environ['RUNTIME_DIRECTORY'].split(':')[0]}/{SOCKET}"
     if os.geteuid() == 0:
@@ -27,7 +27,7 @@ def default_listen(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def default_state_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """What the supervisor assigned, else the system's for root, else the user's own."""
+    """Return the supervisor's directory for state, else the system's for root, or the user's."""
     if environ.get("STATE_DIRECTORY"):
         return Path(environ["STATE_DIRECTORY"].split(":")[0])
     if os.geteuid() == 0:

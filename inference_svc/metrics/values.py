@@ -17,7 +17,7 @@ KVD_STATES = ("attached", "detached", "off")
 
 @dataclass(frozen=True)
 class Calls:
-    """What the servers count."""
+    """Counts of the servers: gRPC calls, HTTP requests and HTTP connections."""
 
     rpcs: RpcMetrics = field(default_factory=RpcMetrics)
     http: HttpMetrics = field(default_factory=HttpMetrics)
@@ -25,7 +25,7 @@ class Calls:
 
 
 def make_exporter(parts: ServiceParts, calls: Calls) -> MetricExporter:
-    """The exporter of the service's table."""
+    """Make the exporter of the service's table."""
     return MetricExporter(METRICS, partial(_fill, parts, calls))
 
 

@@ -82,7 +82,7 @@ class TokenText:
         self._tokenizer = tokenizer
 
     def rows(self, tokens: Iterable[AnswerToken], num_top: int) -> list[dict[str, Any]]:
-        """One object for each token, with its `num_top` most likely alternatives."""
+        """Make one object for each token, with its `num_top` most likely alternatives."""
         return [
             self._row(token.token_id, token.logprob)
             | {"top_logprobs": [self._row(*top) for top in token.top[:num_top]]}

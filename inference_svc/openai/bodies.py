@@ -153,7 +153,7 @@ def decode(kind: type[B], given: dict[str, Any]) -> B:
 
 
 def _rank(refusal: RequestError) -> int:
-    """What is not there counts more than what is off, and that more than a name nobody knows."""
+    """Order refusals: first what is not there, then what is off, last a name that nobody knows."""
     if isinstance(refusal, UnsupportedValueError):
         return 0
     return 2 if isinstance(refusal, UnknownParameterError) else 1
@@ -187,7 +187,7 @@ def _refusal(found: Any) -> RequestError:
 
 
 def _path(*parts: str | int) -> str:
-    """Where a member is in the body, as in "messages[2].content"."""
+    """Write where a member is in the body, as in "messages[2].content"."""
     path = ""
     for part in parts:
         if isinstance(part, int):
