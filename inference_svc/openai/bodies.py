@@ -182,7 +182,8 @@ def _refusal(found: Any) -> RequestError:
         message = wrong.message.replace("{path!r}", repr(path), 1).replace("{path}", path, 1)
         return wrong.kind(message, wrong.remedy, path)
     path = _path(*found["loc"])
-    expected = _EXPECTED.get(found["type"], "another value").format(**context)
+    bounds = {name: f"{b:g}" if isinstance(b, float) else b for name, b in context.items()}
+    expected = _EXPECTED.get(found["type"], "another value").format(**bounds)
     return RequestError(f"{path} = {_shown(found['input'])} cannot be", f"send {expected}", path)
 
 
