@@ -17,7 +17,7 @@ from inference_svc.core.stopping import AnswerToken
 from inference_svc.core.turn_events import Finished
 from inference_svc.core.turn_record import Usage
 from inference_svc.openai.api import TokenText
-from inference_svc.openai.sessions.store import ResponseInfo
+from inference_svc.openai.sessions.lookup import ResponseInfo
 
 IN_PROGRESS = "in_progress"
 COMPLETED = "completed"

@@ -24,8 +24,8 @@ from inference_svc.openai.messages import SYSTEM, InputItems, Message
 from inference_svc.openai.replies import reply, send_answer
 from inference_svc.openai.requests import TurnRequest, caller_of
 from inference_svc.openai.response_objects import ResponseObjects
+from inference_svc.openai.sessions.lookup import KnownResponse, ResponseInfo
 from inference_svc.openai.sessions.routing import Caller, HttpTurn
-from inference_svc.openai.sessions.store import KnownResponse, ResponseInfo
 from shared.types.errors import NotFoundError
 
 LOGPROBS = "message.output_text.logprobs"  # of `include`

@@ -27,8 +27,9 @@ from inference_svc.core.submission import TurnNames
 from inference_svc.core.turn_events import Finished, Tokens, TurnEvent
 from inference_svc.openai.errors import unknown_response
 from inference_svc.openai.sessions.completion import Completion
+from inference_svc.openai.sessions.lookup import KnownRequest, Route
 from inference_svc.openai.sessions.routing import Caller, HttpTurn, Router
-from inference_svc.openai.sessions.store import ApiStore, KnownRequest, Route
+from inference_svc.openai.sessions.store import ApiStore
 from inference_svc.service.gateway import Gateway, TurnStream, new_session_id
 
 TAKEN = (SessionBusyError, TurnMismatchError, SessionEndedError)  # another turn was there first

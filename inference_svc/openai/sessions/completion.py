@@ -15,8 +15,9 @@ from typing import Any
 
 from inference_svc.core.turn_events import Finished
 from inference_svc.openai.messages import ASSISTANT, Message
+from inference_svc.openai.sessions.lookup import KnownResponse, Point, Route
 from inference_svc.openai.sessions.routing import Caller, HistoryChain, HttpTurn
-from inference_svc.openai.sessions.store import ApiStore, KnownResponse, Point, Route
+from inference_svc.openai.sessions.store import ApiStore
 from inference_svc.service.gateway import Gateway
 from shared.access.identity import ANY, Identity
 from shared.process.log import get_logger

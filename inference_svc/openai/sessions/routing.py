@@ -21,7 +21,8 @@ from inference_svc.core.submission import Submission, TurnDefaults
 from inference_svc.core.transcript_format import Transcript
 from inference_svc.openai.errors import UnknownHistoryError
 from inference_svc.openai.messages import ASSISTANT, Message
-from inference_svc.openai.sessions.store import ApiStore, KnownResponse, Point, ResponseInfo, Route
+from inference_svc.openai.sessions.lookup import KnownResponse, Point, ResponseInfo, Route
+from inference_svc.openai.sessions.store import ApiStore
 from inference_svc.service.gateway import Gateway
 from inference_svc.service.submissions import (
     chat_input,

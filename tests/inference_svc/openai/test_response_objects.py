@@ -9,7 +9,7 @@ from inference_svc.openai.errors import (
     error_object,
 )
 from inference_svc.openai.response_objects import ResponseObjects
-from inference_svc.openai.sessions.store import ResponseInfo
+from inference_svc.openai.sessions.lookup import ResponseInfo
 from tests.inference_svc.openai.as_clients_read import TOKENS, Letters, finished, strict
 
 INFO = ResponseInfo(1_700_000_000, "tiny", instructions="Be brief.", metadata={"a": "b"})

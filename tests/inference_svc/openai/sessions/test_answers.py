@@ -9,8 +9,8 @@ from inference_svc.core.submission import Submission, TextInput
 from inference_svc.core.turn_events import Accepted, Finished, Started, Tokens
 from inference_svc.core.turn_record import Usage
 from inference_svc.openai.sessions.answers import LiveAnswer
+from inference_svc.openai.sessions.lookup import Route
 from inference_svc.openai.sessions.routing import Caller
-from inference_svc.openai.sessions.store import Route
 from inference_svc.runtime.turns.turn import Turn
 from inference_svc.service.gateway import TurnStream
 from shared.access.identity import socket_identity

@@ -8,8 +8,8 @@ from inference_svc.core.errors import EmptyTurnError, InvalidSamplingError
 from inference_svc.core.submission import ChatInput, ModelTraits, TurnDefaults
 from inference_svc.core.truncation import OverflowPolicy
 from inference_svc.openai.messages import Message
+from inference_svc.openai.sessions.lookup import Route
 from inference_svc.openai.sessions.routing import HistoryChain, HttpTurn, beginnings
-from inference_svc.openai.sessions.store import Route
 from inference_svc.openai.sessions.store_file import KEY_BYTES
 from shared.types.session_key import SessionKey
 

@@ -9,15 +9,14 @@ import pytest
 
 from inference_svc.core.errors import TranscriptError
 from inference_svc.openai.sessions import store_file
-from inference_svc.openai.sessions.store import (
-    ApiStore,
+from inference_svc.openai.sessions.lookup import (
     KnownRequest,
     KnownResponse,
     Point,
     ResponseInfo,
     Route,
-    StoreUnavailableError,
 )
+from inference_svc.openai.sessions.store import ApiStore, StoreUnavailableError
 from inference_svc.openai.sessions.store_file import FILE_NAME, PRUNE_EVERY
 
 AT = Point("s-1", 2, "r-1", is_named=False)
