@@ -11,8 +11,7 @@ import torch
 
 from inference_svc.config import CacheSettings, InferenceSettings, SchedulerSettings
 from inference_svc.core.counters import Counters
-from inference_svc.core.rates.load_or_recompute import LoadPolicy
-from inference_svc.core.rates.rates import Rates
+from inference_svc.core.rates.rates import LoadPolicy, Rates
 from inference_svc.core.scheduling.scheduler import Scheduler, SchedulerLimits
 from inference_svc.core.session_turns import SessionTurns
 from inference_svc.core.submission import ModelTraits

@@ -5,7 +5,7 @@ from functools import partial
 
 from inference_svc.assembly import ServiceParts
 from inference_svc.config import InferenceSettings
-from inference_svc.core.rates.load_or_recompute import LoadPolicy
+from inference_svc.core.rates.rates import LoadPolicy
 from inference_svc.core.submission import TurnDefaults
 from inference_svc.service.turn_defaults import turn_defaults
 from shared.config.reload import LiveSettings

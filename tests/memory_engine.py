@@ -7,8 +7,7 @@ import torch
 
 from inference_svc.core.counters import Counters
 from inference_svc.core.discards import kept_runs
-from inference_svc.core.rates.load_or_recompute import LoadPolicy
-from inference_svc.core.rates.rates import Rates
+from inference_svc.core.rates.rates import LoadPolicy, Rates
 from inference_svc.core.sampling_params import SamplingParams
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.scheduling.scheduler import Scheduler, SchedulerLimits

@@ -11,8 +11,8 @@ from inference_svc.core.session_turns import SessionTurns
 from inference_svc.core.submission import Submission, TokenInput
 from inference_svc.core.tenant_limits import TenantBounds, TenantLimits
 from inference_svc.core.truncation import OverflowPolicy
-from inference_svc.core.turn_events import Tokens
 from inference_svc.core.turn_measures import TurnMeasures
+from inference_svc.core.turn_record import Tokens
 from inference_svc.runtime.turns.chat_text import TurnText
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn_prompt import PromptMaker, TurnLimits

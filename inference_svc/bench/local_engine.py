@@ -14,7 +14,7 @@ from inference_svc.bench.turn_times import Source, TurnTimes
 from inference_svc.bench.workspace import check_memory
 from inference_svc.config import InferenceSettings
 from inference_svc.core.errors import EngineFailedError
-from inference_svc.core.rates.load_or_recompute import LoadPolicy
+from inference_svc.core.rates.rates import LoadPolicy
 from inference_svc.core.sampling_params import SamplingParams
 from inference_svc.core.scheduling.request import Request
 from inference_svc.runtime.compute.sampling import Sampled, Sampler

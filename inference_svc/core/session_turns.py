@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 from inference_svc.core.errors import QueueFullError, SessionBusyError
-from inference_svc.core.return_times import ReturnTimes
+from inference_svc.core.tenant_limits import ReturnTimes
 from shared.types.session_key import SessionKey
 
 MAX_RETRY_S = 10.0

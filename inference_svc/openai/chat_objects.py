@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inference_svc.core.stopping import AnswerToken
-from inference_svc.core.turn_events import Finished
-from inference_svc.core.turn_record import Usage
+from inference_svc.core.turn_record import Finished, Usage
 from inference_svc.openai.token_text import TokenText
 
 

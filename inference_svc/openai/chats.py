@@ -4,7 +4,7 @@ import time
 
 from aiohttp import web
 
-from inference_svc.core.turn_events import Tokens
+from inference_svc.core.turn_record import Tokens
 from inference_svc.openai.api import Api
 from inference_svc.openai.chat_objects import ChatObjects
 from inference_svc.openai.chat_request import decode_chat

@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from inference_svc.core.turn_events import Finished
+from inference_svc.core.turn_record import Finished
 from inference_svc.openai.history_chain import HistoryChain
 from inference_svc.openai.known import KnownResponse, Point
 from inference_svc.openai.messages import ASSISTANT, Message

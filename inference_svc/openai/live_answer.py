@@ -7,7 +7,7 @@ from typing import Self
 
 from inference_svc.core.errors import TurnCancelledError
 from inference_svc.core.stopping import AnswerToken, FinishReason
-from inference_svc.core.turn_events import Finished, Tokens, TurnEvent
+from inference_svc.core.turn_record import Finished, Tokens, TurnEvent
 from inference_svc.openai.endings import Endings
 from inference_svc.openai.places import Caller, Place
 from inference_svc.openai.wanted_turn import WantedTurn

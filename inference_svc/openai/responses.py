@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from aiohttp import web
 
-from inference_svc.core.turn_events import Finished, Tokens
+from inference_svc.core.turn_record import Finished, Tokens
 from inference_svc.openai.api import Api
 from inference_svc.openai.errors import RequestError, unknown_response
 from inference_svc.openai.event_stream import EventStream

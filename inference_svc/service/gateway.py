@@ -11,7 +11,7 @@ from dataclasses import replace
 from inference_svc.core.counters import Counters
 from inference_svc.core.submission import TurnDefaults
 from inference_svc.core.transcript_format import Transcript
-from inference_svc.core.turn_events import TurnEvent
+from inference_svc.core.turn_record import TurnEvent
 from inference_svc.runtime.turns.turn import Turn
 from inference_svc.runtime.turns.turn_report import TurnReport
 from inference_svc.runtime.turns.turns import Turns

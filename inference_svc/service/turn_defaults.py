@@ -1,7 +1,7 @@
 """What turns get that do not say: from the settings, checked against the model. Pure."""
 
 from inference_svc.config import InferenceSettings
-from inference_svc.core.compression.registry import check_compression, make_compression
+from inference_svc.core.compression.policies import check_compression, make_compression
 from inference_svc.core.errors import InvalidCompressionError, UnsupportedModelError
 from inference_svc.core.submission import ModelTraits, TurnDefaults
 from inference_svc.core.truncation import KEPT_RATIO, RECOMPUTED_RATIO, OverflowPolicy

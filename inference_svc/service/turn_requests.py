@@ -8,11 +8,10 @@ import uuid
 from dataclasses import replace
 from typing import Any
 
+from inference_svc.core.compression.policies import check_compression, make_compression
 from inference_svc.core.compression.policy import CompressionPolicy
-from inference_svc.core.compression.registry import check_compression, make_compression
 from inference_svc.core.discards import Range
 from inference_svc.core.errors import EmptyTurnError, InvalidDiscardError, InvalidTurnError
-from inference_svc.core.expected_session import ExpectedSession
 from inference_svc.core.sampling_params import SamplingParams
 from inference_svc.core.submission import (
     MAX_DEADLINE_S,
@@ -25,6 +24,7 @@ from inference_svc.core.submission import (
     TurnDefaults,
     TurnInput,
 )
+from inference_svc.core.transcript_format import ExpectedSession
 from inference_svc.core.truncation import OverflowPolicy
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.types.session_key import SessionKey

@@ -26,16 +26,14 @@ from dataclasses import replace
 from inference_svc.core.discards import Range
 from inference_svc.core.errors import QueueFullError
 from inference_svc.core.rates.rates import Rates
-from inference_svc.core.scheduling.active_requests import ActiveRequests
-from inference_svc.core.scheduling.deadlines import Deadlines
+from inference_svc.core.scheduling.batch import ActiveRequests
 from inference_svc.core.scheduling.planner import Planner
 from inference_svc.core.scheduling.request import Request, RequestState
 from inference_svc.core.scheduling.residents import Residents
 from inference_svc.core.scheduling.row_budget import RowBudget
-from inference_svc.core.scheduling.start_estimates import StartEstimates
 from inference_svc.core.scheduling.start_gate import StartGate
 from inference_svc.core.scheduling.step_plan import SchedulerLimits, StepPlan, StepResult
-from inference_svc.core.scheduling.waiting_queue import WaitingQueue
+from inference_svc.core.scheduling.waiting_queue import Deadlines, StartEstimates, WaitingQueue
 from shared.kvd_client.queue_feed import QueueFeed
 from shared.types.session_key import SessionKey
 

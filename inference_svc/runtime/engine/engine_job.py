@@ -9,13 +9,13 @@ from typing import Protocol
 import numpy as np
 
 from inference_svc.core.discards import Discard, Range
-from inference_svc.core.rates.load_or_recompute import LoadPolicy
+from inference_svc.core.rates.rates import LoadPolicy
 from inference_svc.core.scheduling.request import Request
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper
 from inference_svc.runtime.compute.sampling import Sampled, Sampler
 from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
 from inference_svc.runtime.kv.layer_gate import LayerGate
-from inference_svc.runtime.store.save_stream import SaveStream
+from inference_svc.runtime.store.saves import SaveStream
 from shared.types.block_key import TOKEN_BYTES
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey

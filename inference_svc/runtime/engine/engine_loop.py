@@ -28,8 +28,13 @@ from inference_svc.runtime.engine.job_memory import JobMemory
 from inference_svc.runtime.engine.jobs import Jobs
 from inference_svc.runtime.engine.load_tasks import LoadTasks
 from inference_svc.runtime.engine.loads import Loads
-from inference_svc.runtime.engine.step_parts import follow_step, settle_load, step_input
-from inference_svc.runtime.engine.stepping import StepOutput, Stepper
+from inference_svc.runtime.engine.stepping import (
+    StepOutput,
+    Stepper,
+    follow_step,
+    settle_load,
+    step_input,
+)
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.store.saves import Saves
 from inference_svc.runtime.store.session_store import SessionStore

@@ -19,8 +19,7 @@ from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.runtime.engine.engine_job import EngineJob
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.kv_slab import WriteBuffer
-from inference_svc.runtime.store.save_stream import SaveStream
-from inference_svc.runtime.store.saves import DiscardLink, Saves
+from inference_svc.runtime.store.saves import DiscardLink, Saves, SaveStream
 from inference_svc.runtime.store.session_store import SessionStore
 from inference_svc.runtime.transfer.resident_slabs import ResidentSlabs
 from shared.types.lineage import Lineage

@@ -12,7 +12,7 @@ slab's gate (paper §3.2.1). Runs on the event loop; the copies run on the load 
 from dataclasses import dataclass
 
 from inference_svc.core.counters import Counters
-from inference_svc.core.rates.load_or_recompute import LoadPolicy
+from inference_svc.core.rates.rates import LoadPolicy
 from inference_svc.core.scheduling.step_plan import Admission
 from inference_svc.runtime.engine.engine_job import EngineJob
 from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder

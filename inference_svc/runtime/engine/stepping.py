@@ -2,6 +2,9 @@
 
 If the pass raises, its requests are computed one by one, so that only the one at fault fails. What
 was computed over history that is still being loaded counts only once that load is confirmed.
+
+Invariant: rows computed over history that is still being loaded are not saved before that load is
+confirmed.
 """
 
 import time
@@ -14,6 +17,7 @@ from torch import Tensor
 from inference_svc.core.counters import Counters
 from inference_svc.core.errors import EngineFailedError
 from inference_svc.core.rates.rates import Rates, pairs
+from inference_svc.core.scheduling.step_plan import PlannedChunk
 from inference_svc.core.turn_measures import TurnMeasures
 from inference_svc.runtime.compute.model_runner import Chunk, ModelRunner
 from inference_svc.runtime.compute.sampling import Sampled
@@ -169,3 +173,42 @@ def _as_reported(error: Exception) -> Exception:
         f"the model failed to compute this turn ({type(error).__name__})",
         "submit it again; the session is as it was",
     )
+
+
+def step_input(job: EngineJob, chunk: PlannedChunk) -> StepInput:
+    """A planned chunk as the runner takes it; its job is in the batch from now on."""
+    request = chunk.request
+    assert job.slab is not None, "a running request has a slab"  # noqa: S101
+    job.in_batch.set()
+    if job.gate is not None:
+        job.gate.on_change = None  # who is in the batch waits in the forward
+    start = request.computed_tokens
+    token_ids = request.token_ids[start : start + chunk.num_tokens]
+    return StepInput(
+        job, Chunk(job.slab, token_ids, chunk.sample, job.write_buffer, scores=job.scores)
+    )
+
+
+def follow_step(inputs: Sequence[StepInput], num_layers: int) -> StepClock | None:
+    """Have saves follow a step layer by layer, where history is certain; None: nobody does."""
+    clock = None
+    for part in inputs:
+        job, slab = part.job, part.chunk.slab
+        end_token = slab.num_tokens + len(part.chunk.token_ids)
+        if job.saves is not None and slab.gate is None and job.saves.wants(end_token):
+            clock = clock or StepClock(num_layers, slab.device)
+            job.saves.follow(job.token_bytes(end_token), clock)
+    return clock
+
+
+def settle_load(job: EngineJob) -> None:
+    """After the first step over a load: its gate has done its duty, and saving may begin."""
+    slab = job.slab
+    if slab is None or slab.gate is None or not slab.gate.is_settled:
+        return
+    job.outcome.stall_s += slab.gate.waited_s
+    if slab.gate.error is not None:
+        return
+    slab.gate = None
+    if job.saves is not None and job.saves.wants(slab.num_tokens):
+        job.saves.follow(job.token_bytes(slab.num_tokens), None)

@@ -1,4 +1,4 @@
-"""Loads from kvd into a slab.
+"""Loads from kvd into a slab, and what loads and saves share in their talk with it.
 
 Invariants: 1. a gate is confirmed only when kvd has confirmed the lease *after* all rows were
 copied; 2. every lease that was granted is completed, however the copy ends; 3. any failure is a
@@ -11,22 +11,60 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
-from inference_svc.core.rates.load_or_recompute import LoadChooser, LoadPolicy
-from inference_svc.core.rates.rates import Rates
+from inference_svc.core.counters import Counters
+from inference_svc.core.rates.rates import LoadChooser, LoadPolicy, Rates
 from inference_svc.runtime.calibration.calibration import Calibration
+from inference_svc.runtime.kv.arena_rows import ArenaRows
 from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder
 from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
 from inference_svc.runtime.kv.layer_gate import LayerGate
-from inference_svc.runtime.store.kvd_talk import KvdTalk
 from inference_svc.runtime.store.session_store import BegunLoad, LoadRequest
 from inference_svc.runtime.transfer.layer_load import LayerLoader, check_spans
 from inference_svc.runtime.transfer.layer_store import no_wait
 from inference_svc.runtime.worker_thread import WorkerThread
+from shared.kvd_client.arena_map import ArenaMap
 from shared.kvd_client.client import KvdClient
 from shared.kvd_client.grants import LoadGrant, Lookup
 from shared.kvd_client.progress_words import LoadFailedError, LoadProgress
 from shared.process.log import get_logger
 from shared.types.errors import ReportedError
+from shared.types.kv_layout import KVLayout
+
+
+class KvdTalk:
+    """What loads and saves have in common in their talk with kvd: its failures, its arena."""
+
+    def __init__(self, layout: KVLayout, counters: Counters) -> None:
+        self.layout = layout
+        self.counters = counters
+        self._last_problem = ""
+        self._rows: tuple[ArenaMap, ArenaRows] | None = None
+
+    def rows_of(self, arena: ArenaMap) -> ArenaRows:
+        """The arena as tensors; made once per arena."""
+        known = self._rows  # read once: loads and saves ask from threads of their own
+        if known is None or known[0] is not arena:
+            known = self._rows = arena, ArenaRows(arena, self.layout)
+        return known[1]
+
+    def note_problem(self, what: str, error: Exception) -> str:
+        """Count and log a failure, the log once until something works again; return its slug."""
+        if what in ("load", "save"):
+            self.counters.add(f"{what}_errors")
+        slug = error.reason if isinstance(error, ReportedError) else "copy_failed"
+        if slug != self._last_problem:
+            # An error that is not of kvd's making is ours: it needs its traceback.
+            trace = None if isinstance(error, ReportedError) else error
+            log.warning("session_store_failed", what=what, reason=slug, exc_info=trace)
+        self._last_problem = slug
+        return slug
+
+    def note_success(self) -> None:
+        """Say that kvd works again, if it did not."""
+        if self._last_problem:
+            log.info("session_store_works_again", after=self._last_problem)
+        self._last_problem = ""
+
 
 DRAM, SSD = "dram", "ssd"
 RECOMPUTE_CHEAPER = "recompute_cheaper"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from inference_svc.core.discards import Range
-from inference_svc.core.rates.load_or_recompute import LoadPolicy
+from inference_svc.core.rates.rates import LoadPolicy
 from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
 from inference_svc.runtime.kv.layer_gate import LayerGate

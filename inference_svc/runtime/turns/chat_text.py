@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
-from inference_svc.core.chat_frames import FrameTokens, common_prefix
 from inference_svc.core.errors import InvalidTurnError, NoChatTemplateError
+from inference_svc.core.turn_window import FrameTokens, common_prefix
 from inference_svc.runtime.turns.chat_template import (
     DUMMY_QUESTION,
     OTHER_QUESTION,

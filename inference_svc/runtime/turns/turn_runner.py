@@ -16,13 +16,11 @@ from inference_svc.core.compression.policy import CompressionPolicy, special_tok
 from inference_svc.core.context import Context, clip
 from inference_svc.core.counters import Counters
 from inference_svc.core.discards import COMPRESSION, OVERFLOW, Discard, Range, num_in
-from inference_svc.core.expected_session import ExpectedSession
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.stopping import FinishReason, GrowingAnswer
 from inference_svc.core.submission import Submission
-from inference_svc.core.transcript_format import Header, Transcript
-from inference_svc.core.turn_events import Accepted, Finished
-from inference_svc.core.turn_record import TurnRecord, Usage
+from inference_svc.core.transcript_format import ExpectedSession, Header, Transcript
+from inference_svc.core.turn_record import Accepted, Finished, TurnRecord, Usage
 from inference_svc.runtime.compute.attention_scores import keeper_for
 from inference_svc.runtime.compute.sampling import Sampler
 from inference_svc.runtime.engine.discards import ContextCut

@@ -26,15 +26,13 @@ from inference_svc.core.errors import (
     TurnCancelledError,
     UnknownTurnError,
 )
-from inference_svc.core.expected_session import ExpectedSession
 from inference_svc.core.session_turns import SessionTurns
 from inference_svc.core.submission import Submission
 from inference_svc.core.tenant_limits import Place, TenantLimits
-from inference_svc.core.transcript_format import Transcript
+from inference_svc.core.transcript_format import ExpectedSession, Transcript
 from inference_svc.runtime.engine.engine_loop import EngineLoop
-from inference_svc.runtime.turns.repeats import check_same, replay
 from inference_svc.runtime.turns.transcript import TranscriptStore
-from inference_svc.runtime.turns.turn import Turn
+from inference_svc.runtime.turns.turn import Turn, check_same, replay
 from inference_svc.runtime.turns.turn_report import TurnReport, turn_span
 from inference_svc.runtime.turns.turn_runner import TurnRunner
 from shared.process.log import get_logger

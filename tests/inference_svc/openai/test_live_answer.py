@@ -6,8 +6,7 @@ from inference_svc.core.errors import DrainingError, TurnCancelledError
 from inference_svc.core.sampling_params import SamplingParams
 from inference_svc.core.stopping import AnswerToken
 from inference_svc.core.submission import Submission, TextInput
-from inference_svc.core.turn_events import Accepted, Finished, Started, Tokens
-from inference_svc.core.turn_record import Usage
+from inference_svc.core.turn_record import Accepted, Finished, Started, Tokens, Usage
 from inference_svc.openai.live_answer import LiveAnswer
 from inference_svc.openai.places import Caller, Place
 from inference_svc.runtime.turns.turn import Turn

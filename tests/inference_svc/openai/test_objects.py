@@ -10,8 +10,7 @@ from pydantic import TypeAdapter
 
 from inference_svc.core.errors import QueueFullError, SessionBusyError
 from inference_svc.core.stopping import AnswerToken
-from inference_svc.core.turn_events import Finished
-from inference_svc.core.turn_record import Usage
+from inference_svc.core.turn_record import Finished, Usage
 from inference_svc.openai.chat_objects import ChatObjects, chat_usage
 from inference_svc.openai.errors import (
     RequestError,

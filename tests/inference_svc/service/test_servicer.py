@@ -20,8 +20,7 @@ from inference_svc.core.submission import (
 )
 from inference_svc.core.transcript_format import Header, Transcript
 from inference_svc.core.truncation import OverflowPolicy
-from inference_svc.core.turn_events import Accepted, Finished, Started, Tokens
-from inference_svc.core.turn_record import TurnRecord, Usage
+from inference_svc.core.turn_record import Accepted, Finished, Started, Tokens, TurnRecord, Usage
 from inference_svc.service.turn_messages import encode_event, encode_session
 from inference_svc.service.turn_requests import (
     MAX_DISCARD_ITEMS,

@@ -4,11 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.core.compression.h2o import HeavyHitters
+from inference_svc.core.compression.policies import (
+    HeavyHitters,
+    SinksRecent,
+    SnapKV,
+    make_compression,
+    pool,
+)
 from inference_svc.core.compression.policy import num_kept
-from inference_svc.core.compression.registry import make_compression
-from inference_svc.core.compression.sinks_recent import SinksRecent
-from inference_svc.core.compression.snapkv import SnapKV, pool
 from inference_svc.core.discards import merge_ranges, num_in, without
 
 

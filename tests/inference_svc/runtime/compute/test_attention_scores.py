@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from inference_svc.core.compression.registry import make_compression
+from inference_svc.core.compression.policies import make_compression
 from inference_svc.core.discards import without
 from inference_svc.runtime.attention.attention import AttentionOptions
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper, add_weights, keeper_for

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from inference_svc.core.errors import EngineFailedError
-from inference_svc.core.rates.load_or_recompute import LoadPolicy
+from inference_svc.core.rates.rates import LoadPolicy
 from inference_svc.runtime.engine.loads import PreloadPolicy
 from tests.memory_engine import POISON, Sink, alone, loaded_model, running_engine
 

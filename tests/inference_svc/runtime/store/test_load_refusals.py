@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from inference_svc.core.rates.load_or_recompute import LoadPolicy
-from inference_svc.core.rates.rates import pairs
+from inference_svc.core.rates.rates import LoadPolicy, pairs
 from inference_svc.runtime.engine.engine_job import as_token_bytes
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.store.session_store import LoadRequest

@@ -8,8 +8,7 @@ import torch
 
 from inference_svc.core.counters import Counters
 from inference_svc.core.discards import kept_runs
-from inference_svc.core.rates.load_or_recompute import LoadPolicy
-from inference_svc.core.rates.rates import Rates, pairs
+from inference_svc.core.rates.rates import LoadPolicy, Rates, pairs
 from inference_svc.runtime.calibration.calibration import calibrate
 from inference_svc.runtime.compute.model_runner import Chunk, ModelRunner
 from inference_svc.runtime.engine.engine_job import as_token_bytes

@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from inference_svc.core.chat_frames import FrameTokens
 from inference_svc.core.context import Context
 from inference_svc.core.discards import Discard
 from inference_svc.core.sampling_params import SamplingParams
@@ -12,7 +11,7 @@ from inference_svc.core.scheduling.request import Request
 from inference_svc.core.stopping import AnswerToken, GrowingAnswer
 from inference_svc.core.submission import Submission, TokenInput
 from inference_svc.core.truncation import OverflowPolicy
-from inference_svc.core.turn_window import TurnWindow
+from inference_svc.core.turn_window import FrameTokens, TurnWindow
 from inference_svc.runtime.compute.sampling import Sampled, Sampler
 from inference_svc.runtime.engine.engine_job import EngineJob
 from inference_svc.runtime.turns.answer_writer import AnswerWriter

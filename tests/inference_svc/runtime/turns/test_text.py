@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from inference_svc.core.errors import InvalidTurnError, NoChatTemplateError
+from inference_svc.runtime.turns.answer_writer import Detokenizer
 from inference_svc.runtime.turns.chat_text import TurnText
-from inference_svc.runtime.turns.detokenize import Detokenizer
 
 STRICT = (
     "{% for m in messages %}"

@@ -6,8 +6,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from inference_svc.core.errors import TurnMismatchError
-from inference_svc.core.turn_events import Finished
 from inference_svc.core.turn_measures import TurnMeasures
+from inference_svc.core.turn_record import Finished
 from inference_svc.runtime.turns.turn_report import TurnReport
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.types.units import NS_PER_S

@@ -8,7 +8,7 @@ import pytest
 
 from inference_svc.core.errors import RequestIdReusedError, SessionEndedError, TurnMismatchError
 from inference_svc.core.sampling_params import SamplingParams
-from inference_svc.core.turn_events import Accepted, Finished, Started, Tokens
+from inference_svc.core.turn_record import Accepted, Finished, Started, Tokens
 from inference_svc.runtime.turns.disk_trouble import PROBE_FILE
 from shared.types.errors import ReportedError
 from tests.memory_engine import alone, loaded_model

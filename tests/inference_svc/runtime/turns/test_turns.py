@@ -19,14 +19,13 @@ from inference_svc.core.errors import (
     TooManyTurnsError,
     UnknownSessionError,
 )
-from inference_svc.core.expected_session import ExpectedSession
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.session_turns import SessionTurns
 from inference_svc.core.submission import TurnDefaults
 from inference_svc.core.tenant_limits import TenantBounds, TenantLimits
-from inference_svc.core.turn_events import Accepted, Finished, Started
+from inference_svc.core.transcript_format import ExpectedSession
 from inference_svc.core.turn_measures import TurnMeasures
-from inference_svc.core.turn_record import TurnRecord, Usage
+from inference_svc.core.turn_record import Accepted, Finished, Started, TurnRecord, Usage
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn_report import TurnReport
 from inference_svc.runtime.turns.turns import Turns

@@ -2,11 +2,10 @@
 
 from fractions import Fraction
 
-import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.core.scheduling.read_buffer import buffer_layers, start_in_s
+from inference_svc.core.scheduling.start_gate import start_in_s
 
 times = st.integers(1, 1000).map(lambda number: Fraction(number, 1000))
 
@@ -30,25 +29,6 @@ def test_a_forward_that_waits_so_long_never_waits_in_a_layer(layers, ready, load
     assert waited(layers, ready, load_s, compute_s, start_s) == 0
     if start_s > 0:
         assert waited(layers, ready, load_s, compute_s, start_s * Fraction(99, 100)) > 0
-
-
-@given(st.integers(1, 40), times, times)
-def test_the_papers_buffer_is_at_most_one_layer_s_compute_short(layers, load_s, compute_s):
-    """Starting with S_buf layers loaded, the forward waits less than one layer computes."""
-    assume(load_s > compute_s)
-    ready = buffer_layers(layers, load_s, compute_s)
-    assert 0 < ready <= layers
-    assert waited(layers, ready, load_s, compute_s, Fraction(0)) <= compute_s
-
-
-@pytest.mark.parametrize(
-    ("load_s", "compute_s", "layers"), [(2, 3, 0), (3, 3, 0), (4, 3, 10), (30, 3, 36), (3, 0, 40)]
-)
-def test_no_buffer_is_needed_when_layers_load_as_fast_as_they_are_computed(
-    load_s, compute_s, layers
-):
-    """S_buf of 40 layers, for several ratios of the rates."""
-    assert buffer_layers(40, load_s, compute_s) == layers
 
 
 def test_everything_loaded_means_start_now():

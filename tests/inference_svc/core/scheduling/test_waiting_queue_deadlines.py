@@ -1,7 +1,7 @@
 """Requests by deadline."""
 
-from inference_svc.core.scheduling.deadlines import Deadlines
 from inference_svc.core.scheduling.request import Request, RequestState
+from inference_svc.core.scheduling.waiting_queue import Deadlines
 from shared.types.session_key import SessionKey
 
 

@@ -3,7 +3,7 @@
 from structlog.testing import capture_logs
 
 from inference_svc.core.counters import Counters
-from inference_svc.runtime.store.kvd_talk import KvdTalk
+from inference_svc.runtime.store.kvd_loads import KvdTalk
 from shared.types.errors import UnavailableError
 from tests.synthetic_engine import small_layout
 

@@ -4,7 +4,7 @@ import pytest
 
 from inference_svc.core.rates.rates import Rates, pairs
 from inference_svc.core.scheduling.request import Request
-from inference_svc.core.scheduling.start_estimates import UNKNOWN_RETRY_S, StartEstimates
+from inference_svc.core.scheduling.waiting_queue import UNKNOWN_RETRY_S, StartEstimates
 from shared.types.session_key import SessionKey
 
 S = 1_000_000_000

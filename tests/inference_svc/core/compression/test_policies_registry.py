@@ -2,7 +2,7 @@
 
 import pytest
 
-from inference_svc.core.compression.registry import (
+from inference_svc.core.compression.policies import (
     POLICY_NAMES,
     check_compression,
     make_compression,

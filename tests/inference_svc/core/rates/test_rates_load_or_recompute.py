@@ -2,8 +2,7 @@
 
 import pytest
 
-from inference_svc.core.rates.load_or_recompute import TRY_EVERY, LoadChooser, LoadPolicy
-from inference_svc.core.rates.rates import Rates, pairs
+from inference_svc.core.rates.rates import TRY_EVERY, LoadChooser, LoadPolicy, Rates, pairs
 
 
 def measured(load_latency_s=0.05, load_token_s=1e-5):
