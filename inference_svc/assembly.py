@@ -21,8 +21,8 @@ from inference_svc.core.turn_measures import TurnMeasures
 from inference_svc.runtime.attention.attention_backends import make_attention
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.engine.engine_loop import EngineLoop
-from inference_svc.runtime.engine.job_memory import MOST_RESIDENTS
 from inference_svc.runtime.engine.loads import Loads, PreloadPolicy
+from inference_svc.runtime.engine.requests import MOST_RESIDENTS
 from inference_svc.runtime.engine.stepping import Stepper
 from inference_svc.runtime.heap import keep_freed_memory
 from inference_svc.runtime.kv.kv_pool import KVPool
@@ -234,7 +234,7 @@ def assemble(
         report,
     )
     tenant_limits = TenantLimits(
-        *settings.tenant_bounds(), turn_s=lambda: parts.engine.retry_after_s
+        *settings.tenant_bounds(), turn_s=parts.engine.scheduler.estimates.retry_after_s
     )
     turns = Turns(
         turn_runner,
@@ -243,7 +243,7 @@ def assemble(
         SessionTurns(
             settings.scheduler.max_turns,
             settings.scheduler.max_turns_per_session,
-            lambda: parts.engine.retry_after_s,
+            parts.engine.scheduler.estimates.retry_after_s,
         ),
         tenant_limits,
         parts.counters,
@@ -375,8 +375,8 @@ def _describe_now(
         uptime = {"uptime_s": time.monotonic() - start_s}
         now = inference_pb2.Model(
             kvd_state=parts.store.state,
-            running_turns=parts.engine.num_running,
-            waiting_turns=parts.engine.num_waiting,
+            running_turns=parts.engine.scheduler.num_running,
+            waiting_turns=len(parts.engine.scheduler.queue),
             counters=parts.counters.snapshot(),
             gauges=uptime
             | parts.engine.gauges()

@@ -9,14 +9,13 @@ from inference_svc.core.counters import Counters
 from inference_svc.core.discards import kept_runs
 from inference_svc.core.rates.rates import LoadPolicy, Rates
 from inference_svc.core.sampling_params import SamplingParams
-from inference_svc.core.scheduling.request import Request
 from inference_svc.core.scheduling.scheduler import Scheduler, SchedulerLimits
 from inference_svc.core.turn_measures import TurnMeasures
 from inference_svc.runtime.calibration.calibration import calibrate
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.compute.sampling import Sampler
-from inference_svc.runtime.engine.engine_job import EngineJob
 from inference_svc.runtime.engine.engine_loop import EngineLoop
+from inference_svc.runtime.engine.engine_request import EngineRequest
 from inference_svc.runtime.engine.loads import Loads, PreloadPolicy
 from inference_svc.runtime.engine.stepping import Stepper
 from inference_svc.runtime.kv.kv_pool import KVPool
@@ -69,6 +68,7 @@ class MemoryStore:
 
     saves = True
     state = "attached"
+    loads = property(lambda self: self)
 
     def __init__(self):
         self.order = []
@@ -83,7 +83,7 @@ class MemoryStore:
         self.lineages = {}  # of these tokens
         self.ended = []
 
-    async def begin_load(self, request):
+    async def begin(self, request):
         self.order.append("load")
         self.is_asked.set()
         await self.may_begin.wait()
@@ -102,7 +102,7 @@ class MemoryStore:
         self.begun_key = request.key
         return begun
 
-    async def finish_load(self, begun, slab, tail, gate, layers):
+    async def finish(self, begun, slab, tail, gate, layers):
         if self.num_failing_loads:
             self.num_failing_loads -= 1
             gate.fail(LoadFailedError("it broke off", "compute"))
@@ -122,8 +122,8 @@ class MemoryStore:
         if layers.stop == gate.num_layers:
             gate.confirm()
 
-    async def give_up(self, begun):
-        self.order.append("give up")
+    async def cancel(self, begun):
+        self.order.append("cancel")
 
     async def save(self, key, token_ids, from_token, buffer, clock=None, lineage=None):
         await self.may_end.wait()
@@ -201,7 +201,7 @@ class Sink:
         self.num_started = 0
         self.is_cut_off = False
 
-    def started(self, request, outcome):
+    def started(self, request):
         self.num_started += 1
 
     def sampled(self, token):
@@ -220,7 +220,7 @@ def loaded_model(directory):
 
 
 class Engine:
-    """An engine over a store in memory, and a maker of jobs."""
+    """An engine over a store in memory, and a maker of requests."""
 
     def __init__(self, model, store, limits, preload, saves_first):
         loaded, calibration = model
@@ -257,34 +257,32 @@ class Engine:
         )
         self._number = 0
 
-    def job(self, token_ids, max_tokens=8, session="s", *, is_final=False, truncate=None, **fields):
+    def request(self, token_ids, max_tokens=8, session="s", **fields):
         self._number += 1
         key = SessionKey("default", "m", session)
-        return EngineJob(
-            Request(self._number, key, list(token_ids), max_tokens, 0, **fields),
-            is_final=is_final,
+        return EngineRequest(
+            *(self._number, key, list(token_ids), max_tokens, 0),
             sampler=Sampler(SamplingParams()),
             sink=Sink(max_tokens),
-            done=asyncio.get_running_loop().create_future(),
-            truncate=truncate,
+            **fields,
         )
 
     async def run(self, token_ids, max_tokens=8, session="s", **fields):
         """One turn, kept; returns its tokens."""
-        job = self.job(token_ids, max_tokens, session, **fields)
-        await self.loop.generate(job)
-        self.loop.keep(job, job.request.token_ids[:-1])
-        return job
+        request = self.request(token_ids, max_tokens, session, **fields)
+        await self.loop.generate(request)
+        self.loop.keep(request, request.token_ids[:-1])
+        return request
 
     async def all_given_back(self):
         """Nothing is under way, and nothing is held but by residents."""
         await self.loop.wait_idle()
         self.scheduler.check()
-        assert not self.scheduler.reserved_rows
-        for key in list(self.loop._memory._residents._residents):
-            self.loop.release_resident(key)
+        assert not self.scheduler.rows.reserved_rows
+        for key in list(self.loop.memory._residents._residents):
+            self.loop.memory.release_resident(key)
         assert self.pool.num_free == self.pool.num_rows
-        assert not self.scheduler.num_waiting
+        assert not len(self.scheduler.queue)
 
 
 @asynccontextmanager

@@ -16,9 +16,8 @@ from inference_svc.config import InferenceSettings
 from inference_svc.core.errors import EngineFailedError
 from inference_svc.core.rates.rates import LoadPolicy
 from inference_svc.core.sampling_params import SamplingParams
-from inference_svc.core.scheduling.request import Request
 from inference_svc.runtime.compute.sampling import Sampled, Sampler
-from inference_svc.runtime.engine.engine_job import EngineJob, LoadOutcome
+from inference_svc.runtime.engine.engine_request import EngineRequest
 from shared.children.child_kvd import ChildKvd
 from shared.types.session_key import SessionKey
 
@@ -43,7 +42,7 @@ class _Sink:
         self._max_tokens = max_tokens
         self._is_over = is_over
 
-    def started(self, request: Request, outcome: LoadOutcome) -> None:
+    def started(self, request: EngineRequest) -> None:
         """Nothing to do: the outcome is read at the end."""
 
     def window_full(self) -> None:
@@ -116,31 +115,28 @@ class LocalEngine:
         """
         engine = self.parts.engine
         if source not in KEEPS_RESIDENT:
-            engine.release_resident(key)
+            engine.memory.release_resident(key)
         sink = _Sink(max_tokens, is_over)
         history = keep_tokens if history_tokens is None else history_tokens
-        job = EngineJob(
-            request=Request(
-                number=next(self._numbers),
-                key=key,
-                token_ids=list(prompt_ids),
-                max_tokens=max_tokens,
-                arrived_ns=time.monotonic_ns(),
-                history_tokens=min(history, len(prompt_ids)),
-            ),
+        request = EngineRequest(
+            number=next(self._numbers),
+            key=key,
+            token_ids=list(prompt_ids),
+            max_tokens=max_tokens,
+            arrived_ns=time.monotonic_ns(),
+            history_tokens=min(history, len(prompt_ids)),
             is_final=is_final,
             sampler=Sampler(SamplingParams(max_tokens=max_tokens, ignore_eos=True)),
             sink=sink,
-            done=asyncio.get_running_loop().create_future(),
             load_policy=POLICIES[source],
         )
         submitted_s = time.perf_counter()
-        await self._generate(job)
+        await self._generate(request)
         if keep_tokens:
-            engine.keep(job, job.request.token_ids[:keep_tokens])
+            engine.keep(request, request.token_ids[:keep_tokens])
         else:
-            engine.drop(job)
-        return _times(job, sink, submitted_s)
+            engine.drop(request)
+        return _times(request, sink, submitted_s)
 
     async def settle(self) -> None:
         """Return when engine and kvd have nothing to do: what is timed next is timed alone."""
@@ -153,10 +149,10 @@ class LocalEngine:
         self._life = asyncio.current_task()
         await self.parts.engine.run()
 
-    async def _generate(self, job: EngineJob) -> None:
-        """Compute the job, or raise what ended the engine."""
+    async def _generate(self, request: EngineRequest) -> None:
+        """Compute the request, or raise what ended the engine."""
         assert self._life is not None, "an engine that runs"  # noqa: S101
-        answer = asyncio.ensure_future(self.parts.engine.generate(job))
+        answer = asyncio.ensure_future(self.parts.engine.generate(request))
         try:
             await asyncio.wait((answer, self._life), return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
@@ -213,14 +209,14 @@ async def running_engine(
         parts.close()
 
 
-def _times(job: EngineJob, sink: _Sink, submitted_s: float) -> TurnTimes:
-    outcome = job.outcome
+def _times(request: EngineRequest, sink: _Sink, submitted_s: float) -> TurnTimes:
+    outcome = request.outcome
     return TurnTimes(
         submitted_s=submitted_s,
         token_s=tuple(sink.token_s),
-        reused_tokens=job.request.loaded_tokens,
+        reused_tokens=request.loaded_tokens,
         tier_tokens=dict(outcome.tier_tokens),
         load_s=outcome.load_s,
         stall_s=outcome.stall_s,
-        output_ids=tuple(job.request.output_ids),
+        output_ids=tuple(request.output_ids),
     )

@@ -118,7 +118,7 @@ class _Case:
         num_tokens = self._half if variant == "half" else len(ids)
         key, context = await self._session(num_tokens)
         if self._tier != "hbm":
-            engine.parts.engine.release_resident(key)
+            engine.parts.engine.memory.release_resident(key)
         new_ids = engine.new_tokens(self._options.new_tokens)
         began_s = time.perf_counter()
         if variant == "overflow":
@@ -128,7 +128,7 @@ class _Case:
         times = await engine.turn(
             key, [*context, *new_ids], self._options.answer_tokens, source=SOURCES[self._tier]
         )
-        engine.parts.engine.release_resident(key)
+        engine.parts.engine.memory.release_resident(key)
         return _Take(times, began_s, discard_s, len(context))
 
     async def _session(self, num_tokens: int) -> tuple[SessionKey, list[int]]:

@@ -87,7 +87,7 @@ class PolicyReplay:
             await asyncio.sleep(turn.think_s if number else 0.0)
             prompt = [*context, *engine.new_tokens(turn.new_tokens)]
             end = len(prompt) + turn.output_tokens
-            counts, num_ahead = self._arrive(), engine.parts.engine.num_waiting
+            counts, num_ahead = self._arrive(), len(engine.parts.engine.scheduler.queue)
             times = await engine.turn(
                 engine.key(f"session-{index}"),
                 prompt,

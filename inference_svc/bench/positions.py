@@ -118,7 +118,7 @@ class _Replay:
                     num_computed = max(0, num_computed - num_dropped)
                 prompt = [*context, *engine.new_tokens(turn.new_tokens)]
                 end = len(prompt) + turn.output_tokens
-                num_ahead = engine.parts.engine.num_waiting
+                num_ahead = len(engine.parts.engine.scheduler.queue)
                 times = await engine.turn(
                     key, prompt, turn.output_tokens, source="kvd", keep_tokens=end - 1
                 )

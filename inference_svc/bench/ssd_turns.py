@@ -151,7 +151,7 @@ class _SsdCase:
     async def _prepare(self, name: str) -> None:
         """Bring the history where the variant wants it."""
         if name in FROM_SSD:
-            self._engine.parts.engine.release_resident(self._session.key)
+            self._engine.parts.engine.memory.release_resident(self._session.key)
             await self._filler.push_out()
         elif name == "dram":
             await self._session.turn("kvd", 1, 1)

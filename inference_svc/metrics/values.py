@@ -35,8 +35,8 @@ def _fill(parts: ServiceParts, calls: Calls, scrape: Scrape) -> None:
     scrape.put("inference_ready", parts.front.is_ready)
     for state in KVD_STATES:
         scrape.put("inference_kvd_state", engine_parts.store.state == state, state)
-    scrape.put("inference_running_turns", parts.engine.num_running)
-    scrape.put("inference_waiting_turns", parts.engine.num_waiting)
+    scrape.put("inference_running_turns", parts.engine.scheduler.num_running)
+    scrape.put("inference_waiting_turns", len(parts.engine.scheduler.queue))
     scrape.put_counters(
         {
             **engine_parts.counters.snapshot(),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from inference_svc.core.discards import Range, merge_ranges, without
 from inference_svc.core.errors import QueueFullError
 from inference_svc.core.rates.rates import Rates
-from inference_svc.core.scheduling.request import Request, RequestState
+from inference_svc.core.scheduling.request import Request, RequestEvent, RequestState
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.core.scheduling.step_plan import Admission, SchedulerLimits, StepPlan, StepResult
 from shared.types.queue_digest import Rank
@@ -102,10 +102,10 @@ class SchedulerWorld:
         slabs = [job.slab.capacity for job in self.jobs.values() if job.slab is not None]
         slabs += [slab.capacity for slab in self.residents.values()]
         in_use = sum(slabs) + sum(sum(job.writes) for job in self.jobs.values())
-        assert in_use <= self.scheduler.reserved_rows + self.scheduler.resident_rows
-        assert self.scheduler.num_resident == len(self.residents)
+        assert in_use <= self.scheduler.rows.reserved_rows + self.scheduler.residents.num_rows
+        assert len(self.scheduler.residents) == len(self.residents)
         resident_rows = sum(slab.capacity for slab in self.residents.values())
-        assert self.scheduler.resident_rows == resident_rows
+        assert self.scheduler.residents.num_rows == resident_rows
         self.scheduler.feed.check()
         assert sorted(self.scheduler.feed._jobs) == sorted(number for number, _ in self.queue())
 
@@ -121,7 +121,7 @@ class SchedulerWorld:
         ]
         waiting = [
             (request.number, (-request.priority, request.start_tag, request.number))
-            for request in self.scheduler.waiting()
+            for request in list(self.scheduler.queue)
         ]
         return [(number, None) for number in sorted(running)] + waiting
 
@@ -162,7 +162,7 @@ class SchedulerWorld:
         try:
             self.scheduler.submit(request)
         except QueueFullError as error:
-            assert self.scheduler.num_waiting >= self.limits.max_waiting
+            assert len(self.scheduler.queue) >= self.limits.max_waiting
             assert error.retry_after_s > 0  # noqa: PT017
             return None
         job = self.jobs[number] = Job(request, is_rigid=number % 5 == 0)
@@ -299,17 +299,17 @@ class SchedulerWorld:
         """Layers of a load arrive; the last may be later than the step that waits for it."""
         job.layers += layers
         if job.layers >= NUM_LAYERS:
-            self.scheduler.progressed(job.request, NUM_LAYERS, self.tick())
+            self.scheduler.gate.progressed(job.request, NUM_LAYERS, self.tick())
             job.layers = None
             if job.source is not None:
                 self._end_move(job)
         else:
-            self.scheduler.progressed(job.request, job.layers, self.tick())
+            self.scheduler.gate.progressed(job.request, job.layers, self.tick())
 
     def _end_move(self, job: Job) -> None:
         assert self.residents.pop(job.request.key) is job.source
         job.source = None
-        self.scheduler.resident_moved(job.request)
+        self.scheduler.residents.end_move(job.request)
 
     # ---------------------------------------------------------------------------------- steps
 
@@ -339,14 +339,14 @@ class SchedulerWorld:
             job.slab, job.fails, job.is_writing = None, False, False
             self.scheduler.restart(job.request, self.now_ns)
         for number in failing:
-            self.stop(self.jobs[number], RequestState.FAILED)
+            self.stop(self.jobs[number], RequestEvent.FAIL)
         return [self.jobs[number] for number in sampled]
 
     def finish(self, job: Job, *, keeps: bool) -> None:
         """A job's answer is complete."""
         request, slab = job.request, job.slab
         assert request.num_sampled <= request.max_tokens
-        self.scheduler.finish(request, self.tick())
+        self.scheduler.end(request, RequestEvent.FINISH, self.tick())
         token_ids = request.token_ids[: request.computed_tokens]
         if keeps and self.scheduler.keep_resident(request, token_ids, self.now_ns):
             assert request.key not in self.residents
@@ -356,9 +356,9 @@ class SchedulerWorld:
             self.conversations[request.key] = list(request.token_ids)
         self._give_up(job)
 
-    def stop(self, job: Job, state: RequestState) -> None:
+    def stop(self, job: Job, event: RequestEvent) -> None:
         """Cancel or fail a job; what is being copied for it goes on."""
-        self.scheduler.stop(job.request, state, self.tick())
+        self.scheduler.end(job.request, event, self.tick())
         self._give_up(job)
 
     def _give_up(self, job: Job) -> None:
@@ -385,7 +385,7 @@ class SchedulerWorld:
 
     def drop_resident(self, key: SessionKey) -> None:
         """A session is deleted."""
-        if self.scheduler.drop_resident(key):
+        if self.scheduler.residents.drop(key):
             del self.residents[key]
 
     # ---------------------------------------------------------------------------------- ends
@@ -402,10 +402,10 @@ class SchedulerWorld:
             self.let_everything_happen()
         assert not self.alive(), "a request starves"
         self.let_everything_happen()
-        assert self.scheduler.reserved_rows == 0, "rows are lost"
+        assert self.scheduler.rows.reserved_rows == 0, "rows are lost"
         for key in list(self.residents):
             self.drop_resident(key)
-        assert self.scheduler.resident_rows == 0
+        assert self.scheduler.residents.num_rows == 0
         self.check()
 
     def let_everything_happen(self) -> None:

@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from inference_svc.core.scheduling.request import RequestState
+from inference_svc.core.scheduling.request import RequestEvent
 from inference_svc.core.scheduling.step_plan import SchedulerLimits
 from tests.property.scheduler_world import KEYS, MS, NUM_LAYERS, Job, SchedulerWorld
 
@@ -115,7 +115,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.alive())
     @rule(data=st.data())
     def cancel(self, data) -> None:
-        self.world.stop(self.some(data, self.world.alive()), RequestState.CANCELLED)
+        self.world.stop(self.some(data, self.world.alive()), RequestEvent.CANCEL)
 
     @rule(
         key=st.sampled_from(KEYS),
@@ -207,7 +207,7 @@ def disturb(world: SchedulerWorld, job: Job, random: Random) -> None:
         else:
             world.progress(job, random.randint(1, 3))
     if not job.request.is_over and random.random() < 0.01:
-        world.stop(job, RequestState.CANCELLED)
+        world.stop(job, RequestEvent.CANCEL)
 
 
 def go_round(world: SchedulerWorld, random: Random, seen: Counter[str]) -> None:

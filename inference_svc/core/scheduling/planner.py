@@ -24,7 +24,7 @@ Other residents are evicted for it, never more than it takes, and none if it can
 from dataclasses import dataclass, field
 
 from inference_svc.core.scheduling.batch import ActiveRequests, plan_chunks, prompt_budget
-from inference_svc.core.scheduling.request import Request, RequestState
+from inference_svc.core.scheduling.request import Request, RequestEvent, RequestState
 from inference_svc.core.scheduling.residents import Residents
 from inference_svc.core.scheduling.row_budget import RowBudget
 from inference_svc.core.scheduling.start_gate import StartGate
@@ -106,7 +106,7 @@ class Admissions:
         elif terms.resident_tokens:
             self._residents.begin_move(request)
         self._rows.reserve(request, terms.slab_rows, terms.write_rows)
-        request.move(RequestState.LOADING)
+        request.move(RequestEvent.ADMIT)
         request.capacity_tokens = terms.capacity_tokens
         request.admitted_ns = request.admitted_ns or now_ns
         return Admission(request, terms.resident_tokens, in_place), evicted
@@ -186,7 +186,7 @@ class Planner:
             if opens_ns > draft.now_ns:
                 held_ns.append(opens_ns)
             elif self._has_place(request, draft):
-                request.move(RequestState.RUNNING)
+                request.move(RequestEvent.START)
                 request.started_ns = request.started_ns or draft.now_ns
         return min(held_ns, default=None)
 
@@ -266,19 +266,19 @@ class Planner:
     def _preempt(self, request: Request, draft: _Draft) -> None:
         """Send a request back to its place; what it has is its session's resident."""
         request.num_preemptions += 1
-        self._put_back(request, draft)
+        self._put_back(request, RequestEvent.PREEMPT, draft)
         draft.preempted.append(request)
 
     def _overflow(self, request: Request, draft: _Draft) -> None:
         """Send a request back to its place until its context is cut."""
         request.num_overflows += 1
-        self._put_back(request, draft)
+        self._put_back(request, RequestEvent.OVERFLOW, draft)
         is_there = self._residents.begin_shift(request.key)
         assert is_there, "what it has computed is resident now"
         draft.overflowed.append(request)
 
-    def _put_back(self, request: Request, draft: _Draft) -> None:
-        request.move(RequestState.WAITING)
+    def _put_back(self, request: Request, event: RequestEvent, draft: _Draft) -> None:
+        request.move(event)
         token_ids = request.token_ids[: request.computed_tokens]
         self._rows.become_resident(request, token_ids, draft.now_ns)
         self._active.remove(request)

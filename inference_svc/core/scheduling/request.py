@@ -1,9 +1,6 @@
 """One turn as the scheduler sees it: token ids, how many of them have KV, and a state.
 
-    WAITING ──admit──► LOADING ──announce──► READY ──start──► RUNNING ──finish──► FINISHED
-     │  ▲                 │                   │                  │
-     │  └──── restart ────┴── preempt, restart┴─────── overflow ─┤
-     └─────────────────── cancel: CANCELLED, fail: FAILED ───────┘  (from LOADING and READY, too)
+The life of a request is the table TRANSITIONS; inference_svc/README.md has its drawing.
 
 Invariants:
     1. the state moves along TRANSITIONS only;
@@ -13,7 +10,7 @@ Invariants:
     4. num_sampled only grows, whatever is discarded: max_tokens bounds it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -25,7 +22,7 @@ NO_WINDOW = 1 << 62  # rows; more than there will ever be
 
 
 class RequestState(Enum):
-    """Where a request is; see the module's drawing."""
+    """Where a request is."""
 
     WAITING = "waiting"
     LOADING = "loading"
@@ -36,16 +33,59 @@ class RequestState(Enum):
     FAILED = "failed"
 
 
-_ENDS = frozenset({RequestState.CANCELLED, RequestState.FAILED})
-_BACK = frozenset({RequestState.WAITING})
-TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
-    RequestState.WAITING: _ENDS | {RequestState.LOADING},
-    RequestState.LOADING: _ENDS | _BACK | {RequestState.READY},
-    RequestState.READY: _ENDS | _BACK | {RequestState.RUNNING},
-    RequestState.RUNNING: _ENDS | _BACK | {RequestState.FINISHED},
-    RequestState.FINISHED: frozenset(),
-    RequestState.CANCELLED: frozenset(),
-    RequestState.FAILED: frozenset(),
+class RequestEvent(Enum):
+    """What moves a request on.
+
+    Attributes:
+        ADMIT: it has rows; its history may be loaded.
+        ANNOUNCE: how much of its history there will be is known.
+        START: it joins the batch.
+        PREEMPT: it gives its place to another, or has outgrown its rows; what it computed is kept.
+        OVERFLOW: its window is full; its context is cut before it is admitted again.
+        RESTART: its load failed, or cannot be had; nothing is kept.
+        FINISH: its answer is complete.
+        CANCEL: nobody wants it any more.
+        FAIL: it cannot be answered, or its deadline passed.
+    """
+
+    ADMIT = "admit"
+    ANNOUNCE = "announce"
+    START = "start"
+    PREEMPT = "preempt"
+    OVERFLOW = "overflow"
+    RESTART = "restart"
+    FINISH = "finish"
+    CANCEL = "cancel"
+    FAIL = "fail"
+
+
+_STOPS = {
+    RequestEvent.CANCEL: RequestState.CANCELLED,
+    RequestEvent.FAIL: RequestState.FAILED,
+}
+TRANSITIONS: Mapping[RequestState, Mapping[RequestEvent, RequestState]] = {
+    RequestState.WAITING: {RequestEvent.ADMIT: RequestState.LOADING, **_STOPS},
+    RequestState.LOADING: {
+        RequestEvent.ANNOUNCE: RequestState.READY,
+        RequestEvent.RESTART: RequestState.WAITING,
+        **_STOPS,
+    },
+    RequestState.READY: {
+        RequestEvent.START: RequestState.RUNNING,
+        RequestEvent.PREEMPT: RequestState.WAITING,
+        RequestEvent.RESTART: RequestState.WAITING,
+        **_STOPS,
+    },
+    RequestState.RUNNING: {
+        RequestEvent.FINISH: RequestState.FINISHED,
+        RequestEvent.PREEMPT: RequestState.WAITING,
+        RequestEvent.OVERFLOW: RequestState.WAITING,
+        RequestEvent.RESTART: RequestState.WAITING,
+        **_STOPS,
+    },
+    RequestState.FINISHED: {},
+    RequestState.CANCELLED: {},
+    RequestState.FAILED: {},
 }
 
 
@@ -185,7 +225,8 @@ class Request:
         self.computed_tokens = num_in(kept_runs(ranges, self.computed_tokens))
         self.token_ids = without(self.token_ids, ranges)
 
-    def move(self, state: RequestState) -> None:
-        """Take a transition of the table."""
-        assert state in TRANSITIONS[self.state], f"request {self.number}: {self.state} -> {state}"
+    def move(self, event: RequestEvent) -> None:
+        """Take the transition of an event; the table has to have it."""
+        state = TRANSITIONS[self.state].get(event)
+        assert state is not None, f"request {self.number} is {self.state.value}: no {event.value}"
         self.state = state

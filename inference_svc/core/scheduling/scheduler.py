@@ -28,14 +28,13 @@ from inference_svc.core.errors import QueueFullError
 from inference_svc.core.rates.rates import Rates
 from inference_svc.core.scheduling.batch import ActiveRequests
 from inference_svc.core.scheduling.planner import Planner
-from inference_svc.core.scheduling.request import Request, RequestState
+from inference_svc.core.scheduling.request import Request, RequestEvent, RequestState
 from inference_svc.core.scheduling.residents import Residents
 from inference_svc.core.scheduling.row_budget import RowBudget
 from inference_svc.core.scheduling.start_gate import StartGate
 from inference_svc.core.scheduling.step_plan import SchedulerLimits, StepPlan, StepResult
 from inference_svc.core.scheduling.waiting_queue import Deadlines, StartEstimates, WaitingQueue
 from shared.kvd_client.queue_feed import QueueFeed
-from shared.types.session_key import SessionKey
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
@@ -51,7 +50,11 @@ class Scheduler:
     Attributes:
         feed: requests that wait, and those that run: from admission until they wait again, or,
             after their end, until `release_slab`.
-        residents: who drops rows of one says so there.
+        queue: those that wait, in the order they will be admitted.
+        rows: who holds how many.
+        residents: who drops or moves rows of one says so there.
+        gate: is told how loads progress.
+        estimates: when a place in the queue is likely free.
     """
 
     def __init__(
@@ -61,57 +64,28 @@ class Scheduler:
         num_layers: int,
         tenant_weights: Mapping[str, float] | None = None,
     ) -> None:
-        self._limits = limits
         self.feed = QueueFeed()
-        self._queue = WaitingQueue(tenant_weights or {}, self.feed)
-        self._active = ActiveRequests()
+        self.queue = WaitingQueue(tenant_weights or {}, self.feed)
         self.residents = Residents()
-        self._rows = RowBudget(limits.kv_rows, self.residents)
-        self._gate = StartGate(num_layers, rates)
+        self.rows = RowBudget(limits.kv_rows, self.residents)
+        self.gate = StartGate(num_layers, rates)
+        self.estimates = StartEstimates(rates)
+        self._limits = limits
+        self._active = ActiveRequests()
         self._planner = Planner(
-            limits, self._queue, self._active, self._rows, self.residents, self._gate
+            limits=limits,
+            queue=self.queue,
+            active=self._active,
+            rows=self.rows,
+            residents=self.residents,
+            gate=self.gate,
         )
         self._deadlines = Deadlines()
-        self._estimates = StartEstimates(rates)
-
-    # ---------------------------------------------------------------------------- for people
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests not admitted, or not any more."""
-        return len(self._queue)
 
     @property
     def num_running(self) -> int:
         """Requests that are being computed."""
         return len(self._active.in_state(RequestState.RUNNING))
-
-    @property
-    def num_resident(self) -> int:
-        """Sessions whose slab is kept."""
-        return len(self.residents)
-
-    @property
-    def resident_rows(self) -> int:
-        """Rows of these slabs."""
-        return self.residents.num_rows
-
-    @property
-    def reserved_rows(self) -> int:
-        """Rows of requests: slabs and write buffers."""
-        return self._rows.reserved_rows
-
-    def waiting(self) -> list[Request]:
-        """Requests that wait, in the order they will be admitted."""
-        return list(self._queue)
-
-    def retry_after_s(self) -> float:
-        """When a place in the queue is likely free."""
-        return self._estimates.retry_after_s()
-
-    def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
-        """Share the service otherwise among tenants; what waits keeps its place."""
-        self._queue.weights = weights
 
     # ------------------------------------------------------------------------------ requests
 
@@ -124,14 +98,14 @@ class Scheduler:
         assert len(request.token_ids) <= request.window_tokens, "the caller cuts the context"
         most_rows = request.full_capacity_tokens * (2 if self._limits.saves else 1)
         assert most_rows <= self._limits.kv_rows, "the caller checks the window"
-        if len(self._queue) >= self._limits.max_waiting:
+        if len(self.queue) >= self._limits.max_waiting:
             raise QueueFullError(
-                f"the queue is full ({len(self._queue)} turns wait)",
+                f"the queue is full ({len(self.queue)} turns wait)",
                 "submit again later or raise scheduler.max_turns",
-                queue_length=len(self._queue),
-                retry_after_s=self.retry_after_s(),
+                queue_length=len(self.queue),
+                retry_after_s=self.estimates.retry_after_s(),
             )
-        self._queue.add(request)
+        self.queue.add(request)
         self._deadlines.add(request)
 
     def announced(
@@ -158,31 +132,27 @@ class Scheduler:
             enough_layers: layers with which it may start whatever the rates say; None: all.
         """
         assert 0 <= num_tokens < len(request.token_ids), "the last token is always computed"
-        request.move(RequestState.READY)
+        request.move(RequestEvent.ANNOUNCE)
         request.computed_tokens = num_tokens
         if not request.is_back:
             request.loaded_tokens = num_tokens
         request.ready_ns = request.ready_ns or now_ns
-        self._rows.open_write(request, request.capacity_tokens - write_first_token)
-        self._gate.announced(request, now_ns, layers_ready, tier=tier, enough_layers=enough_layers)
-
-    def progressed(self, request: Request, layers_ready: int, now_ns: int) -> None:
-        """Note how many layers of a load are there, from the first; owed for the last one, too."""
-        self._gate.progressed(request, layers_ready, now_ns)
+        self.rows.open_write(request, request.capacity_tokens - write_first_token)
+        self.gate.announced(request, now_ns, layers_ready, tier=tier, enough_layers=enough_layers)
 
     def restart(self, request: Request, now_ns: int) -> None:
         """Send an admitted request back to its place, because its load failed or cannot be had.
 
         Nothing is kept: its slab has been released. release_write is owed if it was announced.
         """
-        request.move(RequestState.WAITING)
+        request.move(RequestEvent.RESTART)
         request.computed_tokens = 0
         if not request.is_back:
             request.loaded_tokens = 0
-        self._rows.release_slab(request)
+        self.rows.release_slab(request)
         self._deactivate(request)
-        self._queue.put_back(request)
-        self._estimates.waits(now_ns)
+        self.queue.put_back(request)
+        self.estimates.waits(now_ns)
 
     def apply(self, result: StepResult, now_ns: int) -> None:
         """Advance what was computed and append what was sampled; who has ended is passed over."""
@@ -190,20 +160,27 @@ class Scheduler:
             request = chunk.request
             if request.state is not RequestState.RUNNING:
                 continue
-            self._gate.confirm(request)
+            self.gate.confirm(request)
             request.computed_tokens += chunk.num_tokens
             assert request.computed_tokens <= request.capacity_tokens, "a slab has overflowed"
             if chunk.sample:
                 request.append(result.sampled[request.number])
                 request.first_token_ns = request.first_token_ns or now_ns
 
-    def finish(self, request: Request, now_ns: int) -> None:
-        """End a running request; its rows stay reserved until they are kept or released."""
-        self._end(request, RequestState.FINISHED, now_ns)
+    def end(self, request: Request, event: RequestEvent, now_ns: int) -> None:
+        """Finish a running request, or cancel or fail one wherever it is.
 
-    def stop(self, request: Request, state: RequestState, now_ns: int) -> None:
-        """Cancel or fail a request wherever it is; its rows stay reserved until released."""
-        self._end(request, state, now_ns)
+        Its rows stay reserved until they are kept or released.
+        """
+        was_waiting = request.state is RequestState.WAITING
+        request.move(event)
+        assert request.is_over, f"{event.value} ends nothing"
+        request.finished_ns = now_ns
+        if was_waiting:
+            self.queue.remove(request)
+        else:
+            self._deactivate(request)
+            self.estimates.ended(now_ns, somebody_waits=len(self.queue) > 0)
 
     # ---------------------------------------------------------------------------------- rows
 
@@ -216,16 +193,12 @@ class Scheduler:
         assert request.is_over, "the slab of a request under way is its own"
         assert len(token_ids) <= request.computed_tokens, "only what was computed is kept"
         key = request.key
-        if not (self._limits.keeps_residents and token_ids and self._rows.slab_rows(request)):
+        if not (self._limits.keeps_residents and token_ids and self.rows.slab_rows(request)):
             return False
         if key in self.residents or self._active.has_session(key):
             return False
-        self._rows.become_resident(request, token_ids, now_ns)
+        self.rows.become_resident(request, token_ids, now_ns)
         return True
-
-    def evict_surplus(self, most: int) -> list[SessionKey]:
-        """Take out residents beyond a number; their slabs are to be released."""
-        return self.residents.take_surplus(most, self._queue.rank)
 
     def release_slab(self, request: Request) -> None:
         """Free the slab of a request that is over; nothing if it has none (any more).
@@ -233,22 +206,14 @@ class Scheduler:
         And the rows of its write buffer, if it was over before it was announced.
         """
         assert request.is_over, "only an ended request gives its slab up"
-        self._rows.release_slab(request)
+        self.rows.release_slab(request)
         self.feed.left(request.number)
 
     def release_write(self, request: Request) -> None:
         """Free the oldest write buffer of a request; nothing if it has none (any more)."""
         is_own = request.state in (RequestState.READY, RequestState.RUNNING)
-        assert not is_own or self._rows.num_writes(request) > 1, "it is being written"
-        self._rows.release_write(request)
-
-    def resident_moved(self, request: Request) -> None:
-        """Free the slab from which rows were moved for a request."""
-        self.residents.end_move(request)
-
-    def drop_resident(self, key: SessionKey) -> bool:
-        """Free a session's resident; False if there is none, or it is busy."""
-        return self.residents.drop(key)
+        assert not is_own or self.rows.num_writes(request) > 1, "it is being written"
+        self.rows.release_write(request)
 
     def truncated(self, request: Request, ranges: Sequence[Range]) -> None:
         """Cut the context of a request that overflowed; it is admitted once its resident is ready.
@@ -257,7 +222,7 @@ class Scheduler:
         """
         assert ranges, "a context that stays as it is would overflow for ever"
         request.discard(ranges)
-        self._queue.history_changed(request)
+        self.queue.history_changed(request)
 
     # ---------------------------------------------------------------------------------- plan
 
@@ -265,37 +230,27 @@ class Scheduler:
         """Decide what is done next, and note it as done; called when no step is under way."""
         expired = self._deadlines.pop_due(now_ns)
         for request in expired:
-            self._end(request, RequestState.FAILED, now_ns)
+            self.end(request, RequestEvent.FAIL, now_ns)
         plan = self._planner.plan(now_ns)
-        if len(self._queue):
-            self._estimates.waits(now_ns)
-        self.feed.interval_s = self._estimates.interval_s(self._queue)
+        if len(self.queue):
+            self.estimates.waits(now_ns)
+        self.feed.interval_s = self.estimates.interval_s(self.queue)
         wake_ns = [ns for ns in (plan.wake_ns, self._deadlines.next_ns()) if ns is not None]
         return replace(plan, expired=tuple(expired), wake_ns=min(wake_ns, default=None))
 
-    def _end(self, request: Request, state: RequestState, now_ns: int) -> None:
-        was_waiting = request.state is RequestState.WAITING
-        request.move(state)
-        request.finished_ns = now_ns
-        if was_waiting:
-            self._queue.remove(request)
-        else:
-            self._deactivate(request)
-            self._estimates.ended(now_ns, somebody_waits=len(self._queue) > 0)
-
     def _deactivate(self, request: Request) -> None:
         self._active.remove(request)
-        self._gate.forget(request)
+        self.gate.forget(request)
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         limits, num_active = self._limits, len(self._active)
-        self._rows.check()
-        self._queue.check()
+        self.rows.check()
+        self.queue.check()
         assert self.num_running <= limits.max_running
         assert num_active - self.num_running <= limits.max_loading
         most_admitted = limits.max_running + limits.max_loading
-        assert len(self._queue) + num_active <= limits.max_waiting + most_admitted
-        assert all(request.state is RequestState.WAITING for request in self._queue)
+        assert len(self.queue) + num_active <= limits.max_waiting + most_admitted
+        assert all(request.state is RequestState.WAITING for request in self.queue)
         self._active.check()
-        assert all(r.capacity_tokens <= self._rows.slab_rows(r) for r in self._active)
+        assert all(r.capacity_tokens <= self.rows.slab_rows(r) for r in self._active)

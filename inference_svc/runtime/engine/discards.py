@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from inference_svc.core.counters import Counters
 from inference_svc.core.discards import OVERFLOW, Discard, Range, kept_runs, merge_ranges, without
 from inference_svc.core.scheduling.scheduler import Scheduler
-from inference_svc.runtime.engine.engine_job import EngineJob, as_token_bytes
-from inference_svc.runtime.engine.job_memory import JobMemory
+from inference_svc.runtime.engine.engine_request import EngineRequest, as_token_bytes
+from inference_svc.runtime.engine.requests import RequestMemory
 from inference_svc.runtime.transfer.resident_slabs import ResidentSlabs
 from inference_svc.runtime.transfer.shift import SlabShifts
 from shared.process.log import get_logger
@@ -57,7 +57,7 @@ class Discards:
     def __init__(
         self,
         scheduler: Scheduler,
-        memory: JobMemory,
+        memory: RequestMemory,
         residents: ResidentSlabs,
         shifts: SlabShifts,
         counters: Counters,
@@ -108,33 +108,36 @@ class Discards:
         elif self._scheduler.residents.begin_shift(key):
             await asyncio.shield(self._start_closing_up(key, ours, ranges, after))
 
-    def is_end(self, job: EngineJob) -> bool:
+    def is_end(self, request: EngineRequest) -> bool:
         """Whether an answer ends because its window is full, and nothing may be dropped.
 
-        Else the job knows what it is about to drop, if its window is full.
+        Else the request knows what it is about to drop, if its window is full.
 
         Raises:
             InvalidDiscardError: for a range that is empty, or outside what is computed.
         """
-        if not job.request.is_overflowing:
+        if not request.is_overflowing:
             return False
-        ranges = job.truncate(job.request.token_ids) if job.truncate is not None else ()
-        job.to_drop = merge_ranges(ranges, job.request.computed_tokens)
-        if not job.to_drop:
-            job.sink.window_full()
-        return not job.to_drop
+        ranges = request.truncate(request.token_ids) if request.truncate is not None else ()
+        request.to_drop = merge_ranges(ranges, request.computed_tokens)
+        if not request.to_drop:
+            request.sink.window_full()
+        return not request.to_drop
 
-    def truncate(self, job: EngineJob) -> None:
-        """Drop that of a job that overflowed, whose request waits: its slab is resident now."""
-        ranges, job.to_drop = job.to_drop, ()
-        request, num_computed = job.request, job.request.computed_tokens
+    def truncate(self, request: EngineRequest) -> None:
+        """Drop that of a request that overflowed, whose request waits: its slab is resident now."""
+        ranges, request.to_drop = request.to_drop, ()
+        num_computed = request.computed_tokens
         computed_ids = request.token_ids[:num_computed]
-        self._memory.overflow(job)
-        self._memory.discard_stored(job.key, job.token_bytes(num_computed), ranges, request.lineage)
-        job.discards.append(Discard(ranges, job.input_tokens + request.num_sampled, OVERFLOW))
-        job.context_cut(ranges)
+        self._memory.overflow(request)
+        self._memory.discard_stored(
+            request.key, request.token_bytes(num_computed), ranges, request.lineage
+        )
+        request.discards.append(
+            Discard(ranges, request.input_tokens + request.num_sampled, OVERFLOW)
+        )
         self._scheduler.truncated(request, ranges)
-        self._start_closing_up(job.key, computed_ids, ranges, request.lineage)
+        self._start_closing_up(request.key, computed_ids, ranges, request.lineage)
 
     def _start_closing_up(
         self,

@@ -6,7 +6,7 @@
                                   window full: cut (discards.py)
 
 Threads: the event loop, one compute thread (steps), one load thread and one store thread (copies).
-The scheduler and all jobs belong to the event loop. Invariants:
+The scheduler and all requests belong to the event loop. Invariants:
     1. memory is given back only when no step and no copy uses it: the pool's holds see to that;
     2. whoever gets an answer owes `keep` or `drop`; until then its rows stay reserved;
     3. rows computed over a load are neither shown nor saved before that is confirmed;
@@ -15,19 +15,18 @@ The scheduler and all jobs belong to the event loop. Invariants:
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from inference_svc.core.counters import Counters
 from inference_svc.core.discards import Range, merge_ranges
-from inference_svc.core.scheduling.request import RequestState
+from inference_svc.core.scheduling.request import RequestEvent, RequestState
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.core.scheduling.step_plan import PlannedChunk, StepPlan, StepResult
 from inference_svc.runtime.engine.discards import ContextCut, Discards
-from inference_svc.runtime.engine.engine_job import EngineJob, as_token_bytes
-from inference_svc.runtime.engine.job_memory import JobMemory
-from inference_svc.runtime.engine.jobs import Jobs
+from inference_svc.runtime.engine.engine_request import EngineRequest, as_token_bytes
 from inference_svc.runtime.engine.load_tasks import LoadTasks
 from inference_svc.runtime.engine.loads import Loads
+from inference_svc.runtime.engine.requests import RequestMemory, Requests
 from inference_svc.runtime.engine.stepping import (
     StepOutput,
     Stepper,
@@ -69,7 +68,7 @@ class EngineLoop:
         num_layers: int,
         saves_first: bool = False,
     ) -> None:
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._stepper = stepper
         self._saves = saves
         self._pool = pool
@@ -82,58 +81,51 @@ class EngineLoop:
         self._idle.set()
         store.follow_queue(scheduler.feed)
         self._tasks = asyncio.TaskGroup()
-        self._memory = JobMemory(
-            *(scheduler, pool, residents, saves, store, counters, self._tasks, self._changed)
-        )
-        self._discards = Discards(
-            *(scheduler, self._memory, residents, shifts, counters, self._tasks, self._changed)
-        )
-        self._jobs = Jobs(
-            *(scheduler, self._memory, counters),
-            is_loading=self._is_loading,
+        self.memory = RequestMemory(
+            scheduler=scheduler,
+            pool=pool,
+            residents=residents,
+            saves=saves,
+            store=store,
+            counters=counters,
+            tasks=self._tasks,
             changed=self._changed,
         )
+        self._discards = Discards(
+            scheduler=scheduler,
+            memory=self.memory,
+            residents=residents,
+            shifts=shifts,
+            counters=counters,
+            tasks=self._tasks,
+            changed=self._changed,
+        )
+        self._requests = Requests(scheduler, self.memory, counters, self._changed)
         self._loading = LoadTasks(
-            *(scheduler, loads, saves, self._memory, self._tasks),
+            scheduler=scheduler,
+            requests=self._requests,
+            memory=self.memory,
+            loads=loads,
+            saves=saves,
+            tasks=self._tasks,
             num_layers=num_layers,
-            failed=self._jobs.fail,
-            ended=self._jobs.give_up,
             changed=self._changed,
         )
 
     # ---------------------------------------------------------------------------- for people
 
-    @property
-    def num_running(self) -> int:
-        """Turns that are being computed."""
-        return self._scheduler.num_running
-
-    @property
-    def num_waiting(self) -> int:
-        """Turns not yet admitted."""
-        return self._scheduler.num_waiting
-
-    @property
-    def retry_after_s(self) -> float:
-        """When a turn that is refused now may well be taken."""
-        return self._scheduler.retry_after_s()
-
     def gauges(self) -> dict[str, float]:
         """What goes up and down, by name."""
         return {
-            "reserved_rows": self._scheduler.reserved_rows,
-            "resident_rows": self._scheduler.resident_rows,
-            "resident_sessions": self._scheduler.num_resident,
+            "reserved_rows": self.scheduler.rows.reserved_rows,
+            "resident_rows": self.scheduler.residents.num_rows,
+            "resident_sessions": len(self.scheduler.residents),
             "pool_rows": self._pool.num_rows,
             "pool_free_rows": self._pool.num_free,
             "pool_misses": self._pool.num_outside,  # rows found no room in the pool: only slower
-            "saves_under_way": self._memory.num_saving,
+            "saves_under_way": self.memory.num_saving,
             "compute_busy_s": self._stepper.busy_s,
         }
-
-    def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
-        """Share the service otherwise among tenants; what waits keeps its place."""
-        self._scheduler.set_tenant_weights(weights)
 
     async def wait_idle(self) -> None:
         """Wait until nothing is computed, loaded, saved or dropped."""
@@ -141,37 +133,37 @@ class EngineLoop:
 
     # ------------------------------------------------------------------------- for the turns
 
-    async def generate(self, job: EngineJob, cut: ContextCut | None = None) -> None:
-        """Compute a job's answer; on return the caller owes `keep` or `drop`.
+    async def generate(self, request: EngineRequest, cut: ContextCut | None = None) -> None:
+        """Compute a request's answer; on return the caller owes `keep` or `drop`.
 
         Args:
-            job: to be queued.
-            cut: what its session's context gives up for it, once it has its place: the job's
-                request is of what is left. It stays given up if the job fails.
+            request: to be queued.
+            cut: what its session's context gives up for it, once it has its place: the request's
+                request is of what is left. It stays given up if the request fails.
 
         Raises:
             QueueFullError: it was not even queued.
             ReportedError: it failed; nothing is owed.
         """
-        self._scheduler.submit(job.request)
-        self._jobs.add(job)
+        self.scheduler.submit(request)
+        self._requests.add(request)
         self._idle.clear()
         self._wake.set()
         try:
             if cut is not None:
-                await self.discard(job.key, cut.token_ids, cut.ranges, cut.lineage)
-            await job.done
+                await self.discard(request.key, cut.token_ids, cut.ranges, cut.lineage)
+            await request.done
         except BaseException:
-            self.drop(job)
+            self.drop(request)
             raise
 
-    def keep(self, job: EngineJob, token_ids: Sequence[int]) -> None:
-        """Save the job's KV in the background, and keep it in memory while there is room.
+    def keep(self, request: EngineRequest, token_ids: Sequence[int]) -> None:
+        """Save the request's KV in the background, and keep it in memory while there is room.
 
         `token_ids` are the first of the request's tokens, all computed: they are what is kept.
         """
-        self._memory.keep(job, token_ids)
-        self._jobs.forget(job)
+        self.memory.keep(request, token_ids)
+        self._requests.forget(request)
 
     async def discard(
         self,
@@ -214,11 +206,11 @@ class EngineLoop:
 
     def release_resident(self, key: SessionKey) -> None:
         """Give up a session's resident slab, if it has one that is not in use."""
-        self._memory.release_resident(key)
+        self.memory.release_resident(key)
 
-    def drop(self, job: EngineJob) -> None:
-        """Give the job up wherever it is; does nothing for one that is kept or released."""
-        if self._jobs.drop(job):
+    def drop(self, request: EngineRequest) -> None:
+        """Give the request up wherever it is; does nothing for one that is kept or released."""
+        if self._requests.drop(request):
             self._wake.set()
 
     # ------------------------------------------------------------------------------ the loop
@@ -228,11 +220,11 @@ class EngineLoop:
         async with self._tasks:
             while True:
                 self._wake.clear()
-                self._jobs.settle_dropped()
+                self._requests.settle_dropped()
                 if self._saves_first:
                     await self._all_saved()
                 self._loading.note_progress()
-                plan = self._scheduler.schedule(time.monotonic_ns())
+                plan = self.scheduler.schedule(time.monotonic_ns())
                 self._carry_out(plan)
                 if plan.chunks:
                     await self._step(plan.chunks)
@@ -241,10 +233,10 @@ class EngineLoop:
 
     async def _all_saved(self) -> None:
         """Wait until what has been computed is stored, answers that are just complete included."""
-        while any(job.request.state is RequestState.FINISHED for job in self._jobs):
+        while any(request.state is RequestState.FINISHED for request in self._requests):
             await self._wake.wait()  # for their `keep`, or `drop`
             self._wake.clear()
-            self._jobs.settle_dropped()
+            self._requests.settle_dropped()
         await self._saves.caught_up()
 
     async def _sleep(self, wake_ns: int | None) -> None:
@@ -262,54 +254,51 @@ class EngineLoop:
     def _carry_out(self, plan: StepPlan) -> None:
         for request in plan.preempted:
             self._counters.add("preempted")
-            self._memory.preempt(self._jobs.of(request))
+            self.memory.preempt(self._requests.of(request))
         for request in plan.overflowed:
-            self._discards.truncate(self._jobs.of(request))
+            self._discards.truncate(self._requests.of(request))
         for key in plan.evicted:
-            self._memory.evict(key)
+            self.memory.evict(key)
         for request in plan.expired:
-            self._jobs.expire(self._jobs.of(request))
+            self._requests.expire(self._requests.of(request))
         for admission in plan.admitted:
-            self._loading.start(self._jobs.of(admission.request), admission)
+            self._loading.start(self._requests.of(admission.request), admission)
 
     # --------------------------------------------------------------------------------- steps
 
     async def _step(self, chunks: Sequence[PlannedChunk]) -> None:
-        inputs = [step_input(self._jobs.of(chunk.request), chunk) for chunk in chunks]
+        inputs = [step_input(self._requests.of(chunk.request), chunk) for chunk in chunks]
         clock = follow_step(inputs, self._num_layers)
         outputs = await self._stepper.step(inputs, clock)
         computed = [c for c, output in zip(chunks, outputs, strict=True) if output.error is None]
         sampled = {
-            part.job.request.number: output.token.token_id
+            part.request.number: output.token.token_id
             for part, output in zip(inputs, outputs, strict=True)
             if output.token is not None
         }
-        self._scheduler.apply(StepResult(computed, sampled), time.monotonic_ns())
+        self.scheduler.apply(StepResult(computed, sampled), time.monotonic_ns())
         for part, output in zip(inputs, outputs, strict=True):
-            if not part.job.request.is_over:  # its load may have failed it under the step
-                settle_load(part.job)
-                self._hand_out(part.job, output)
+            if not part.request.is_over:  # its load may have failed it under the step
+                settle_load(part.request)
+                self._hand_out(part.request, output)
 
-    def _hand_out(self, job: EngineJob, output: StepOutput) -> None:
+    def _hand_out(self, request: EngineRequest, output: StepOutput) -> None:
         """Give the token to the turn; end the request if the answer does, or if it failed."""
         if isinstance(output.error, LoadFailedError):
-            self._jobs.restart(job)
+            self._requests.restart(request)
         elif output.error is not None:
-            self._jobs.fail(job, output.error)
+            self._requests.fail(request, output.error)
         elif output.token is not None:
             try:
-                is_over = job.sink.sampled(output.token) or self._discards.is_end(job)
+                is_over = request.sink.sampled(output.token) or self._discards.is_end(request)
             except Exception as error:  # noqa: BLE001  # the turn's, which logs it
-                self._jobs.fail(job, error)
+                self._requests.fail(request, error)
                 return
             if is_over:
-                self._scheduler.finish(job.request, time.monotonic_ns())
-                job.end()
-
-    def _is_loading(self, job: EngineJob) -> bool:
-        return self._loading.is_loading(job)
+                self.scheduler.end(request, RequestEvent.FINISH, time.monotonic_ns())
+                request.end()
 
     def _changed(self) -> None:
         self._wake.set()
-        if not (self._jobs or self._memory.num_saving or self._discards.num_shifting):
+        if not (self._requests or self.memory.num_saving or self._discards.num_shifting):
             self._idle.set()

@@ -21,7 +21,7 @@ from inference_svc.core.scheduling.step_plan import PlannedChunk
 from inference_svc.core.turn_measures import TurnMeasures
 from inference_svc.runtime.compute.model_runner import Chunk, ModelRunner
 from inference_svc.runtime.compute.sampling import Sampled
-from inference_svc.runtime.engine.engine_job import EngineJob
+from inference_svc.runtime.engine.engine_request import EngineRequest
 from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.layer_gate import StepNotDoneError
 from inference_svc.runtime.worker_thread import WorkerThread
@@ -34,15 +34,15 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class StepInput:
-    """One job's part of a step."""
+    """One request's part of a step."""
 
-    job: EngineJob
+    request: EngineRequest
     chunk: Chunk
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What became of one job's part: a token if one was wanted, or an error.
+    """What became of one request's part: a token if one was wanted, or an error.
 
     A LoadFailedError means that its history is not there, and is nobody's fault.
     """
@@ -112,7 +112,7 @@ class Stepper:
                     held.enter_context(part.chunk.write_buffer.hold())
             starts = [part.chunk.slab.num_tokens for part in inputs]
             # A step that is repeated must find everything as it was: rows are appended once.
-            assert starts == [part.job.request.computed_tokens for part in inputs]  # noqa: S101
+            assert starts == [part.request.computed_tokens for part in inputs]  # noqa: S101
             gates = [gate for part in inputs if (gate := part.chunk.slab.gate) is not None]
             waited_s = sum(gate.waited_s for gate in gates)
             began_s = time.monotonic()
@@ -151,7 +151,7 @@ def _work_of(inputs: Sequence[StepInput], starts: Sequence[int]) -> tuple[int, i
 
 def _answer(part: StepInput, logits_row: Tensor | None) -> StepOutput:
     """Sample, if a token is wanted and the history it came from can be believed."""
-    job = part.job
+    request = part.request
     try:
         gate = part.chunk.slab.gate
         if gate is not None:
@@ -160,7 +160,7 @@ def _answer(part: StepInput, logits_row: Tensor | None) -> StepOutput:
             part.chunk.scores.commit()
         if logits_row is None:
             return StepOutput()
-        return StepOutput(token=job.sampler.sample(logits_row, job.request.token_ids))
+        return StepOutput(token=request.sampler.sample(logits_row, request.token_ids))
     except Exception as error:  # noqa: BLE001  # one request's trouble must not fail the others
         return StepOutput(error=_as_reported(error))
 
@@ -175,17 +175,17 @@ def _as_reported(error: Exception) -> Exception:
     )
 
 
-def step_input(job: EngineJob, chunk: PlannedChunk) -> StepInput:
-    """A planned chunk as the runner takes it; its job is in the batch from now on."""
-    request = chunk.request
-    assert job.slab is not None, "a running request has a slab"  # noqa: S101
-    job.in_batch.set()
-    if job.gate is not None:
-        job.gate.on_change = None  # who is in the batch waits in the forward
+def step_input(request: EngineRequest, chunk: PlannedChunk) -> StepInput:
+    """A planned chunk as the runner takes it; its request is in the batch from now on."""
+    assert request.slab is not None, "a running request has a slab"  # noqa: S101
+    request.in_batch.set()
+    if request.slab.gate is not None:
+        request.slab.gate.on_change = None  # who is in the batch waits in the forward
     start = request.computed_tokens
     token_ids = request.token_ids[start : start + chunk.num_tokens]
     return StepInput(
-        job, Chunk(job.slab, token_ids, chunk.sample, job.write_buffer, scores=job.scores)
+        request,
+        Chunk(request.slab, token_ids, chunk.sample, request.write_buffer, scores=request.scores),
     )
 
 
@@ -193,22 +193,22 @@ def follow_step(inputs: Sequence[StepInput], num_layers: int) -> StepClock | Non
     """Have saves follow a step layer by layer, where history is certain; None: nobody does."""
     clock = None
     for part in inputs:
-        job, slab = part.job, part.chunk.slab
+        request, slab = part.request, part.chunk.slab
         end_token = slab.num_tokens + len(part.chunk.token_ids)
-        if job.saves is not None and slab.gate is None and job.saves.wants(end_token):
+        if request.saves is not None and slab.gate is None and request.saves.wants(end_token):
             clock = clock or StepClock(num_layers, slab.device)
-            job.saves.follow(job.token_bytes(end_token), clock)
+            request.saves.follow(request.token_bytes(end_token), clock)
     return clock
 
 
-def settle_load(job: EngineJob) -> None:
+def settle_load(request: EngineRequest) -> None:
     """After the first step over a load: its gate has done its duty, and saving may begin."""
-    slab = job.slab
+    slab = request.slab
     if slab is None or slab.gate is None or not slab.gate.is_settled:
         return
-    job.outcome.stall_s += slab.gate.waited_s
+    request.outcome.stall_s += slab.gate.waited_s
     if slab.gate.error is not None:
         return
     slab.gate = None
-    if job.saves is not None and job.saves.wants(slab.num_tokens):
-        job.saves.follow(job.token_bytes(slab.num_tokens), None)
+    if request.saves is not None and request.saves.wants(slab.num_tokens):
+        request.saves.follow(request.token_bytes(slab.num_tokens), None)

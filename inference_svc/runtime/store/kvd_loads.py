@@ -113,7 +113,7 @@ class KvdLoads:
         self._layers = range(len(calibration.layers))
 
     async def begin(self, request: LoadRequest) -> BegunLoad:
-        """See SessionStore.begin_load. All grants but the last are copied already."""
+        """See SessionLoads. All grants but the last are copied already."""
         if request.policy is LoadPolicy.NEVER:
             return BegunLoad(reason="load_policy_never")
         if not self._chooser.wants(request.policy, DRAM, 0, request.num_tokens):
@@ -123,7 +123,7 @@ class KvdLoads:
         try:
             await self._begin(request, begun)
         except Exception as error:  # noqa: BLE001  # whatever it is, the turn can be recomputed
-            await self._give_back(begun.grant)
+            await self._release(begun.grant)
             request.slab.reset()
             begun = BegunLoad(reason=self._talk.note_problem("load", error))
         else:
@@ -141,7 +141,7 @@ class KvdLoads:
         gate: LayerGate,
         layers: range,
     ) -> None:
-        """See SessionStore.finish_load."""
+        """See SessionLoads."""
         grant = begun.grant
         assert grant is not None, "a load with nothing left to copy is not finished"  # noqa: S101
         try:
@@ -151,11 +151,11 @@ class KvdLoads:
             await self._client.complete_load(grant)
         except asyncio.CancelledError:
             gate.fail(_late("the service stops"))
-            await self._give_back(grant)
+            await self._release(grant)
             raise
         except Exception as error:  # noqa: BLE001  # as in begin
             gate.fail(error if isinstance(error, LoadFailedError) else _late(str(error)))
-            await self._give_back(grant)
+            await self._release(grant)
             self._talk.counters.add("load_failed_late")
             self._talk.note_problem("load", error)
         else:
@@ -163,9 +163,9 @@ class KvdLoads:
                 self._note_rate(begun)
             gate.confirm()
 
-    async def give_up(self, begun: BegunLoad) -> None:
-        """Let go of a load that nobody waits for any more."""
-        await self._give_back(begun.grant)
+    async def cancel(self, begun: BegunLoad) -> None:
+        """See SessionLoads."""
+        await self._release(begun.grant)
 
     async def _begin(self, request: LoadRequest, begun: BegunLoad) -> None:
         """Ask until the last grant; copy those before it.
@@ -238,7 +238,7 @@ class KvdLoads:
             log.info("load_failed_under_way", error=str(error))
             self._talk.counters.add("loads_retried")
             begun.grant = None
-            await self._give_back(grant)  # the lease may have ended with the load
+            await self._release(grant)  # the lease may have ended with the load
             return False
         begun.grant = None
         await self._client.complete_load(grant)
@@ -283,7 +283,7 @@ class KvdLoads:
         tier = SSD if begun.tier_tokens[SSD] else DRAM
         self._rates.loads.note(tier, begun.end_token, time.monotonic() - begun.began_s)
 
-    async def _give_back(self, grant: LoadGrant | None) -> None:
+    async def _release(self, grant: LoadGrant | None) -> None:
         """Complete a lease that nothing is believed of."""
         if grant is not None:
             with suppress(ReportedError):

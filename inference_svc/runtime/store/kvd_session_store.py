@@ -1,6 +1,4 @@
-"""The store of sessions behind kvd.
-
-Saves from a write buffer to kvd.
+"""The store of sessions behind kvd: saves from a write buffer, discards and ends of sessions.
 
 Invariants: 1. every lease that was granted is completed, however the copy ends; 2. a failure costs
 a later turn a recomputation, nothing else.
@@ -15,12 +13,11 @@ from inference_svc.core.discards import Range
 from inference_svc.core.rates.rates import Rates
 from inference_svc.runtime.calibration.calibration import Calibration
 from inference_svc.runtime.kv.copy_stream import CopyStream, StepClock
-from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
-from inference_svc.runtime.kv.layer_gate import LayerGate, StepNotDoneError
+from inference_svc.runtime.kv.kv_slab import WriteBuffer
+from inference_svc.runtime.kv.layer_gate import StepNotDoneError
 from inference_svc.runtime.store.kvd_loads import CopyThreads, KvdLoads, KvdTalk
-from inference_svc.runtime.store.session_store import BegunLoad, LoadRequest, StoreState
+from inference_svc.runtime.store.session_store import StoreState
 from inference_svc.runtime.transfer.layer_store import no_wait, store_blocks
-from inference_svc.runtime.worker_thread import WorkerThread
 from shared.kvd_client.client import KvdClient
 from shared.kvd_client.grants import StoreGrant
 from shared.kvd_client.queue_feed import QueueFeed
@@ -33,26 +30,37 @@ from shared.types.units import ceil_div
 WAKE_UPS = 4  # of the store thread while it follows a step
 
 
-class KvdSaves:
-    """See the module docstring.
+class KvdSessionStore:
+    """See SessionStore.
 
     Args:
-        deadline_s: how long one save may wait for kvd.
+        saves: whether anything is stored.
+        deadline_s: how long one load, or one save, may wait for kvd.
     """
 
     def __init__(
         self,
         client: KvdClient,
         calibration: Calibration,
-        talk: KvdTalk,
-        store_thread: WorkerThread,
+        threads: CopyThreads,
+        counters: Counters,
+        rates: Rates,
+        *,
+        saves: bool,
         deadline_s: float,
     ) -> None:
+        self.saves = saves
         self._client = client
+        self._talk = talk = KvdTalk(calibration.layout, counters)
+        self.loads = KvdLoads(client, calibration, talk, threads, rates, deadline_s)
         self._calibration = calibration
-        self._talk = talk
-        self._store_thread = store_thread
+        self._store_thread = threads.store
         self._deadline_s = deadline_s
+
+    @property
+    def state(self) -> StoreState:
+        """Whether kvd is there."""
+        return "attached" if self._client.attached else "detached"
 
     async def save(
         self,
@@ -60,10 +68,10 @@ class KvdSaves:
         token_ids: bytes,
         from_token: int,
         buffer: WriteBuffer,
-        clock: StepClock | None,
-        lineage: Lineage | None,
+        clock: StepClock | None = None,
+        lineage: Lineage | None = None,
     ) -> str | None:
-        """See SessionStore.save."""
+        """See SessionStore."""
         try:
             refused_reason = await self._save_all(
                 key, token_ids, from_token, buffer, clock, lineage
@@ -121,80 +129,6 @@ class KvdSaves:
             if clock is not None:  # a step that fails after its last layer is computed anew
                 clock.wait_confirmed()
 
-
-def _in_groups(clock: StepClock, stream: CopyStream) -> Callable[[int], None]:
-    """Wait for a layer together with those beside it: each wake-up costs the forward a little."""
-    group = ceil_div(clock.num_layers, WAKE_UPS)
-
-    def wait_layer(layer_index: int) -> None:
-        last_of_group = min((layer_index // group + 1) * group, clock.num_layers) - 1
-        clock.wait(last_of_group)
-        stream.wait(clock.computed(last_of_group))
-
-    return wait_layer
-
-
-class KvdSessionStore:
-    """See SessionStore.
-
-    Args:
-        saves: whether anything is stored.
-        deadline_s: how long one load, or one save, may wait for kvd.
-    """
-
-    def __init__(
-        self,
-        client: KvdClient,
-        calibration: Calibration,
-        threads: CopyThreads,
-        counters: Counters,
-        rates: Rates,
-        *,
-        saves: bool,
-        deadline_s: float,
-    ) -> None:
-        self.saves = saves
-        self._client = client
-        self._talk = talk = KvdTalk(calibration.layout, counters)
-        self._loads = KvdLoads(client, calibration, talk, threads, rates, deadline_s)
-        self._saves = KvdSaves(client, calibration, talk, threads.store, deadline_s)
-
-    @property
-    def state(self) -> StoreState:
-        """Whether kvd is there."""
-        return "attached" if self._client.attached else "detached"
-
-    async def begin_load(self, request: LoadRequest) -> BegunLoad:
-        """See SessionStore."""
-        return await self._loads.begin(request)
-
-    async def finish_load(
-        self,
-        begun: BegunLoad,
-        slab: KVSlab,
-        tail: WriteBuffer | None,
-        gate: LayerGate,
-        layers: range,
-    ) -> None:
-        """See SessionStore."""
-        await self._loads.finish(begun, slab, tail, gate, layers)
-
-    async def give_up(self, begun: BegunLoad) -> None:
-        """See SessionStore."""
-        await self._loads.give_up(begun)
-
-    async def save(
-        self,
-        key: SessionKey,
-        token_ids: bytes,
-        from_token: int,
-        buffer: WriteBuffer,
-        clock: StepClock | None = None,
-        lineage: Lineage | None = None,
-    ) -> str | None:
-        """See SessionStore."""
-        return await self._saves.save(key, token_ids, from_token, buffer, clock, lineage)
-
     async def discard(
         self,
         key: SessionKey,
@@ -231,3 +165,15 @@ class KvdSessionStore:
     def follow_queue(self, feed: QueueFeed) -> None:
         """See SessionStore."""
         self._client.follow_queue(feed)
+
+
+def _in_groups(clock: StepClock, stream: CopyStream) -> Callable[[int], None]:
+    """Wait for a layer together with those beside it: each wake-up costs the forward a little."""
+    group = ceil_div(clock.num_layers, WAKE_UPS)
+
+    def wait_layer(layer_index: int) -> None:
+        last_of_group = min((layer_index // group + 1) * group, clock.num_layers) - 1
+        clock.wait(last_of_group)
+        stream.wait(clock.computed(last_of_group))
+
+    return wait_layer

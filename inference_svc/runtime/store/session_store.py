@@ -1,8 +1,8 @@
 """What the engine asks of a store of sessions, and the store that keeps nothing.
 
-A load has two halves: `begin_load` finds out how many tokens there are, `finish_load` copies them
-layer by layer behind a gate, while a step may follow on its heels. Nothing here raises because of
-the store: the turn is recomputed, or not saved, and that is counted.
+A load has two halves: `begin` finds out how many tokens there are, `finish` copies them layer by
+layer behind a gate, while a step may follow on its heels. Nothing here raises because of the store:
+the turn is recomputed, or not saved, and that is counted.
 """
 
 from collections import Counter
@@ -70,6 +70,26 @@ class BegunLoad:
     began_s: float = 0.0
 
 
+class SessionLoads(Protocol):
+    """How the engine loads from a store: `begin`, then `finish` or `cancel`."""
+
+    async def begin(self, request: LoadRequest) -> BegunLoad:
+        """Find out how much of a session is stored."""
+
+    async def finish(
+        self,
+        begun: BegunLoad,
+        slab: KVSlab,
+        tail: WriteBuffer | None,
+        gate: LayerGate,
+        layers: range,
+    ) -> None:
+        """Copy these layers; after the last one confirm the gate, or fail it."""
+
+    async def cancel(self, begun: BegunLoad) -> None:
+        """End a load that nobody waits for any more."""
+
+
 class SessionStore(Protocol):
     """What the engine needs of a store."""
 
@@ -81,21 +101,9 @@ class SessionStore(Protocol):
     def saves(self) -> bool:
         """Whether position-free rows are wanted at all."""
 
-    async def begin_load(self, request: LoadRequest) -> BegunLoad:
-        """Find out how much of a session is stored."""
-
-    async def finish_load(
-        self,
-        begun: BegunLoad,
-        slab: KVSlab,
-        tail: WriteBuffer | None,
-        gate: LayerGate,
-        layers: range,
-    ) -> None:
-        """Copy these layers; after the last one confirm the gate, or fail it."""
-
-    async def give_up(self, begun: BegunLoad) -> None:
-        """Let go of a load that nobody waits for any more."""
+    @property
+    def loads(self) -> SessionLoads:
+        """What is stored is loaded by these."""
 
     async def save(
         self,
@@ -142,18 +150,15 @@ class SessionStore(Protocol):
         """Be told from now on which turns wait, in which order, and which run."""
 
 
-class NoSessionStore:
-    """The store of `--mode recompute`: nothing is kept."""
+class NoSessionLoads:
+    """Loads where nothing is stored."""
 
-    state: StoreState = "off"
-    saves = False
-
-    async def begin_load(self, request: LoadRequest) -> BegunLoad:
+    async def begin(self, request: LoadRequest) -> BegunLoad:
         """Nothing is stored."""
         del request
         return BegunLoad(reason="mode_recompute")
 
-    async def finish_load(
+    async def finish(
         self,
         begun: BegunLoad,
         slab: KVSlab,
@@ -165,8 +170,16 @@ class NoSessionStore:
         del begun, slab, tail, gate, layers
         raise AssertionError("nothing was begun")
 
-    async def give_up(self, begun: BegunLoad) -> None:
-        """There is nothing to let go of."""
+    async def cancel(self, begun: BegunLoad) -> None:
+        """There is nothing to end."""
+
+
+class NoSessionStore:
+    """The store of `--mode recompute`: nothing is kept."""
+
+    state: StoreState = "off"
+    saves = False
+    loads = NoSessionLoads()
 
     async def save(
         self,

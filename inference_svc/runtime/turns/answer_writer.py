@@ -13,7 +13,7 @@ from inference_svc.core.scheduling.request import Request
 from inference_svc.core.stopping import AnswerToken, FinishReason, GrowingAnswer
 from inference_svc.core.turn_record import Started, Tokens, TurnRecord, Usage
 from inference_svc.runtime.compute.sampling import Sampled
-from inference_svc.runtime.engine.engine_job import EngineJob, LoadOutcome
+from inference_svc.runtime.engine.engine_request import EngineRequest
 from inference_svc.runtime.turns.turn import Turn
 from inference_svc.runtime.turns.turn_prompt import Prompt
 from shared.types.histogram import Histogram
@@ -93,12 +93,12 @@ class AnswerWriter:
         self._sampled_ns = 0  # when the last token was
         self._prompt_tokens = len(prompt_ids)
 
-    def started(self, request: Request, outcome: LoadOutcome) -> None:
+    def started(self, request: EngineRequest) -> None:
         """See TurnSink."""
         # Another session may have computed more of this prompt than this one has.
-        self._history_tokens = max(self._history_tokens, outcome.tokens)
+        self._history_tokens = max(self._history_tokens, request.outcome.tokens)
         queue_s = (request.admitted_ns - request.arrived_ns) / NS_PER_S
-        self._turn.publish(Started(self._history_tokens, outcome.tokens, queue_s))
+        self._turn.publish(Started(self._history_tokens, request.outcome.tokens, queue_s))
 
     def sampled(self, token: Sampled) -> bool:
         """See TurnSink."""
@@ -139,15 +139,15 @@ class AnswerWriter:
 
     def record(
         self,
-        job: EngineJob,
+        request: EngineRequest,
         turn: int,
         prompt: Prompt,
     ) -> TurnRecord:
         """The complete turn, as it is recorded under this index."""
-        request, submission = job.request, self._turn.submission
+        submission = self._turn.submission
         has_logprobs = submission.sampling.logprobs > 0
         uncomputed_tokens = len(self.context_ids(request)) - len(self.computed_ids(request))
-        discards = (*prompt.discards, *self._within(job, len(prompt.input_ids)))
+        discards = (*prompt.discards, *self._within(request, len(prompt.input_ids)))
         return TurnRecord(
             turn=turn,
             request_id=submission.request_id,
@@ -159,16 +159,16 @@ class AnswerWriter:
             top_logprobs=tuple(token.top for token in self.tokens) if has_logprobs else (),
             uncomputed_tokens=uncomputed_tokens,
             finish_reason=str(self.finish_reason),
-            usage=self.usage(job, discards),
+            usage=self.usage(request, discards),
             created_unix_s=time.time(),
             discards=discards,
             system_tokens=prompt.system_tokens,
             is_text=prompt.is_text,
         )
 
-    def usage(self, job: EngineJob, discards: Sequence[Discard] = ()) -> Usage:
+    def usage(self, request: EngineRequest, discards: Sequence[Discard] = ()) -> Usage:
         """What the turn has cost so far, and given up; also of one that was cancelled."""
-        request, outcome = job.request, job.outcome
+        outcome = request.outcome
         now_ns = time.monotonic_ns()
         end_ns = request.finished_ns or now_ns
         first_ns = request.first_token_ns or end_ns
@@ -193,7 +193,7 @@ class AnswerWriter:
             dropped_tokens=sum(num_in(discard.ranges) for discard in discards),
         )
 
-    def _within(self, job: EngineJob, num_input: int) -> list[Discard]:
+    def _within(self, request: EngineRequest, num_input: int) -> list[Discard]:
         """What went during the answer, as it is recorded.
 
         It may have gone while tokens were held back that then turned out to be a stop string. The
@@ -202,10 +202,10 @@ class AnswerWriter:
         most_tokens = num_input + len(self.tokens)
         within = [
             replace(discard, after_tokens=min(discard.after_tokens, most_tokens))
-            for discard in job.discards
+            for discard in request.discards
         ]
-        if within and job.discards[-1].after_tokens > num_input + len(self._answer.kept):
-            within[-1] = replace(within[-1], lineage=job.lineage)
+        if within and request.discards[-1].after_tokens > num_input + len(self._answer.kept):
+            within[-1] = replace(within[-1], lineage=request.lineage)
         return within
 
     def _show(self, tokens: Sequence[AnswerToken]) -> None:

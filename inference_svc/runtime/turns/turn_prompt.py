@@ -67,7 +67,7 @@ class Prompt:
 
 
 class MidTurnCut:
-    """Chooses what goes when a turn has filled its window; as the engine's jobs take it."""
+    """Chooses what goes when a turn has filled its window; as the engine's requests take it."""
 
     def __init__(self, prompt: Prompt, answer: GrowingAnswer) -> None:
         self._window = prompt.window

@@ -2,7 +2,7 @@
 
 import pytest
 
-from inference_svc.core.scheduling.request import RequestState
+from inference_svc.core.scheduling.request import RequestEvent, RequestState
 from shared.kvd_client.queue_feed import QueueFeed
 from tests.inference_svc.core.scheduling.test_scheduler import (
     admitted,
@@ -34,7 +34,7 @@ def test_a_full_window_sends_a_request_back_with_its_rows_protected():
     assert full.state is RequestState.WAITING
     assert (full.num_overflows, full.num_preemptions) == (1, 0)
     assert scheduler.residents.is_busy(full.key)
-    assert not scheduler.drop_resident(full.key)
+    assert not scheduler.residents.drop(full.key)
     scheduler.check()
 
 
@@ -98,7 +98,7 @@ def test_a_request_that_ends_with_its_window_does_not_overflow():
         step(scheduler)
     assert last.computed_tokens == 12
     assert not last.is_overflowing
-    scheduler.finish(last, 8)
+    scheduler.end(last, RequestEvent.FINISH, 8)
     assert scheduler.schedule(9).overflowed == ()
 
 
@@ -122,7 +122,7 @@ def test_a_cancelled_request_leaves_the_queue_while_its_rows_close_up():
     scheduler = make()
     full, _ = overflowed(scheduler)
     scheduler.truncated(full, OLDEST_HALF)
-    scheduler.stop(full, RequestState.CANCELLED, 10)
+    scheduler.end(full, RequestEvent.CANCEL, 10)
     scheduler.release_slab(full)
     again = submit(scheduler, 2, session=1)
     assert scheduler.schedule(11).admitted == ()

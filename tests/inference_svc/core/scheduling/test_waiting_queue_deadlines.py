@@ -1,6 +1,6 @@
 """Requests by deadline."""
 
-from inference_svc.core.scheduling.request import Request, RequestState
+from inference_svc.core.scheduling.request import Request, RequestEvent
 from inference_svc.core.scheduling.waiting_queue import Deadlines
 from shared.types.session_key import SessionKey
 
@@ -25,7 +25,7 @@ def test_what_has_ended_is_never_due():
     """Nobody is woken for it either."""
     deadlines, one = Deadlines(), request(1, 10)
     deadlines.add(one)
-    one.move(RequestState.CANCELLED)
+    one.move(RequestEvent.CANCEL)
     assert deadlines.next_ns() is None
     assert deadlines.pop_due(10) == []
 
@@ -50,7 +50,7 @@ def test_ended_requests_do_not_pile_up():
     for number in range(1000, 11_000):
         ended = request(number, 10**12)
         deadlines.add(ended)
-        ended.move(RequestState.CANCELLED)
+        ended.move(RequestEvent.CANCEL)
     assert len(deadlines._heap) < 400
     assert deadlines.pop_due(10**10) == living
 

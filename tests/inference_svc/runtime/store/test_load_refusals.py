@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from inference_svc.core.rates.rates import LoadPolicy, pairs
-from inference_svc.runtime.engine.engine_job import as_token_bytes
+from inference_svc.runtime.engine.engine_request import as_token_bytes
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.store.session_store import LoadRequest
 from shared.kvd_client.progress_words import LoadFailedError
@@ -72,10 +72,10 @@ async def test_a_load_that_is_cancelled_fails_the_gate_and_returns_its_lease(mod
     scene = Scene(model, copy_threads, deadline_s=0.2, peer=saved.peer)
     slab = scene.pool.new_slab(64)
     request = LoadRequest(KEY, as_token_bytes(PROMPT[:-1]), slab, LoadPolicy.ALWAYS)
-    begun = await scene.store.begin_load(request)
+    begun = await scene.store.loads.begin(request)
     gate = LayerGate(len(model[1].layers))
     tail = scene.pool.new_write_buffer(begun.tail_from, 64)
-    load = scene.store.finish_load(begun, slab, tail, gate, range(gate.num_layers))
+    load = scene.store.loads.finish(begun, slab, tail, gate, range(gate.num_layers))
     task = asyncio.create_task(load)
     await asyncio.sleep(0)
     task.cancel()

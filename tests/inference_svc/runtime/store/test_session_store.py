@@ -11,7 +11,7 @@ from inference_svc.core.discards import kept_runs
 from inference_svc.core.rates.rates import LoadPolicy, Rates, pairs
 from inference_svc.runtime.calibration.calibration import calibrate
 from inference_svc.runtime.compute.model_runner import Chunk, ModelRunner
-from inference_svc.runtime.engine.engine_job import as_token_bytes
+from inference_svc.runtime.engine.engine_request import as_token_bytes
 from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_gate import LayerGate, StepNotDoneError
@@ -214,13 +214,13 @@ class Scene:
     async def load(self, policy=LoadPolicy.ALWAYS):
         """Both halves; returns what was begun, the slab, and its gate's error."""
         slab, wanted = self.pool.new_slab(64), as_token_bytes(PROMPT[:-1])
-        begun = await self.store.begin_load(LoadRequest(KEY, wanted, slab, policy))
+        begun = await self.store.loads.begin(LoadRequest(KEY, wanted, slab, policy))
         error = None
         if begun.grant is not None:
             gate = LayerGate(len(self.model[1].layers))
             tail = self.pool.new_write_buffer(begun.tail_from, 64)
             layers = range(gate.num_layers)
-            await self.store.finish_load(begun, slab, tail, gate, layers)
+            await self.store.loads.finish(begun, slab, tail, gate, layers)
             assert gate.is_settled
             error = gate.error
         if error is None:
@@ -375,7 +375,7 @@ async def test_a_load_holds_the_rows_it_copies_to(model, copy_threads, part):
     scene = await saved_scene(model, copy_threads, grant_tokens=64)
     lent = {"slab": scene.pool.new_slab(64)}
     request = LoadRequest(KEY, as_token_bytes(PROMPT[:-1]), lent["slab"], LoadPolicy.ALWAYS)
-    begun = await scene.store.begin_load(request)
+    begun = await scene.store.loads.begin(request)
     lent["tail"] = scene.pool.new_write_buffer(begun.tail_from, 64)
     gate = LayerGate(len(model[1].layers))
     before, seen = scene.pool.num_free, []
@@ -387,7 +387,7 @@ async def test_a_load_holds_the_rows_it_copies_to(model, copy_threads, part):
 
     gate.on_change = cancel
     layers = range(gate.num_layers)
-    await scene.store.finish_load(begun, lent["slab"], lent["tail"], gate, layers)
+    await scene.store.loads.finish(begun, lent["slab"], lent["tail"], gate, layers)
     assert gate.error is None
     assert seen == [before]
     assert scene.pool.num_free == before + 64
@@ -450,7 +450,7 @@ async def test_a_discard_is_handed_on_with_its_lineage(model, copy_threads):
     await scene.store.save(KEY, token_ids, 0, scene.computed()[1], lineage=after)
     slab = scene.pool.new_slab(64)
     request = LoadRequest(KEY, token_ids, slab, LoadPolicy.ALWAYS, lineage=after)
-    await scene.store.give_up(await scene.store.begin_load(request))
+    await scene.store.loads.cancel(await scene.store.loads.begin(request))
     assert scene.counters.snapshot()["store_discards"] == 2
     assert set(scene.peer.lineages) == {None, WHOLE, after}, "not named is not whole"
     assert scene.peer.lineages[-4:] == [after] * 4

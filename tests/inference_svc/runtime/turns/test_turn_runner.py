@@ -103,7 +103,7 @@ async def test_after_its_final_turn_a_session_is_over(model, tmp_path):
         await service.run(range(20, 40), is_final=True)
         await service.engine.loop.wait_idle()
         assert service.engine.store.ended == [KEY]
-        assert not service.engine.scheduler.num_resident
+        assert not len(service.engine.scheduler.residents)
         turn = await service.turns.submit(asked([50]))
         assert isinstance(await failure_of(turn), SessionEndedError)
 

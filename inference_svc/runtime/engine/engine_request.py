@@ -1,4 +1,4 @@
-"""A turn inside the engine: its request, its memory, and where its tokens go."""
+"""A turn inside the engine: the scheduler's request, its memory, and where its tokens go."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -11,14 +11,14 @@ import numpy as np
 from inference_svc.core.discards import Discard, Range
 from inference_svc.core.rates.rates import LoadPolicy
 from inference_svc.core.scheduling.request import Request
+from inference_svc.core.scheduling.step_plan import Admission
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper
 from inference_svc.runtime.compute.sampling import Sampled, Sampler
 from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.store.saves import SaveStream
+from inference_svc.runtime.store.session_store import BegunLoad
 from shared.types.block_key import TOKEN_BYTES
-from shared.types.lineage import Lineage
-from shared.types.session_key import SessionKey
 
 
 @dataclass(eq=False)
@@ -43,8 +43,8 @@ class LoadOutcome:
 class TurnSink(Protocol):
     """Receives what the engine makes of a request; called on the event loop."""
 
-    def started(self, request: Request, outcome: LoadOutcome) -> None:
-        """History is found as far as it was kept; called once, `outcome` grows afterwards."""
+    def started(self, request: "EngineRequest") -> None:
+        """History is found as far as it was kept; called once, its `outcome` grows afterwards."""
 
     def sampled(self, token: Sampled) -> bool:
         """Take the next token; return whether the answer ends with it."""
@@ -54,8 +54,27 @@ class TurnSink(Protocol):
 
 
 @dataclass(eq=False)
-class EngineJob:
-    """See the module docstring.
+class Load:
+    """A load under way, from its request's admission to the last row.
+
+    Attributes:
+        begun: to be copied from the store; None: nothing, as far as is known.
+        gate: of the slab, once it is known that rows are to be copied to it.
+    """
+
+    admission: Admission
+    begun: BegunLoad | None = None
+    gate: LayerGate | None = None
+
+    @property
+    def is_move(self) -> bool:
+        """Whether the rows of the session's resident go to a larger slab."""
+        return self.admission.resident_tokens > 0 and not self.admission.in_place
+
+
+@dataclass(eq=False, kw_only=True)
+class EngineRequest(Request):
+    """A request as the engine computes it.
 
     Attributes:
         is_final: the session ends with this turn.
@@ -70,18 +89,20 @@ class EngineJob:
         slab: from the start of loading until it is released or becomes a resident.
         write_buffer: of this admission; None if nothing is saved.
         saves: stores the write buffer.
+        load: that of its last admission, while it uses the memory, or is about to give some.
         in_batch: set when its first step is planned.
         is_kept: its answer was accepted; the save releases it.
         num_failed_loads: that failed after they were announced.
-        context: of the task that made the job: what is done for it elsewhere belongs to its trace,
-            and is logged with its session.
+        context: of the task that made it: what is done for it elsewhere belongs to its trace, and
+            is logged with its session.
     """
 
-    request: Request
-    is_final: bool
     sampler: Sampler
     sink: TurnSink
-    done: asyncio.Future[None]
+    is_final: bool = False
+    done: asyncio.Future[None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
     load_policy: LoadPolicy | None = None
     truncate: Callable[[Sequence[int]], tuple[Range, ...]] | None = None
     scores: ScoreKeeper | None = None
@@ -91,6 +112,7 @@ class EngineJob:
     slab: KVSlab | None = None
     write_buffer: WriteBuffer | None = None
     saves: SaveStream | None = None
+    load: Load | None = None
     outcome: LoadOutcome = field(default_factory=LoadOutcome)
     in_batch: asyncio.Event = field(default_factory=asyncio.Event)
     is_kept: bool = False
@@ -99,44 +121,28 @@ class EngineJob:
     context: Context = field(default_factory=copy_context)
     _token_bytes: bytearray = field(default_factory=bytearray)
 
-    @property
-    def key(self) -> SessionKey:
-        """Whose turn it is."""
-        return self.request.key
-
-    @property
-    def lineage(self) -> Lineage | None:
-        """Which discards its context comes after, as it is now."""
-        return self.request.lineage
-
-    @property
-    def gate(self) -> LayerGate | None:
-        """Of the load under way, if there is one."""
-        return None if self.slab is None else self.slab.gate
-
     def token_bytes(self, num_tokens: int) -> bytes:
-        """The request's first tokens as kvd takes them: little-endian uint32."""
+        """The first tokens as kvd takes them: little-endian uint32."""
         known = len(self._token_bytes) // TOKEN_BYTES
-        new = self.request.token_ids[known:]
-        self._token_bytes += as_token_bytes(new)
+        self._token_bytes += as_token_bytes(self.token_ids[known:])
         return bytes(self._token_bytes[: num_tokens * TOKEN_BYTES])
 
-    def context_cut(self, ranges: Sequence[Range]) -> None:
-        """Tokens of the context are dropped; the request has another lineage from now on.
+    def discard(self, ranges: Sequence[Range]) -> None:
+        """Drop computed tokens of its context, which has another lineage from now on.
 
-        It is told of the tokens separately, and after this.
-
-        `ranges` are merged, and of what is computed.
+        Args:
+            ranges: merged, of what is computed.
         """
-        computed = self.token_bytes(self.request.computed_tokens)
         if self.lineage is not None:
-            self.request.lineage = self.lineage.after(computed, ranges)
+            computed = self.token_bytes(self.computed_tokens)
+            self.lineage = self.lineage.after(computed, ranges)
         if self.scores is not None:
             self.scores.discard(ranges)
         self._token_bytes.clear()
+        super().discard(ranges)
 
     def detach(self) -> None:
-        """Forget the memory, which goes its own way; the job waits for another admission."""
+        """Forget the memory, which goes its own way; it waits for another admission."""
         self.slab = self.write_buffer = self.saves = None
         self.in_batch.clear()
 

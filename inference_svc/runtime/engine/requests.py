@@ -1,0 +1,311 @@
+"""What memory a request has, how it goes back, and how a request ends without an answer.
+
+    slab          released when the request ends without an answer, or given to a resident
+    write buffer  released when its save is over, which may be long after the request's end
+    resident      released when the scheduler evicts it or its session ends
+
+Everything here runs on the event loop. Invariants: 1. every row that is given back is given back to
+the scheduler in the same call; 2. a save is opened with the write buffer it reads and outlives it
+never.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from inference_svc.core.counters import Counters
+from inference_svc.core.discards import Range
+from inference_svc.core.errors import DeadlineExceededError
+from inference_svc.core.scheduling.request import Request, RequestEvent
+from inference_svc.core.scheduling.scheduler import Scheduler
+from inference_svc.runtime.engine.engine_request import EngineRequest
+from inference_svc.runtime.kv.kv_pool import KVPool
+from inference_svc.runtime.kv.kv_slab import WriteBuffer
+from inference_svc.runtime.store.saves import DiscardLink, Saves, SaveStream
+from inference_svc.runtime.store.session_store import SessionStore
+from inference_svc.runtime.transfer.resident_slabs import ResidentSlabs
+from shared.types.lineage import Lineage
+from shared.types.session_key import SessionKey
+
+# Each has up to a block of rows beside the scheduler's account: for its tail.
+MOST_RESIDENTS = 128
+
+
+class RequestMemory:
+    """The memory of requests, and the scheduler's account of it; see the module docstring.
+
+    Args:
+        changed: called when rows came back.
+
+    Attributes:
+        num_saving: saves under way, and discards and ends of sessions that the store is being told.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        pool: KVPool,
+        residents: ResidentSlabs,
+        saves: Saves,
+        store: SessionStore,
+        counters: Counters,
+        tasks: asyncio.TaskGroup,
+        changed: Callable[[], None],
+    ) -> None:
+        self.num_saving = 0
+        self._scheduler = scheduler
+        self._pool = pool
+        self._residents = residents
+        self._saves = saves
+        self._store = store
+        self._counters = counters
+        self._tasks = tasks
+        self._changed = changed
+
+    # ---------------------------------------------------------------------------- write buffers
+
+    def open_save(self, request: EngineRequest, buffer: WriteBuffer) -> None:
+        """Begin to save a buffer that is about to be filled."""
+        stream = request.saves = self._saves.open(request.key, buffer, request.lineage)
+        self.num_saving += 1
+        self._tasks.create_task(self._save(request, stream, buffer), context=request.context.copy())
+
+    async def _save(self, request: EngineRequest, stream: SaveStream, buffer: WriteBuffer) -> None:
+        try:
+            await self._saves.run(request.key, stream)
+            if request.is_kept and request.is_final and request.saves is stream:
+                await self._store.end_session(request.key)
+        except asyncio.CancelledError:  # the engine stops: there is nobody left to account to
+            self._pool.release(buffer)
+            raise
+        self._pool.release(buffer)
+        self._scheduler.release_write(request)
+        self.num_saving -= 1
+        self._changed()
+
+    async def _end_session(self, key: SessionKey) -> None:
+        await self._store.end_session(key)
+        self.num_saving -= 1
+        self._changed()
+
+    def discard_stored(
+        self,
+        key: SessionKey,
+        token_ids: bytes,
+        ranges: Sequence[Range],
+        lineage: Lineage | None,
+    ) -> None:
+        """Have the store drop tokens, behind the session's saves; nobody waits for that."""
+        link = self._saves.open_discard(key)
+        self.num_saving += 1
+        self._tasks.create_task(self._discard(key, link, token_ids, ranges, lineage))
+
+    async def _discard(
+        self,
+        key: SessionKey,
+        link: DiscardLink,
+        token_ids: bytes,
+        ranges: Sequence[Range],
+        lineage: Lineage | None,
+    ) -> None:
+        await self._saves.run_discard(key, link, token_ids, ranges, lineage)
+        self.num_saving -= 1
+        self._changed()
+
+    # ------------------------------------------------------------------------------------ slabs
+
+    def keep(self, request: EngineRequest, token_ids: Sequence[int]) -> None:
+        """The request is over: save the first of its tokens; its slab may stay as a resident.
+
+        Of a session that has ended nothing stays, and the store is told once the save is over.
+        """
+        request.is_kept = True
+        if not request.is_final:
+            self._keep_resident(request, token_ids)
+        if request.saves is not None:
+            request.saves.finish(request.token_bytes(len(token_ids)))
+        elif request.is_final:
+            self.num_saving += 1
+            self._tasks.create_task(self._end_session(request.key))
+        self.release_slab(request)
+
+    def preempt(self, request: EngineRequest) -> None:
+        """The request waits again: its slab is a resident now, and all of it is saved."""
+        self._leave_resident(request, request.write_buffer)
+
+    def overflow(self, request: EngineRequest) -> None:
+        """The same, but rows of it are about to be dropped: its last block is not going to grow."""
+        self._leave_resident(request, None)
+
+    def _leave_resident(self, request: EngineRequest, buffer: WriteBuffer | None) -> None:
+        num_tokens = request.computed_tokens
+        self._become_resident(request, num_tokens, buffer)
+        if request.saves is not None:
+            request.saves.finish(request.token_bytes(num_tokens))
+        request.detach()
+
+    def void(self, request: EngineRequest) -> None:
+        """What the request computed cannot be believed: nothing of it is kept or saved."""
+        if request.slab is not None:
+            self._pool.release(request.slab)
+        if request.saves is not None:
+            request.saves.abandon()
+        request.detach()
+
+    def release(self, request: EngineRequest) -> None:
+        """The request has no answer: nothing more is saved, its memory goes back.
+
+        What its slab has of the session's history is as good as it was, and stays if it may: not
+        if the turn has dropped something while it was answered, which no other turn will.
+        """
+        num_tokens = min(request.computed_tokens, request.history_tokens)
+        if not request.discards:
+            self._keep_resident(request, request.token_ids[:num_tokens])
+        if request.saves is not None:
+            request.saves.abandon()
+        elif request.write_buffer is not None:  # it was cancelled before its save was opened
+            self._pool.release(request.write_buffer)
+        self.release_slab(request)
+        if request.discards:
+            self.release_resident(request.key)
+
+    def release_slab(self, request: EngineRequest) -> None:
+        """Give the slab back, if it is still the request's."""
+        if request.slab is not None:
+            self._pool.release(request.slab)
+            request.slab = None
+        self._scheduler.release_slab(request)
+        self._changed()
+
+    # -------------------------------------------------------------------------------- residents
+
+    def _keep_resident(self, request: EngineRequest, token_ids: Sequence[int]) -> None:
+        """Let the slab of a request that is over stay with its rows of these tokens, if it may.
+
+        Not if some of them may never arrive, nor if the position-free rows of the last block are
+        gone with an earlier write buffer: its growth could not be stored.
+        """
+        slab, buffer = request.slab, request.write_buffer
+        is_whole = slab is not None and slab.gate is None and 0 < len(token_ids) <= slab.num_tokens
+        has_tail = buffer is None or buffer.first_token <= len(token_ids)
+        if not is_whole or not has_tail:
+            return
+        if self._scheduler.keep_resident(request, token_ids, time.monotonic_ns()):
+            self._become_resident(request, len(token_ids), request.write_buffer)
+            residents, rank = self._scheduler.residents, self._scheduler.queue.rank
+            for key in residents.take_surplus(MOST_RESIDENTS, rank):
+                self.evict(key)
+
+    def _become_resident(
+        self, request: EngineRequest, num_tokens: int, buffer: WriteBuffer | None
+    ) -> None:
+        assert request.slab is not None, "a request that has computed has a slab"  # noqa: S101
+        self._residents.put(request.key, request.slab, num_tokens, buffer)
+        request.slab = None
+
+    def evict(self, key: SessionKey) -> None:
+        """The scheduler evicted a resident."""
+        self._counters.add("residents_evicted")
+        self._residents.release(key)
+
+    def end_move(self, request: EngineRequest) -> None:
+        """A resident's rows are in the request's slab, or nobody wants them: the old can go."""
+        self._scheduler.residents.end_move(request)
+        self._residents.release(request.key)
+        self._changed()
+
+    def release_resident(self, key: SessionKey) -> None:
+        """Give up a session's resident, if it has one that is not in use."""
+        if self._scheduler.residents.drop(key):
+            self._residents.release(key)
+            self._changed()
+
+
+class Requests:
+    """The engine's requests, until their slab is given up, and how they end without an answer.
+
+    Invariants: 1. a request is here from its submission until it is kept or released; 2. memory
+    that a load uses is released by that load, when it ends.
+
+    Args:
+        changed: called when a request was forgotten.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        memory: RequestMemory,
+        counters: Counters,
+        changed: Callable[[], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._memory = memory
+        self._counters = counters
+        self._changed = changed
+        self._requests: dict[int, EngineRequest] = {}  # by number
+        self._dropped: list[EngineRequest] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[EngineRequest]:
+        return iter(self._requests.values())
+
+    def of(self, request: Request) -> EngineRequest:
+        """The engine's form of a request that the scheduler names."""
+        return self._requests[request.number]
+
+    def add(self, request: EngineRequest) -> None:
+        """Look after a request that was submitted."""
+        self._requests[request.number] = request
+
+    def forget(self, request: EngineRequest) -> bool:
+        """Forget a request that is over; False if it was before."""
+        is_known = self._requests.pop(request.number, None) is not None
+        self._changed()
+        return is_known
+
+    def drop(self, request: EngineRequest) -> bool:
+        """Have a request given up between two steps; False if it is kept or released already."""
+        if request.is_kept or request.number not in self._requests:
+            return False
+        self._dropped.append(request)
+        return True
+
+    def settle_dropped(self) -> None:
+        """No step is under way: stop what was dropped, and release it unless a load uses it."""
+        dropped, self._dropped = self._dropped, []
+        for request in dropped:
+            if not request.is_over:
+                self._scheduler.end(request, RequestEvent.CANCEL, time.monotonic_ns())
+            self.release(request)
+
+    def restart(self, request: EngineRequest) -> None:
+        """Its history did not arrive: what was computed over it is void, it is admitted anew."""
+        request.num_failed_loads += 1
+        self._memory.void(request)
+        self._scheduler.restart(request, time.monotonic_ns())
+
+    def expire(self, request: EngineRequest) -> None:
+        """Its deadline passed, which the scheduler has found."""
+        self._counters.add("expired")
+        request.end(
+            DeadlineExceededError(
+                "the turn's deadline passed before it was complete",
+                "submit it again with more time, or when the service is less busy",
+            )
+        )
+        self.release(request)
+
+    def fail(self, request: EngineRequest, error: Exception) -> None:
+        """End a request with an error."""
+        if not request.is_over:
+            self._scheduler.end(request, RequestEvent.FAIL, time.monotonic_ns())
+        request.end(error)
+        self.release(request)
+
+    def release(self, request: EngineRequest) -> None:
+        """Release a request that has no answer, unless its load is under way: that does it then."""
+        request.in_batch.set()  # a load that waits for it resumes
+        if request.load is None and self.forget(request):
+            self._memory.release(request)
