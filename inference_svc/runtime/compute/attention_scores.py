@@ -35,8 +35,8 @@ MAX_WEIGHTS = 2**22  # elements of them: 16 MiB
 class ScoreKeeper:
     """Scores of one sequence in one turn; see the module docstring.
 
-    Belongs to the engine's request. `note` and `commit` are called by the compute thread while a step
-    runs, the others between steps.
+    Belongs to a request. `note` and `commit` are called by the compute thread while a step runs,
+    the others between steps.
     """
 
     def __init__(

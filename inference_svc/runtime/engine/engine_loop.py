@@ -194,19 +194,15 @@ class EngineLoop:
 
     async def forget(self, key: SessionKey, token_ids: Sequence[int]) -> None:
         """Have the KV of a session dropped that is deleted."""
-        self.release_resident(key)
+        self.memory.release_resident(key)
         await self._saves.settled(key)
         await self._store.forget(key, as_token_bytes(token_ids))
 
     async def end_session(self, key: SessionKey) -> None:
         """Note that a session will not come back, after the save of its last turn."""
-        self.release_resident(key)
+        self.memory.release_resident(key)
         await self._saves.settled(key)
         await self._store.end_session(key)
-
-    def release_resident(self, key: SessionKey) -> None:
-        """Give up a session's resident slab, if it has one that is not in use."""
-        self.memory.release_resident(key)
 
     def drop(self, request: EngineRequest) -> None:
         """Give the request up wherever it is; does nothing for one that is kept or released."""
