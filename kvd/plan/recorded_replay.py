@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
+from kvd.core.eviction.queue_window import QueueChange, QueuedRequest, RunningRequest
 from kvd.core.eviction.registry import POLICIES
 from kvd.core.eviction.ttl import TtlClock
 from kvd.core.records.records import Tier
@@ -138,12 +138,12 @@ class _RecordedReplay:
 
     def _arrive(self, index: int, turn: RecordedTurn) -> None:
         key = self._keys[turn.session]
-        waiting = QueuedJob((0, 0.0, index), key, turn.wanted_tokens)
+        waiting = QueuedRequest((0, 0.0, index), key, turn.wanted_tokens)
         self._tell_queue(QueueChange(waiting=[waiting], interval_ns=self._interval_ns))
 
     def _start(self, index: int, turn: RecordedTurn) -> None:
         key = self._keys[turn.session]
-        self._tell_queue(QueueChange(running=[RunningJob(index, key)]))
+        self._tell_queue(QueueChange(running=[RunningRequest(index, key)]))
         found = self._found[index]
         found.tier = self._tiers.find(key)
         if found.tier is not None:

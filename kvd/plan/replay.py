@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from kvd.core.eviction.policy import EvictionPolicy, PolicyContext
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
+from kvd.core.eviction.queue_window import QueueChange, QueuedRequest, RunningRequest
 from kvd.core.eviction.registry import make_policy
 from kvd.core.eviction.ttl import TtlClock
 from kvd.core.operations.retention import RECHECK_NS
@@ -182,7 +182,7 @@ class Replay:
         job = _Job(session, self._num_arrived, turn, record, hbm_bytes)
         self._num_arrived += 1
         self._waiting.append(job)
-        waiting = QueuedJob((0, 0.0, job.number), key, turn.history_tokens)
+        waiting = QueuedRequest((0, 0.0, job.number), key, turn.history_tokens)
         self._tell_queue(QueueChange(waiting=[waiting], interval_ns=round(self._interval_ns)))
 
     def _start(self, job: _Job) -> None:
@@ -191,7 +191,7 @@ class Replay:
         key, record = self._keys[job.session], job.record
         self._running[job.session] = job
         self._hbm_bytes += job.hbm_bytes
-        self._tell_queue(QueueChange(running=[RunningJob(job.number, key)]))
+        self._tell_queue(QueueChange(running=[RunningRequest(job.number, key)]))
         record.started_ns = self._now_ns
         record.found_in, record.loaded_tokens = self._lookup(key, job.turn)
         if job.number == self._options.warmup_turns:

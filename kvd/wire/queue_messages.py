@@ -12,7 +12,7 @@ from typing import TypeVar
 from kvd.core.records.errors import InvalidRequestError
 from kvd.wire.messages import ns_of
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.types.queue_change import QueueChange, QueuedJob, QueueUpdate, RunningJob
+from shared.types.queue_change import QueueChange, QueuedRequest, QueueUpdate, RunningRequest
 from shared.types.session_key import SessionKey, session_keys
 
 EQUAL_COLUMNS = "send columns of one length, or leave one out"
@@ -36,7 +36,7 @@ def queue_update(message: kvd_pb2.QueueSnapshot, model: str, max_jobs: int) -> Q
         raise _nonsense(f"an interval of {message.start_interval_s} s", "send 0 if it is not known")
     change = QueueChange(
         _waiting(message, model),
-        list(map(RunningJob, message.running.numbers, _keys(message, message.running, model))),
+        list(map(RunningRequest, message.running.numbers, _keys(message, message.running, model))),
         list(message.left),
         ns_of(message.start_interval_s),
     )
@@ -51,7 +51,7 @@ def check_num_jobs(num_jobs: int, max_jobs: int) -> None:
         )
 
 
-def _waiting(message: kvd_pb2.QueueSnapshot, model: str) -> list[QueuedJob]:
+def _waiting(message: kvd_pb2.QueueSnapshot, model: str) -> list[QueuedRequest]:
     jobs = message.waiting
     num_jobs = len(jobs.numbers)
     tags = _column(jobs.start_tags, num_jobs, 0.0)
@@ -61,7 +61,7 @@ def _waiting(message: kvd_pb2.QueueSnapshot, model: str) -> list[QueuedJob]:
     ranks = zip(map(neg, priorities), tags, jobs.numbers, strict=True)
     history_tokens = _column(jobs.history_tokens, num_jobs, 0)
     rows = zip(ranks, _keys(message, jobs, model), history_tokens, strict=True)
-    return list(map(QueuedJob._make, rows))
+    return list(map(QueuedRequest._make, rows))
 
 
 def _keys(message: kvd_pb2.QueueSnapshot, jobs: kvd_pb2.QueueJobs, model: str) -> list[SessionKey]:

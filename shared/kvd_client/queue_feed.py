@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from sortedcontainers import SortedList
 
-from shared.types.queue_change import QueueChange, QueuedJob, QueueUpdate, RunningJob
+from shared.types.queue_change import QueueChange, QueuedRequest, QueueUpdate, RunningRequest
 from shared.types.queue_digest import Rank, combined, running_digest, waiting_digest
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
@@ -176,7 +176,7 @@ class QueueFeed:
             self._told[number] = job
             self._told_digest = combined(self._told_digest, added=job.digest)
             if job.place[0]:
-                waiting.append(QueuedJob(job.place[1:], job.key, job.history_tokens))
+                waiting.append(QueuedRequest(job.place[1:], job.key, job.history_tokens))
             else:
-                running.append(RunningJob(number, job.key))
+                running.append(RunningRequest(number, job.key))
         return QueueChange(waiting, running, left, int(self.interval_s * NS_PER_S))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from shared.pb.kvd.v1 import kvd_pb2
-from shared.types.queue_change import QueuedJob, QueueUpdate
+from shared.types.queue_change import QueuedRequest, QueueUpdate
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
@@ -31,7 +31,7 @@ def snapshot_message(engine_id: int, update: QueueUpdate) -> kvd_pb2.QueueSnapsh
     )
 
 
-def _waiting(jobs: Sequence[QueuedJob], tenants: dict[str, int]) -> kvd_pb2.QueueJobs:
+def _waiting(jobs: Sequence[QueuedRequest], tenants: dict[str, int]) -> kvd_pb2.QueueJobs:
     message = _jobs([job.rank[2] for job in jobs], jobs, tenants)
     message.priorities.extend([-job.rank[0] for job in jobs])
     message.start_tags.extend([job.rank[1] for job in jobs])

@@ -8,7 +8,7 @@ from shared.types.queue_digest import Rank
 from shared.types.session_key import SessionKey
 
 
-class QueuedJob(NamedTuple):
+class QueuedRequest(NamedTuple):
     """A turn that waits."""
 
     rank: Rank  # the engine's own order; rank[2] is the job's number, unique within the engine
@@ -16,7 +16,7 @@ class QueuedJob(NamedTuple):
     history_tokens: int = 0
 
 
-class RunningJob(NamedTuple):
+class RunningRequest(NamedTuple):
     """A turn that is being computed: its session's KV is in the engine's memory."""
 
     number: int
@@ -34,8 +34,8 @@ class QueueChange:
         interval_ns: mean time between two starts; 0: not known.
     """
 
-    waiting: Sequence[QueuedJob] = ()
-    running: Sequence[RunningJob] = ()
+    waiting: Sequence[QueuedRequest] = ()
+    running: Sequence[RunningRequest] = ()
     left: Sequence[int] = ()
     interval_ns: int = 0
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from kvd.core.engine import Limits
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
+from kvd.core.eviction.queue_window import QueueChange, QueuedRequest, RunningRequest
 from kvd.core.eviction.registry import POLICIES
 from kvd.core.records.actions import (
     CompactRows,
@@ -563,8 +563,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.num_jobs += len(keys)
         numbers = list(jobs)
         change = QueueChange(
-            [QueuedJob((0, 0.0, number), jobs[number]) for number in numbers[num_running:]],
-            [RunningJob(number, jobs[number]) for number in numbers[:num_running]],
+            [QueuedRequest((0, 0.0, number), jobs[number]) for number in numbers[num_running:]],
+            [RunningRequest(number, jobs[number]) for number in numbers[:num_running]],
             interval_ns=interval_ns,
         )
         self.world.engine.replace_queue(self.ids[owner], change, self.world.now_ns)
@@ -602,11 +602,11 @@ class CacheMachine(RuleBasedStateMachine):
             self.num_jobs += 1
         change = QueueChange(
             [
-                QueuedJob((data.draw(st.integers(-1, 1)), 0.0, number), jobs[number])
+                QueuedRequest((data.draw(st.integers(-1, 1)), 0.0, number), jobs[number])
                 for number, how in what.items()
                 if how == "wait"
             ],
-            [RunningJob(number, jobs[number]) for number, how in what.items() if how == "run"],
+            [RunningRequest(number, jobs[number]) for number, how in what.items() if how == "run"],
             [number for number, how in what.items() if how == "leave"],
         )
         for number in change.left:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvd.core.eviction.prefetch_order import MOST_LATE
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
+from kvd.core.eviction.queue_window import QueueChange, QueuedRequest, RunningRequest
 from kvd.core.eviction.registry import POLICIES, make_policy
 from kvd.core.records.records import Tier
 from kvd.core.state.session_placement import SessionPlacement
@@ -32,7 +32,7 @@ TAGS = st.sampled_from([0.0, 1.0, 2.5])
 class Jobs:
     """One engine's, as it knows them itself."""
 
-    waiting: dict[int, QueuedJob] = field(default_factory=dict)  # by number
+    waiting: dict[int, QueuedRequest] = field(default_factory=dict)  # by number
     running: dict[int, SessionKey] = field(default_factory=dict)
 
     @property
@@ -83,7 +83,7 @@ class PlacementMachine(RuleBasedStateMachine):
                 *(self._job(data, jobs.waiting[number].key, number) for number in moved),
                 *(self._job(data, jobs.running[number], number) for number in preempted),
             ],
-            running=[RunningJob(number, jobs.waiting[number].key) for number in started],
+            running=[RunningRequest(number, jobs.waiting[number].key) for number in started],
             left=left,
             interval_ns=interval_ns,
         )
@@ -111,7 +111,7 @@ class PlacementMachine(RuleBasedStateMachine):
         waiting += [jobs.waiting[number] for number in kept]
         jobs.waiting = {job.rank[2]: job for job in waiting}
         jobs.running = {number: jobs.running[number] for number in running}
-        runs = [RunningJob(number, key) for number, key in jobs.running.items()]
+        runs = [RunningRequest(number, key) for number, key in jobs.running.items()]
         digest = self.placement.replace_queue(
             owner, QueueChange(waiting, runs, interval_ns=interval_ns), self.now_ns
         )
@@ -255,11 +255,11 @@ class PlacementMachine(RuleBasedStateMachine):
 
     # -------------------------------------------------------------------------------------- inside
 
-    def _job(self, data, key, number=None) -> QueuedJob:
+    def _job(self, data, key, number=None) -> QueuedRequest:
         if number is None:
             number, self.next_number = self.next_number, self.next_number + 1
         rank = (data.draw(PRIORITIES, "priority"), data.draw(TAGS, "tag"), number)
-        return QueuedJob(rank, key, 0)
+        return QueuedRequest(rank, key, 0)
 
     def _queued(self) -> set[SessionKey]:
         return {job.key for jobs in self.engines.values() for job in jobs.waiting.values()}

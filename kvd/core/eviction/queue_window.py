@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 from sortedcontainers import SortedList
 
-from shared.types.queue_change import QueueChange, QueuedJob, RunningJob
+from shared.types.queue_change import QueueChange, QueuedRequest, RunningRequest
 from shared.types.queue_digest import Rank, combined, running_digest, waiting_digest
 from shared.types.session_key import SessionKey
 
-__all__ = ["QueueChange", "QueuePlace", "QueueWindow", "QueuedJob", "RunningJob"]
+__all__ = ["QueueChange", "QueuePlace", "QueueWindow", "QueuedRequest", "RunningRequest"]
 
 
 FEW_SHARE = 2  # with fewer changes than one for so many jobs, they are made one by one
@@ -250,7 +250,7 @@ class QueueWindow:
     # ------------------------------------------------------------------------------- job by job
 
     def _put_in(
-        self, owner: int, engine: _EngineQueue, job: QueuedJob, now_ns: int, touched: _Touched
+        self, owner: int, engine: _EngineQueue, job: QueuedRequest, now_ns: int, touched: _Touched
     ) -> None:
         order, places = engine.order, engine.places
         index = order.bisect_left(job.rank)
@@ -266,7 +266,7 @@ class QueueWindow:
         insort(self._places.setdefault(job.key, []), place)
         touched[job.key] = None
 
-    def _run(self, engine: _EngineQueue, job: RunningJob, touched: _Touched) -> None:
+    def _run(self, engine: _EngineQueue, job: RunningRequest, touched: _Touched) -> None:
         engine.running[job.number] = job.key
         engine.digest = combined(engine.digest, added=running_digest(job.number, job.key))
         self._num_running[job.key] = self._num_running.get(job.key, 0) + 1

@@ -1,7 +1,7 @@
 """Whole loads and stores against a CacheWorld, for tests that are about something else."""
 
 from kvd.core.engine import CacheEngine, Limits
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob
+from kvd.core.eviction.queue_window import QueueChange, QueuedRequest
 from kvd.core.eviction.registry import POLICIES
 from kvd.core.inspection.session_filter import EVERYTHING
 from kvd.core.records.actions import HashSlot
@@ -25,7 +25,7 @@ def new_world(
 
 def queue_of(*keys: SessionKey) -> QueueChange:
     """A queue in which a turn of each of these sessions waits, in this order."""
-    return QueueChange([QueuedJob((0, 0.0, number), key) for number, key in enumerate(keys)])
+    return QueueChange([QueuedRequest((0, 0.0, number), key) for number, key in enumerate(keys)])
 
 
 def prepare_store(

@@ -1,7 +1,7 @@
 """The policy that knows the future."""
 
 from kvd.core.eviction.policy import PolicyContext
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, QueueWindow
+from kvd.core.eviction.queue_window import QueueChange, QueuedRequest, QueueWindow
 from kvd.core.records.records import Tier
 from kvd.plan.belady import BeladyPolicy
 from shared.types.session_key import SessionKey
@@ -16,7 +16,9 @@ def policy_of(returns_ns: dict[SessionKey, int], *used: SessionKey) -> BeladyPol
     policy = BeladyPolicy(PolicyContext(queue, lambda: 0), returns_ns)
     for key in used:
         policy.touched(key, 0)
-    queue.replace(1, QueueChange(waiting=[QueuedJob((0, 0.0, 1), D), QueuedJob((0, 0.0, 2), E)]), 0)
+    queue.replace(
+        1, QueueChange(waiting=[QueuedRequest((0, 0.0, 1), D), QueuedRequest((0, 0.0, 2), E)]), 0
+    )
     return policy
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob
+from kvd.core.eviction.queue_window import QueueChange, QueuedRequest
 from kvd.core.eviction.registry import make_policy
 from kvd.core.records.records import Tier
 from kvd.core.state.session_placement import SessionPlacement
@@ -35,7 +35,7 @@ class Shelf:
         self.tiers.check()
 
     def queue(self, *keys: SessionKey) -> None:
-        waiting = [QueuedJob((0, 0.0, number), key) for number, key in enumerate(keys)]
+        waiting = [QueuedRequest((0, 0.0, number), key) for number, key in enumerate(keys)]
         self.placement.replace_queue(1, QueueChange(waiting=waiting), self.now_ns)
 
     def where(self, *keys: SessionKey) -> list[Tier | None]:

@@ -9,7 +9,7 @@ from kvd.wire.queue_messages import queue_update
 from shared.kvd_client.queue_message import snapshot_message
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.errors import InvalidInputError
-from shared.types.queue_change import QueueChange, QueuedJob, QueueUpdate, RunningJob
+from shared.types.queue_change import QueueChange, QueuedRequest, QueueUpdate, RunningRequest
 from shared.types.session_key import InvalidNameError, SessionKey
 
 MODEL = "0f"
@@ -37,10 +37,10 @@ def test_what_is_encoded_is_decoded():
     """All of it, over several tenants."""
     change = QueueChange(
         [
-            QueuedJob((-5, 0.1, 1), key_of("a"), 70),
-            QueuedJob((100, 2.0**60, (1 << 64) - 1), key_of("b", "other"), 0),
+            QueuedRequest((-5, 0.1, 1), key_of("a"), 70),
+            QueuedRequest((100, 2.0**60, (1 << 64) - 1), key_of("b", "other"), 0),
         ],
-        [RunningJob(7, key_of("c", "other")), RunningJob(8, key_of("a"))],
+        [RunningRequest(7, key_of("c", "other")), RunningRequest(8, key_of("a"))],
         [3, 1 << 40],
         1_500_000_000,
     )
@@ -52,7 +52,7 @@ def test_what_is_encoded_is_decoded():
 def test_columns_that_are_left_out_have_defaults():
     """One tenant, the default one, and the order of the numbers."""
     jobs = decoded(waiting=columns()).change.waiting
-    assert jobs[2] == QueuedJob((0, 0.0, 2), key_of("s2", "default"), 0)
+    assert jobs[2] == QueuedRequest((0, 0.0, 2), key_of("s2", "default"), 0)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
+from kvd.core.eviction.queue_window import QueueChange, QueuedRequest, RunningRequest
 from kvd.core.eviction.registry import make_policy
 from kvd.core.records.records import Tier
 from kvd.core.state.session_placement import SessionPlacement
@@ -15,7 +15,7 @@ def key_of(name: str) -> SessionKey:
     return SessionKey("t", "m", name)
 
 
-ALWAYS = RunningJob(999, key_of("always"))
+ALWAYS = RunningRequest(999, key_of("always"))
 
 
 class Sessions:
@@ -39,8 +39,8 @@ class Sessions:
         self.placement.replace_queue(
             OWNER,
             QueueChange(
-                [QueuedJob((0, 0.0, i), key_of(name)) for i, name in enumerate(waiting)],
-                [ALWAYS, *(RunningJob(1000 + i, key_of(x)) for i, x in enumerate(running))],
+                [QueuedRequest((0, 0.0, i), key_of(name)) for i, name in enumerate(waiting)],
+                [ALWAYS, *(RunningRequest(1000 + i, key_of(x)) for i, x in enumerate(running))],
             ),
             self.now_ns,
         )

@@ -4,7 +4,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
+from kvd.core.eviction.queue_window import QueueChange, QueuedRequest, RunningRequest
 from kvd.core.eviction.registry import POLICIES
 from kvd.core.records.records import Tier
 from tests.kvd.core.eviction.sessions import Sessions, key_of
@@ -71,7 +71,7 @@ class EveryOrder(RuleBasedStateMachine):
     def submit(self, name, priority):
         self.num_jobs += 1
         self.jobs[self.num_jobs] = (name, True)
-        job = QueuedJob((-priority, float(self.num_jobs), self.num_jobs), key_of(name))
+        job = QueuedRequest((-priority, float(self.num_jobs), self.num_jobs), key_of(name))
         self._change(QueueChange([job], interval_ns=10**9))
 
     @rule(data=st.data())
@@ -80,7 +80,7 @@ class EveryOrder(RuleBasedStateMachine):
             number = data.draw(st.sampled_from(waiting))
             name = self.jobs[number][0]
             self.jobs[number] = (name, False)
-            self._change(QueueChange(running=[RunningJob(number, key_of(name))]))
+            self._change(QueueChange(running=[RunningRequest(number, key_of(name))]))
 
     @rule(data=st.data())
     def finish_a_job(self, data):

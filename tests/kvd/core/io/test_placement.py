@@ -5,7 +5,7 @@ import pytest
 from kvd.core.engine import Limits
 from kvd.core.eviction.lru import LruPolicy
 from kvd.core.eviction.policy import PolicyContext
-from kvd.core.eviction.queue_window import QueueChange, QueueWindow, RunningJob
+from kvd.core.eviction.queue_window import QueueChange, QueueWindow, RunningRequest
 from kvd.core.eviction.registry import POLICIES, make_policy
 from kvd.core.records.actions import WriteBlock
 from kvd.core.records.records import Admission, Pin, Tier
@@ -182,7 +182,7 @@ def test_a_queued_session_goes_only_when_nothing_else_does():
 def test_what_a_running_turn_has_stored_may_leave_dram(is_running):
     """Its engine has these rows; what was stored before the turn began it has yet to load."""
     world = new_world(num_slots=2)
-    starts = QueueChange(running=[RunningJob(0, A)])
+    starts = QueueChange(running=[RunningRequest(0, A)])
     world.engine.replace_queue(OWNER, starts if is_running else QueueChange(), world.now_ns)
     store(world, A, ONES)
     world.engine.replace_queue(OWNER, starts, world.now_ns)

@@ -3,7 +3,7 @@
 import pytest
 
 from kvd.core.engine import Limits
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
+from kvd.core.eviction.queue_window import QueueChange, QueuedRequest, RunningRequest
 from kvd.core.eviction.registry import POLICIES
 from kvd.core.io.prefetching import LOOK_NS, YIELD_NS
 from kvd.core.io.read_plan import MOST_TIMES
@@ -64,7 +64,7 @@ def queue(world, *keys, owner=OWNER):
 
 def run(world, key, number=99):
     """Have a turn of the session run, and no other."""
-    change = QueueChange(running=[RunningJob(number, key)])
+    change = QueueChange(running=[RunningRequest(number, key)])
     world.engine.replace_queue(OWNER, change, world.now_ns)
     world.pump()
 
@@ -354,7 +354,7 @@ def test_slots_are_left_for_the_stores_of_turns_that_run(num_slots, num_read, nu
         world.pump()
     world.quiesce()
     waiting = queue_of(B).waiting
-    change = QueueChange(waiting, [RunningJob(99, A)])
+    change = QueueChange(waiting, [RunningRequest(99, A)])
     world.engine.replace_queue(OWNER, change, world.now_ns)
     world.pump()
     finish_reads(world)
@@ -650,7 +650,7 @@ def test_a_job_of_another_rank_is_read_in_its_new_order():
     world = reading_world(prefetch_bytes=ONE)
     store_on_ssd(world, {A: 1, B: 1, C: 1})
     queue(world, A, B, C)
-    change = QueueChange([QueuedJob((-1, 0.0, 2), C)])
+    change = QueueChange([QueuedRequest((-1, 0.0, 2), C)])
     world.engine.change_queue(OWNER, change, world.now_ns)
     world.pump()
     assert finish_reads(world) == [A, C, B]
@@ -664,7 +664,7 @@ def test_a_turn_that_starts_as_the_one_before_it_ends_is_loaded_anew():
     store(world, C, THREES)
     run(world, A)
     load(world, A, ONES)
-    change = QueueChange(running=[RunningJob(100, A)], left=[99])
+    change = QueueChange(running=[RunningRequest(100, A)], left=[99])
     world.engine.change_queue(OWNER, change, world.now_ns)
     world.pump()
     store(world, C, tokens_of(C, 2))

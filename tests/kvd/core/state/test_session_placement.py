@@ -3,7 +3,7 @@
 import pytest
 
 from kvd.core.eviction.lru import LruPolicy
-from kvd.core.eviction.queue_window import QueueChange, QueuedJob, RunningJob
+from kvd.core.eviction.queue_window import QueueChange, QueuedRequest, RunningRequest
 from kvd.core.eviction.registry import POLICIES, make_policy
 from kvd.core.records.records import Tier
 from kvd.core.state.session_placement import MEAN_SHARE, SessionPlacement
@@ -47,7 +47,7 @@ def placement_by(name, capacity=CAPACITY):
 
 
 def waiting(*keys, first_number=0):
-    return [QueuedJob((0, 0.0, number), key) for number, key in enumerate(keys, first_number)]
+    return [QueuedRequest((0, 0.0, number), key) for number, key in enumerate(keys, first_number)]
 
 
 def touch_all(placement, *keys):
@@ -62,9 +62,9 @@ def test_a_turn_arrives_once(placement):
     """As it begins to wait; that it runs then, or has another place, is no arrival."""
     placement.change_queue(ENGINE, QueueChange(waiting(A)), 5)
     assert placement.policy.take() == [("arrived", A, 5), ("engaged", A, (0, 0.0, 0), False, 5)]
-    placement.change_queue(ENGINE, QueueChange([QueuedJob((-1, 0.0, 0), A)]), 6)
+    placement.change_queue(ENGINE, QueueChange([QueuedRequest((-1, 0.0, 0), A)]), 6)
     assert placement.policy.take() == [("engaged", A, (-1, 0.0, 0), False, 6)]
-    placement.change_queue(ENGINE, QueueChange(running=[RunningJob(0, A)]), 7)
+    placement.change_queue(ENGINE, QueueChange(running=[RunningRequest(0, A)]), 7)
     assert placement.policy.take() == [("engaged", A, None, True, 7)]
     placement.change_queue(ENGINE, QueueChange(left=[0]), 8)
     assert placement.policy.take() == [("engaged", A, None, False, 8)]
@@ -74,13 +74,13 @@ def test_a_turn_arrives_once(placement):
 
 def test_a_turn_that_never_waits_arrives_as_it_starts(placement):
     """An idle engine's queue is never seen."""
-    placement.change_queue(ENGINE, QueueChange(running=[RunningJob(0, A)]), 5)
+    placement.change_queue(ENGINE, QueueChange(running=[RunningRequest(0, A)]), 5)
     assert placement.policy.take() == [("arrived", A, 5), ("engaged", A, None, True, 5)]
 
 
 def test_a_second_turn_of_a_session_that_runs_has_a_place(placement):
     """It both runs and waits, and is busy until neither is so."""
-    placement.change_queue(ENGINE, QueueChange(waiting(A), [RunningJob(7, A)]), 0)
+    placement.change_queue(ENGINE, QueueChange(waiting(A), [RunningRequest(7, A)]), 0)
     assert placement.policy.take()[-1] == ("engaged", A, (0, 0.0, 0), True, 0)
     placement.change_queue(ENGINE, QueueChange(left=[7]), 1)
     assert placement.is_busy(A)
@@ -90,24 +90,24 @@ def test_a_second_turn_of_a_session_that_runs_has_a_place(placement):
 
 def test_a_full_snapshot_that_says_the_same_is_no_arrival(placement):
     """kvd asked for it: nothing has happened."""
-    placement.change_queue(ENGINE, QueueChange(waiting(A, B), [RunningJob(7, C)]), 0)
+    placement.change_queue(ENGINE, QueueChange(waiting(A, B), [RunningRequest(7, C)]), 0)
     placement.policy.take()
-    placement.replace_queue(ENGINE, QueueChange(waiting(A, B), [RunningJob(7, C)]), 1)
+    placement.replace_queue(ENGINE, QueueChange(waiting(A, B), [RunningRequest(7, C)]), 1)
     assert not [call for call in placement.policy.take() if call[0] == "arrived"]
 
 
 def test_turns_of_an_engine_that_is_new_are_no_arrivals(placement):
     """They may have waited for long: when each of them came is not known."""
-    placement.replace_queue(ENGINE, QueueChange(waiting(A, B), [RunningJob(7, C)]), 0)
+    placement.replace_queue(ENGINE, QueueChange(waiting(A, B), [RunningRequest(7, C)]), 0)
     assert not [call for call in placement.policy.take() if call[0] == "arrived"]
-    more = QueueChange(waiting(A, B, C), [RunningJob(7, C)])
+    more = QueueChange(waiting(A, B, C), [RunningRequest(7, C)])
     placement.replace_queue(ENGINE, more, 1)
     assert [call[1] for call in placement.policy.take() if call[0] == "arrived"] == [C]
 
 
 def test_a_full_snapshot_takes_out_what_it_does_not_name(placement):
     """Whether it waited or ran."""
-    placement.change_queue(ENGINE, QueueChange(waiting(A, B), [RunningJob(7, C)]), 0)
+    placement.change_queue(ENGINE, QueueChange(waiting(A, B), [RunningRequest(7, C)]), 0)
     placement.policy.take()
     placement.replace_queue(ENGINE, QueueChange(waiting(A)), 1)
     engaged = {call[1]: call[2:4] for call in placement.policy.take() if call[0] == "engaged"}
@@ -118,7 +118,7 @@ def test_a_full_snapshot_takes_out_what_it_does_not_name(placement):
 def test_an_engine_that_is_gone_leaves_only_its_own(placement):
     """A session that waits at another one, too, still waits."""
     placement.change_queue(ENGINE, QueueChange(waiting(A, B)), 0)
-    placement.change_queue(OTHER, QueueChange(waiting(B), [RunningJob(7, C)]), 0)
+    placement.change_queue(OTHER, QueueChange(waiting(B), [RunningRequest(7, C)]), 0)
     placement.policy.take()
     placement.forget_engine(ENGINE, 3)
     noted = placement.policy.take()
@@ -139,14 +139,14 @@ def test_who_waits_is_to_be_read_until_it_is_settled_or_leaves(placement):
     placement.change_queue(ENGINE, QueueChange(waiting(A, B)), 0)
     placement.prefetching.settle(A)
     assert placement.prefetching.pick(10, lambda *_: True) == B
-    placement.change_queue(ENGINE, QueueChange(running=[RunningJob(1, B)]), 0)
+    placement.change_queue(ENGINE, QueueChange(running=[RunningRequest(1, B)]), 0)
     assert placement.prefetching.pick(10, lambda *_: True) is None
 
 
 def test_a_running_session_is_released_once_its_engine_has_its_kv(placement):
     """Not as soon as it runs: its load may just begin; and only as long as it runs."""
     placement.loaded(A)
-    placement.change_queue(ENGINE, QueueChange(running=[RunningJob(0, A)]), 0)
+    placement.change_queue(ENGINE, QueueChange(running=[RunningRequest(0, A)]), 0)
     assert not placement.is_released(A), "what was loaded before was for something else"
     placement.loaded(A)
     assert placement.is_released(A)
@@ -159,36 +159,38 @@ def test_what_is_loaded_before_kvd_hears_of_the_start_counts(placement):
     placement.change_queue(ENGINE, QueueChange(waiting(A)), 0)
     placement.loaded(A)
     assert not placement.is_released(A)
-    placement.change_queue(ENGINE, QueueChange(running=[RunningJob(0, A)]), 1)
+    placement.change_queue(ENGINE, QueueChange(running=[RunningRequest(0, A)]), 1)
     assert placement.is_released(A)
 
 
 def test_the_next_turn_of_a_session_has_to_be_loaded_anew(placement):
     """It waits while the one before it runs, or comes as soon as that one ends."""
-    placement.change_queue(ENGINE, QueueChange(waiting(A, first_number=1), [RunningJob(0, A)]), 0)
+    placement.change_queue(
+        ENGINE, QueueChange(waiting(A, first_number=1), [RunningRequest(0, A)]), 0
+    )
     placement.loaded(A)
     placement.change_queue(ENGINE, QueueChange(left=[0]), 1)
-    placement.change_queue(ENGINE, QueueChange(running=[RunningJob(1, A)]), 2)
+    placement.change_queue(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 2)
     assert not placement.is_released(A)
     placement.loaded(A)
     placement.change_queue(ENGINE, QueueChange(waiting(A, first_number=2), left=[1]), 3)
-    placement.change_queue(ENGINE, QueueChange(running=[RunningJob(2, A)]), 4)
+    placement.change_queue(ENGINE, QueueChange(running=[RunningRequest(2, A)]), 4)
     assert not placement.is_released(A)
 
 
 def test_a_queue_told_in_full_releases_only_the_turn_that_was_loaded(placement):
     """The same turn stays released, another turn of the session is not."""
-    placement.replace_queue(ENGINE, QueueChange(running=[RunningJob(0, A)]), 0)
+    placement.replace_queue(ENGINE, QueueChange(running=[RunningRequest(0, A)]), 0)
     placement.loaded(A)
-    placement.replace_queue(ENGINE, QueueChange(running=[RunningJob(0, A)]), 1)
+    placement.replace_queue(ENGINE, QueueChange(running=[RunningRequest(0, A)]), 1)
     assert placement.is_released(A)
-    placement.replace_queue(ENGINE, QueueChange(running=[RunningJob(1, A)]), 2)
+    placement.replace_queue(ENGINE, QueueChange(running=[RunningRequest(1, A)]), 2)
     assert not placement.is_released(A)
 
 
 def test_a_turn_that_comes_as_the_one_before_it_ends_has_arrived(placement):
     """Both may be told in one change."""
-    placement.change_queue(ENGINE, QueueChange(running=[RunningJob(0, A)]), 0)
+    placement.change_queue(ENGINE, QueueChange(running=[RunningRequest(0, A)]), 0)
     placement.policy.take()
     placement.change_queue(ENGINE, QueueChange(waiting(A, first_number=1), left=[0]), 1)
     assert placement.policy.take()[0] == ("arrived", A, 1)
@@ -261,7 +263,7 @@ def test_when_an_engine_is_gone_its_sessions_are_idle_again(name):
     """Nothing stale is left in the order: they give way to whoever waits."""
     placement = placement_by(name)
     touch_all(placement, *KEYS)
-    placement.change_queue(ENGINE, QueueChange(waiting(A, B), [RunningJob(7, C)]), 10)
+    placement.change_queue(ENGINE, QueueChange(waiting(A, B), [RunningRequest(7, C)]), 10)
     placement.change_queue(OTHER, QueueChange(waiting(D)), 10)
     placement.forget_engine(ENGINE, 11)
     assert sorted(placement.victims(Tier.DRAM, 12, colder_than=D)) == [A, B, C, E, F]
