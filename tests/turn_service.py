@@ -55,7 +55,7 @@ class Service:
         return [event async for event in turn.follow()]
 
     async def transcript(self):
-        return (await self.turns.get_session(KEY))[0]
+        return (await self.turns.sessions.get(KEY))[0]
 
     async def counts(self, *names):
         """Some counts, once nothing is under way."""

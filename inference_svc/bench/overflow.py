@@ -20,6 +20,7 @@ from inference_svc.bench.local_engine import LocalEngine, running_engine
 from inference_svc.bench.options import OverflowOptions, RunOptions
 from inference_svc.bench.turn_times import Source, TurnTimes, is_from
 from inference_svc.bench.workspace import Workspace
+from inference_svc.runtime.engine.engine_request import ContextCut
 from shared.types.session_key import SessionKey
 
 METRIC = "ttft_s"
@@ -122,7 +123,7 @@ class _Case:
         new_ids = engine.new_tokens(self._options.new_tokens)
         began_s = time.perf_counter()
         if variant == "overflow":
-            await engine.parts.engine.discard(key, context, [(0, self._half)])
+            await engine.parts.engine.discard(key, ContextCut(context, [(0, self._half)]))
             context = context[self._half :]
         discard_s = time.perf_counter() - began_s
         times = await engine.turn(

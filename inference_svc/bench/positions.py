@@ -24,6 +24,7 @@ from inference_svc.bench.replayed import overflowing_sessions, overflows, trunca
 from inference_svc.bench.trace import Session
 from inference_svc.bench.workspace import Workspace
 from inference_svc.runtime.calibration.calibration import calibrate
+from inference_svc.runtime.engine.engine_request import ContextCut
 
 METRIC = "fu_share"
 VARIANTS = ["ca", "of"]
@@ -113,7 +114,7 @@ class _Replay:
                 num_kept = truncated(len(context), turn, self._window_tokens)
                 num_dropped = len(context) - num_kept
                 if num_dropped:
-                    await engine.parts.engine.discard(key, context, [(0, num_dropped)])
+                    await engine.parts.engine.discard(key, ContextCut(context, [(0, num_dropped)]))
                     context = context[num_dropped:]
                     num_computed = max(0, num_computed - num_dropped)
                 prompt = [*context, *engine.new_tokens(turn.new_tokens)]

@@ -162,7 +162,7 @@ class Front:
         self, identity: Identity, tenant: str, session_id: str
     ) -> tuple[Transcript, bool]:
         """A session's complete turns, and whether another is under way."""
-        return await self._turns.get_session(self._key(identity, tenant, session_id))
+        return await self._turns.sessions.get(self._key(identity, tenant, session_id))
 
     async def fork(
         self,
@@ -175,21 +175,21 @@ class Front:
         """Start a session from another's first turns; None: from all of them."""
         key = self._key(identity, tenant, session_id)
         new_key = self._key(identity, tenant, new_session_id or _new_id())
-        return await self._turns.fork(key, at_turn, new_key.session_id)
+        return await self._turns.sessions.fork(key, at_turn, new_key.session_id)
 
     async def delete(self, identity: Identity, tenant: str, session_id: str) -> None:
         """Remove a session and let its KV go."""
-        await self._turns.delete(self._key(identity, tenant, session_id))
+        await self._turns.sessions.delete(self._key(identity, tenant, session_id))
 
     async def end(self, identity: Identity, tenant: str, session_id: str) -> None:
         """Take no further turn of a session, and tell kvd that it will not come back."""
-        await self._turns.end(self._key(identity, tenant, session_id))
+        await self._turns.sessions.end(self._key(identity, tenant, session_id))
 
     async def discard(self, identity: Identity, request: pb.DiscardRequest) -> tuple[int, int]:
         """Drop tokens of a session's context; return how many are left, and how many went."""
         key = self._key(identity, request.tenant, request.session_id)
         ranges, expected = decode_discard(request)
-        return await self._turns.discard(key, ranges, expected)
+        return await self._turns.sessions.discard(key, ranges, expected)
 
     def _key(self, identity: Identity, tenant: str, session_id: str) -> SessionKey:
         asked = session_key(tenant, self.model, session_id)  # what is no name is told so first

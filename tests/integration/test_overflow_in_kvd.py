@@ -14,7 +14,7 @@ from inference_svc.core.discards import kept_runs, without
 from inference_svc.core.sampling_params import SamplingParams
 from inference_svc.runtime.calibration.calibration import calibrate
 from inference_svc.runtime.compute.sampling import Sampler
-from inference_svc.runtime.engine.engine_request import EngineRequest, as_token_bytes
+from inference_svc.runtime.engine.engine_request import ContextCut, EngineRequest, as_token_bytes
 from inference_svc.runtime.model.model_loader import load_model
 from shared.types.lineage import WHOLE
 from tests.inference_svc.runtime.engine.test_discards import PlainSession
@@ -64,7 +64,9 @@ class Session:
 
     async def discard(self, ranges):
         computed_ids = self.context[: self.computed]
-        await self.local.parts.engine.discard(self.key, computed_ids, ranges, self.lineage)
+        await self.local.parts.engine.discard(
+            self.key, ContextCut(computed_ids, ranges, self.lineage)
+        )
         if self.lineage is not None:
             self.lineage = self.lineage.after(as_token_bytes(computed_ids), ranges)
         self.context = without(self.context, ranges)

@@ -55,66 +55,6 @@ class Terms:
         return self.slab_rows + self.write_rows
 
 
-class Admissions:
-    """Whether and how a request gets its rows; see the table above."""
-
-    def __init__(
-        self, limits: SchedulerLimits, queue: WaitingQueue, rows: RowBudget, residents: Residents
-    ) -> None:
-        self._limits = limits
-        self._queue = queue
-        self._rows = rows
-        self._residents = residents
-
-    def terms(self, request: Request) -> list[Terms]:
-        """The ways to admit a request, the best first; the last one needs the fewest rows."""
-        capacity = request.wanted_capacity(self._limits.answer_tokens)
-        fresh = Terms(capacity, capacity, self._write_rows(capacity))
-        resident = self._residents.get(request.key)
-        num_tokens = self._residents.match(request)
-        # With less than half of the history, as after a truncation, the store likely has more.
-        if resident is None or not num_tokens or 2 * num_tokens < request.history_tokens:
-            return [fresh]
-        if resident.capacity_tokens >= capacity:
-            usable = min(resident.capacity_tokens, request.full_capacity_tokens)
-            return [Terms(usable, 0, self._write_rows(usable), num_tokens)]
-        return [Terms(capacity, capacity, self._write_rows(capacity), num_tokens), fresh]
-
-    def fits(self, request: Request, terms: Terms, preempted_rows: int = 0) -> bool:
-        """Whether there is room, if residents are evicted and so many rows preempted."""
-        resident = self._residents.get(request.key)
-        spared = resident.capacity_tokens if resident and terms.resident_tokens else 0
-        room = self._rows.free_rows + self._residents.evictable_rows - spared + preempted_rows
-        return terms.new_rows <= room
-
-    def admit(
-        self, request: Request, terms: Terms, now_ns: int
-    ) -> tuple[Admission, list[SessionKey]]:
-        """Take a request from the queue and reserve its rows; also returns whom that evicts."""
-        self._queue.admit(request)
-        evicted = []
-        if not terms.resident_tokens and request.key in self._residents:
-            evicted.append(request.key)
-            self._residents.take(request.key)
-        missing = terms.new_rows - self._rows.free_rows
-        for key in self._residents.victims(missing, self._queue.rank, request.key):
-            evicted.append(key)
-            self._residents.take(key)
-        in_place = bool(terms.resident_tokens) and not terms.slab_rows
-        if in_place:
-            self._rows.take_resident(request)
-        elif terms.resident_tokens:
-            self._residents.begin_move(request)
-        self._rows.reserve(request, terms.slab_rows, terms.write_rows)
-        request.move(RequestEvent.ADMIT)
-        request.capacity_tokens = terms.capacity_tokens
-        request.admitted_ns = request.admitted_ns or now_ns
-        return Admission(request, terms.resident_tokens, in_place), evicted
-
-    def _write_rows(self, capacity_tokens: int) -> int:
-        return capacity_tokens if self._limits.saves else 0
-
-
 @dataclass
 class _Draft:
     """A plan that is being made at `now_ns`."""
@@ -144,7 +84,6 @@ class Planner:
         self._rows = rows
         self._residents = residents
         self._gate = gate
-        self._admissions = Admissions(limits, queue, rows, residents)
 
     def plan(self, now_ns: int) -> StepPlan:
         """Make a plan; of deadlines it knows nothing."""
@@ -210,24 +149,21 @@ class Planner:
             terms = self._terms_with_room(head) or self._terms_by_preempting(head, draft)
             if terms is None:
                 return
-            admission, evicted = self._admissions.admit(head, terms, draft.now_ns)
-            self._active.add(head)
-            draft.admitted.append(admission)
-            draft.evicted += evicted
+            self._take(head, terms, draft)
 
     def _terms_with_room(self, head: Request) -> Terms | None:
         """The best terms that need no preemption."""
         if not self._may_load():
             return None
-        terms = self._admissions.terms(head)
-        return next((t for t in terms if self._admissions.fits(head, t)), None)
+        terms = self._terms(head)
+        return next((t for t in terms if self._fits(head, t)), None)
 
     def _terms_by_preempting(self, head: Request, draft: _Draft) -> Terms | None:
         """The most modest terms, after preempting lower priorities for them, if that helps."""
         candidates = self._victims(head.priority, RequestState.READY, RequestState.RUNNING)
         if not candidates:
             return None
-        terms = self._admissions.terms(head)[-1]
+        terms = self._terms(head)[-1]
         victims = []
         if not self._may_load():
             ready = [request for request in candidates if request.state is RequestState.READY]
@@ -236,7 +172,7 @@ class Planner:
             victims.append(ready[0])
             candidates.remove(ready[0])
         rows = sum(map(self._rows.slab_rows, victims))
-        while not self._admissions.fits(head, terms, rows):
+        while not self._fits(head, terms, rows):
             if not candidates:
                 return None
             victims.append(candidates.pop(0))
@@ -248,6 +184,50 @@ class Planner:
     def _may_load(self) -> bool:
         loading = self._active.in_state(RequestState.LOADING, RequestState.READY)
         return len(loading) < self._limits.max_loading
+
+    def _terms(self, request: Request) -> list[Terms]:
+        """The ways to admit a request, the best first; the last one needs the fewest rows."""
+        capacity = request.wanted_capacity(self._limits.answer_tokens)
+        fresh = Terms(capacity, capacity, self._write_rows(capacity))
+        resident = self._residents.get(request.key)
+        num_tokens = self._residents.match(request)
+        # With less than half of the history, as after a truncation, the store likely has more.
+        if resident is None or not num_tokens or 2 * num_tokens < request.history_tokens:
+            return [fresh]
+        if resident.capacity_tokens >= capacity:
+            usable = min(resident.capacity_tokens, request.full_capacity_tokens)
+            return [Terms(usable, 0, self._write_rows(usable), num_tokens)]
+        return [Terms(capacity, capacity, self._write_rows(capacity), num_tokens), fresh]
+
+    def _fits(self, request: Request, terms: Terms, preempted_rows: int = 0) -> bool:
+        """Whether there is room, if residents are evicted and so many rows preempted."""
+        resident = self._residents.get(request.key)
+        spared = resident.capacity_tokens if resident and terms.resident_tokens else 0
+        room = self._rows.free_rows + self._residents.evictable_rows - spared + preempted_rows
+        return terms.new_rows <= room
+
+    def _take(self, request: Request, terms: Terms, draft: _Draft) -> None:
+        """Take a request from the queue and reserve its rows, evicting residents if need be."""
+        self._queue.admit(request)
+        if not terms.resident_tokens and request.key in self._residents:
+            self._evict(request.key, draft)
+        missing = terms.new_rows - self._rows.free_rows
+        for key in self._residents.victims(missing, self._queue.rank, request.key):
+            self._evict(key, draft)
+        in_place = bool(terms.resident_tokens) and not terms.slab_rows
+        if in_place:
+            self._rows.take_resident(request)
+        elif terms.resident_tokens:
+            self._residents.begin_move(request)
+        self._rows.reserve(request, terms.slab_rows, terms.write_rows)
+        request.move(RequestEvent.ADMIT)
+        request.capacity_tokens = terms.capacity_tokens
+        request.admitted_ns = request.admitted_ns or draft.now_ns
+        self._active.add(request)
+        draft.admitted.append(Admission(request, terms.resident_tokens, in_place))
+
+    def _write_rows(self, capacity_tokens: int) -> int:
+        return capacity_tokens if self._limits.saves else 0
 
     # ---------------------------------------------------------------------------- preemption
 
@@ -288,5 +268,8 @@ class Planner:
     def _evict_left_over(self, draft: _Draft) -> None:
         """Without residents, only what was preempted and waits keeps its slab."""
         for key in self._residents.unqueued(self._queue.rank):
-            self._residents.take(key)
-            draft.evicted.append(key)
+            self._evict(key, draft)
+
+    def _evict(self, key: SessionKey, draft: _Draft) -> None:
+        self._residents.take(key)
+        draft.evicted.append(key)

@@ -15,12 +15,11 @@ may be cancelled meanwhile; 2. a discard that is repeated finds what it has left
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from inference_svc.core.counters import Counters
 from inference_svc.core.discards import OVERFLOW, Discard, Range, kept_runs, merge_ranges, without
 from inference_svc.core.scheduling.scheduler import Scheduler
-from inference_svc.runtime.engine.engine_request import EngineRequest, as_token_bytes
+from inference_svc.runtime.engine.engine_request import ContextCut, EngineRequest
 from inference_svc.runtime.engine.requests import RequestMemory
 from inference_svc.runtime.transfer.resident_slabs import ResidentSlabs
 from inference_svc.runtime.transfer.shift import SlabShifts
@@ -29,21 +28,6 @@ from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
 
 log = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class ContextCut:
-    """What a turn drops before it begins.
-
-    Attributes:
-        token_ids: of the session's context before, those that were computed.
-        ranges: positions in these; merged.
-        lineage: of these.
-    """
-
-    token_ids: Sequence[int]
-    ranges: tuple[Range, ...]
-    lineage: Lineage | None
 
 
 class Discards:
@@ -83,30 +67,22 @@ class Discards:
         while (over := self._over.get(key)) is not None:
             await over.wait()
 
-    async def discard(
-        self,
-        key: SessionKey,
-        token_ids: Sequence[int],
-        ranges: Sequence[Range],
-        lineage: Lineage | None,
-    ) -> None:
-        """See EngineLoop.discard.
+    async def discard(self, key: SessionKey, cut: ContextCut) -> None:
+        """See EngineLoop.discard; `cut.ranges` are merged, and not empty.
 
         Up to the first wait everything is noted: who is queued before finds the resident busy. One
         that is being moved keeps its lineage: nobody will match it.
         """
-        given = as_token_bytes(token_ids)
-        after = None if lineage is None else lineage.after(given, ranges)
-        self._memory.discard_stored(key, given, ranges, lineage)
+        self._memory.discard_stored(key, cut)
         await self.settled(key)
-        resident = self._scheduler.residents.get(key)
-        if resident is None or resident.lineage == after != lineage:  # it has been done before
+        resident, after = self._scheduler.residents.get(key), cut.lineage_after
+        if resident is None or resident.lineage == after != cut.lineage:  # it has been done before
             return
         ours = resident.token_ids
-        if resident.lineage != lineage or ours != tuple(token_ids[: len(ours)]):
+        if resident.lineage != cut.lineage or ours != tuple(cut.token_ids[: len(ours)]):
             self._memory.release_resident(key)  # it is of another context: of no use from now on
         elif self._scheduler.residents.begin_shift(key):
-            await asyncio.shield(self._start_closing_up(key, ours, ranges, after))
+            await asyncio.shield(self._start_closing_up(key, ours, cut.ranges, after))
 
     def is_end(self, request: EngineRequest) -> bool:
         """Whether an answer ends because its window is full, and nothing may be dropped.
@@ -127,15 +103,12 @@ class Discards:
     def truncate(self, request: EngineRequest) -> None:
         """Drop that of a request that overflowed, whose request waits: its slab is resident now."""
         ranges, request.to_drop = request.to_drop, ()
-        num_computed = request.computed_tokens
-        computed_ids = request.token_ids[:num_computed]
+        computed_ids = request.token_ids[: request.computed_tokens]
         self._memory.overflow(request)
-        self._memory.discard_stored(
-            request.key, request.token_bytes(num_computed), ranges, request.lineage
-        )
-        request.discards.append(
-            Discard(ranges, request.input_tokens + request.num_sampled, OVERFLOW)
-        )
+        cut = ContextCut(computed_ids, ranges, request.lineage)
+        self._memory.discard_stored(request.key, cut)
+        num_before = request.input_tokens + request.num_sampled
+        request.discards.append(Discard(ranges, num_before, OVERFLOW))
         self._scheduler.truncated(request, ranges)
         self._start_closing_up(request.key, computed_ids, ranges, request.lineage)
 

@@ -1,4 +1,4 @@
-"""The one task that owns the scheduler: carries its plans out, steps the batch, hands tokens out.
+"""The one task that owns the scheduler: carries its plans out, steps the batch, dispatches tokens.
 
     submit ─► waiting ─► load (loads.py) ─► step, step, … (stepping.py) ─► done ─► keep: resident
                  ▲            │                    │                         └──► drop
@@ -15,15 +15,16 @@ The scheduler and all requests belong to the event loop. Invariants:
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 from inference_svc.core.counters import Counters
-from inference_svc.core.discards import Range, merge_ranges
+from inference_svc.core.discards import merge_ranges
 from inference_svc.core.scheduling.request import RequestEvent, RequestState
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.core.scheduling.step_plan import PlannedChunk, StepPlan, StepResult
-from inference_svc.runtime.engine.discards import ContextCut, Discards
-from inference_svc.runtime.engine.engine_request import EngineRequest, as_token_bytes
+from inference_svc.runtime.engine.discards import Discards
+from inference_svc.runtime.engine.engine_request import ContextCut, EngineRequest, as_token_bytes
 from inference_svc.runtime.engine.load_tasks import LoadTasks
 from inference_svc.runtime.engine.loads import Loads
 from inference_svc.runtime.engine.requests import RequestMemory, Requests
@@ -40,7 +41,6 @@ from inference_svc.runtime.store.session_store import SessionStore
 from inference_svc.runtime.transfer.resident_slabs import ResidentSlabs
 from inference_svc.runtime.transfer.shift import SlabShifts
 from shared.kvd_client.progress_words import LoadFailedError
-from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
 from shared.types.units import NS_PER_S
 
@@ -138,8 +138,8 @@ class EngineLoop:
 
         Args:
             request: to be queued.
-            cut: what its session's context gives up for it, once it has its place: the request's
-                request is of what is left. It stays given up if the request fails.
+            cut: what its session's context gives up for it, once it has its place: the request
+                is of what is left. It stays given up if the request fails.
 
         Raises:
             QueueFullError: it was not even queued.
@@ -151,7 +151,7 @@ class EngineLoop:
         self._wake.set()
         try:
             if cut is not None:
-                await self.discard(request.key, cut.token_ids, cut.ranges, cut.lineage)
+                await self.discard(request.key, cut)
             await request.done
         except BaseException:
             self.drop(request)
@@ -165,32 +165,20 @@ class EngineLoop:
         self.memory.keep(request, token_ids)
         self._requests.forget(request)
 
-    async def discard(
-        self,
-        key: SessionKey,
-        token_ids: Sequence[int],
-        ranges: Iterable[Range],
-        lineage: Lineage | None = None,
-    ) -> None:
+    async def discard(self, key: SessionKey, cut: ContextCut) -> None:
         """Drop tokens of a session of which nothing is computed; the others keep their KV.
 
         Returns once that in memory is in order. The store is told behind the session's saves, and
         before its next load and save; if that fails, a later load misses. Where it has been done
         before, nothing changes.
 
-        Args:
-            key: whose.
-            token_ids: of its context before, those that were computed.
-            ranges: positions in these.
-            lineage: of these; None: not named.
-
         Raises:
             InvalidDiscardError: for a range that is empty or outside the context.
         """
-        merged = merge_ranges(ranges, len(token_ids))
+        merged = merge_ranges(cut.ranges, len(cut.token_ids))
         if merged:
             self._idle.clear()
-            await self._discards.discard(key, token_ids, merged, lineage)
+            await self._discards.discard(key, replace(cut, ranges=merged))
 
     async def forget(self, key: SessionKey, token_ids: Sequence[int]) -> None:
         """Have the KV of a session dropped that is deleted."""
@@ -276,9 +264,9 @@ class EngineLoop:
         for part, output in zip(inputs, outputs, strict=True):
             if not part.request.is_over:  # its load may have failed it under the step
                 settle_load(part.request)
-                self._hand_out(part.request, output)
+                self._dispatch(part.request, output)
 
-    def _hand_out(self, request: EngineRequest, output: StepOutput) -> None:
+    def _dispatch(self, request: EngineRequest, output: StepOutput) -> None:
         """Give the token to the turn; end the request if the answer does, or if it failed."""
         if isinstance(output.error, LoadFailedError):
             self._requests.restart(request)

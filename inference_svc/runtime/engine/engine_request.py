@@ -19,6 +19,7 @@ from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.store.saves import SaveStream
 from inference_svc.runtime.store.session_store import BegunLoad
 from shared.types.block_key import TOKEN_BYTES
+from shared.types.lineage import Lineage
 
 
 @dataclass(eq=False)
@@ -51,6 +52,31 @@ class TurnSink(Protocol):
 
     def window_full(self) -> None:
         """No token comes any more: the window is full, and nothing may be dropped."""
+
+
+@dataclass(frozen=True)
+class ContextCut:
+    """What a session's context gives up.
+
+    Attributes:
+        token_ids: of the context before, those that were computed.
+        ranges: positions in these.
+        lineage: of these; None: not named.
+    """
+
+    token_ids: Sequence[int]
+    ranges: Sequence[Range]
+    lineage: Lineage | None = None
+
+    @property
+    def token_bytes(self) -> bytes:
+        """The tokens as kvd takes them."""
+        return as_token_bytes(self.token_ids)
+
+    @property
+    def lineage_after(self) -> Lineage | None:
+        """Of what is left; `ranges` are merged."""
+        return None if self.lineage is None else self.lineage.after(self.token_bytes, self.ranges)
 
 
 @dataclass(eq=False)

@@ -11,20 +11,19 @@ never.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextvars import Context
 
 from inference_svc.core.counters import Counters
-from inference_svc.core.discards import Range
 from inference_svc.core.errors import DeadlineExceededError
 from inference_svc.core.scheduling.request import Request, RequestEvent
 from inference_svc.core.scheduling.scheduler import Scheduler
-from inference_svc.runtime.engine.engine_request import EngineRequest
+from inference_svc.runtime.engine.engine_request import ContextCut, EngineRequest
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.kv_slab import WriteBuffer
-from inference_svc.runtime.store.saves import DiscardLink, Saves, SaveStream
+from inference_svc.runtime.store.saves import Saves, SaveStream
 from inference_svc.runtime.store.session_store import SessionStore
 from inference_svc.runtime.transfer.resident_slabs import ResidentSlabs
-from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
 
 # Each has up to a block of rows beside the scheduler's account: for its tail.
@@ -67,48 +66,29 @@ class RequestMemory:
     def open_save(self, request: EngineRequest, buffer: WriteBuffer) -> None:
         """Begin to save a buffer that is about to be filled."""
         stream = request.saves = self._saves.open(request.key, buffer, request.lineage)
-        self.num_saving += 1
-        self._tasks.create_task(self._save(request, stream, buffer), context=request.context.copy())
+        self._start(self._save(request, stream, buffer), request.context.copy())
 
     async def _save(self, request: EngineRequest, stream: SaveStream, buffer: WriteBuffer) -> None:
         try:
             await self._saves.run(request.key, stream)
             if request.is_kept and request.is_final and request.saves is stream:
                 await self._store.end_session(request.key)
-        except asyncio.CancelledError:  # the engine stops: there is nobody left to account to
+        finally:
             self._pool.release(buffer)
-            raise
-        self._pool.release(buffer)
         self._scheduler.release_write(request)
-        self.num_saving -= 1
-        self._changed()
 
-    async def _end_session(self, key: SessionKey) -> None:
-        await self._store.end_session(key)
-        self.num_saving -= 1
-        self._changed()
-
-    def discard_stored(
-        self,
-        key: SessionKey,
-        token_ids: bytes,
-        ranges: Sequence[Range],
-        lineage: Lineage | None,
-    ) -> None:
+    def discard_stored(self, key: SessionKey, cut: ContextCut) -> None:
         """Have the store drop tokens, behind the session's saves; nobody waits for that."""
         link = self._saves.open_discard(key)
-        self.num_saving += 1
-        self._tasks.create_task(self._discard(key, link, token_ids, ranges, lineage))
+        self._start(self._saves.run_discard(key, link, cut.token_bytes, cut.ranges, cut.lineage))
 
-    async def _discard(
-        self,
-        key: SessionKey,
-        link: DiscardLink,
-        token_ids: bytes,
-        ranges: Sequence[Range],
-        lineage: Lineage | None,
-    ) -> None:
-        await self._saves.run_discard(key, link, token_ids, ranges, lineage)
+    def _start(self, saving: Coroutine[None, None, None], context: Context | None = None) -> None:
+        """Run something in the background that counts as a save."""
+        self.num_saving += 1
+        self._tasks.create_task(self._count(saving), context=context)
+
+    async def _count(self, saving: Coroutine[None, None, None]) -> None:
+        await saving  # if the engine stops meanwhile, there is nobody left to account to
         self.num_saving -= 1
         self._changed()
 
@@ -125,8 +105,7 @@ class RequestMemory:
         if request.saves is not None:
             request.saves.finish(request.token_bytes(len(token_ids)))
         elif request.is_final:
-            self.num_saving += 1
-            self._tasks.create_task(self._end_session(request.key))
+            self._start(self._store.end_session(request.key))
         self.release_slab(request)
 
     def preempt(self, request: EngineRequest) -> None:

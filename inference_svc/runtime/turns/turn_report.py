@@ -9,6 +9,7 @@ them.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 
 import structlog
 from opentelemetry import trace
@@ -57,24 +58,8 @@ class TurnReport:
             **_who(submission),
             turns=num_turns,
             finish_reason=finish_reason,
-            history_tokens=usage.history_tokens,
-            reused_tokens=usage.reused_tokens,
-            recomputed_tokens=usage.recomputed_tokens,
-            recompute_reason=usage.recompute_reason,
-            new_tokens=usage.new_tokens,
-            output_tokens=usage.output_tokens,
-            dropped_tokens=usage.dropped_tokens,
-            compressed_tokens=usage.compressed_tokens,
-            tier_tokens=dict(usage.tier_tokens),
-            queue_s=round(usage.queue_s, 6),
-            load_s=round(usage.load_s, 6),
-            prefill_s=round(usage.prefill_s, 6),
-            ttft_s=round(usage.ttft_s, 6),
-            tpot_s=round(usage.tpot_s, 6),
-            total_s=round(usage.total_s, 6),
-            stall_s=round(usage.stall_s, 6),
             priority=submission.priority,
-            preemptions=usage.preemptions,
+            **_as_fields(usage),
         )
 
     def replayed(self, submission: Submission, record: TurnRecord) -> None:
@@ -141,6 +126,14 @@ def _who(submission: Submission) -> dict[str, str]:
         "tenant": key.tenant,
         "client": submission.client,
         "request_id": submission.request_id,
+    }
+
+
+def _as_fields(usage: Usage) -> dict[str, object]:
+    """What a turn cost, as its line says it: times to the microsecond."""
+    return {
+        name: round(value, 6) if isinstance(value, float) else value
+        for name, value in asdict(usage).items()
     }
 
 

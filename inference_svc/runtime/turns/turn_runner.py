@@ -22,14 +22,24 @@ from inference_svc.core.transcript_format import ExpectedSession, Header, Transc
 from inference_svc.core.turn_record import Accepted, Finished, TurnRecord, Usage
 from inference_svc.runtime.compute.attention_scores import keeper_for
 from inference_svc.runtime.compute.sampling import Sampler
-from inference_svc.runtime.engine.discards import ContextCut
 from inference_svc.runtime.engine.engine_loop import EngineLoop
-from inference_svc.runtime.engine.engine_request import EngineRequest
+from inference_svc.runtime.engine.engine_request import ContextCut, EngineRequest
 from inference_svc.runtime.turns.answer_writer import AnswerWriter
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn import Turn
 from inference_svc.runtime.turns.turn_prompt import MidTurnCut, Prompt, PromptMaker, TurnLimits
 from inference_svc.runtime.turns.turn_report import TurnReport
+
+# Of a turn's usage: each is counted under its own name.
+_COUNTED = (
+    "history_tokens",
+    "reused_tokens",
+    "recomputed_tokens",
+    "new_tokens",
+    "output_tokens",
+    "dropped_tokens",
+    "compressed_tokens",
+)
 
 
 class TurnRunner:
@@ -142,7 +152,7 @@ class TurnRunner:
         self._finish(turn, writer, record.usage, num_turns + 1)
         cut = _cut(context, ranges)
         if cut is not None:
-            await self._engine.discard(request.key, cut.token_ids, cut.ranges, cut.lineage)
+            await self._engine.discard(request.key, cut)
 
     def _compress(
         self, submission: Submission, prompt: Prompt, request: EngineRequest, context: Context
@@ -174,14 +184,9 @@ class TurnRunner:
     def _count(self, record: TurnRecord) -> None:
         usage = record.usage
         self._counters.add("turns_finished")
-        self._counters.add("history_tokens", usage.history_tokens)
-        self._counters.add("reused_tokens", usage.reused_tokens)
-        self._counters.add("recomputed_tokens", usage.recomputed_tokens)
-        self._counters.add("new_tokens", usage.new_tokens)
-        self._counters.add("output_tokens", usage.output_tokens)
         self._counters.add("overflows", sum(d.reason == OVERFLOW for d in record.discards))
-        self._counters.add("dropped_tokens", usage.dropped_tokens)
-        self._counters.add("compressed_tokens", usage.compressed_tokens)
+        for name in _COUNTED:
+            self._counters.add(name, getattr(usage, name))
 
 
 def _cut(context: Context, ranges: Sequence[Range]) -> ContextCut | None:

@@ -113,9 +113,9 @@ async def test_a_step_holds_what_it_computes_into(model, pool, part):
         Runner(model.loaded, model.calibration), thread, Counters(), Rates(), TurnMeasures()
     )
     chunk = Chunk(lent["slab"], TOKENS, want_logits=False, write_buffer=lent["write_buffer"])
-    job = SimpleNamespace(request=SimpleNamespace(computed_tokens=0))
+    request = SimpleNamespace(computed_tokens=0)
     try:
-        (output,) = await stepper.step([StepInput(job, chunk)])
+        (output,) = await stepper.step([StepInput(request, chunk)])
     finally:
         thread.close()
     assert output.error is None

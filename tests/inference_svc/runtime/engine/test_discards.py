@@ -16,8 +16,7 @@ from inference_svc.core.discards import kept_runs, without
 from inference_svc.core.errors import InvalidDiscardError, QueueFullError
 from inference_svc.core.scheduling.request import RequestState
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper
-from inference_svc.runtime.engine.discards import ContextCut
-from inference_svc.runtime.engine.engine_request import as_token_bytes
+from inference_svc.runtime.engine.engine_request import ContextCut, as_token_bytes
 from shared.types.lineage import WHOLE, Lineage
 from tests.memory_engine import loaded_model, running_engine
 
@@ -160,7 +159,7 @@ async def test_the_next_turn_goes_on_from_what_is_left(model, stock, keeps_resid
         assert request.sink.token_ids == session.answer(PROMPT, 60, choose)
         dropped = ((0, request.computed_tokens // 2),)
         computed_ids = request.token_ids[: request.computed_tokens]
-        await engine.loop.discard(request.key, computed_ids, dropped)
+        await engine.loop.discard(request.key, ContextCut(computed_ids, dropped))
         session.discard(dropped)
         following = [*without(request.token_ids, dropped), 77, 78]
         turn = await finished(
@@ -181,7 +180,7 @@ async def test_tokens_are_dropped_between_turns(model, stock, ranges, where):
         first = await engine.run(PROMPT)
         assert first.sink.token_ids == session.answer(PROMPT, 8)
         context = first.token_ids
-        await engine.loop.discard(first.key, context[:47], ranges)
+        await engine.loop.discard(first.key, ContextCut(context[:47], ranges))
         if where == "nowhere":  # all of what is left is computed anew
             session = PlainSession(stock)
             session.context = without(context, ranges)
@@ -205,8 +204,8 @@ async def test_a_discard_of_something_else_is_refused(model):
     async with running_engine(model) as engine:
         first = await engine.run(PROMPT)
         with pytest.raises(InvalidDiscardError):
-            await engine.loop.discard(first.key, first.token_ids[:47], [(40, 48)])
-        await engine.loop.discard(first.key, first.token_ids[:47], [])
+            await engine.loop.discard(first.key, ContextCut(first.token_ids[:47], [(40, 48)]))
+        await engine.loop.discard(first.key, ContextCut(first.token_ids[:47], []))
         assert "discard" not in engine.store.order
         assert resident_ids(engine, first) == first.token_ids[:47]
         await engine.all_given_back()
@@ -217,7 +216,7 @@ async def test_a_resident_of_another_context_is_given_up(model):
     async with running_engine(model) as engine:
         first = await engine.run(PROMPT)
         other = [99, *first.token_ids[1:47]]
-        await engine.loop.discard(first.key, other, [(0, 10)])
+        await engine.loop.discard(first.key, ContextCut(other, [(0, 10)]))
         assert not len(engine.scheduler.residents)
         await engine.all_given_back()
 
@@ -491,6 +490,6 @@ async def test_a_resident_of_another_lineage_is_given_up_by_a_discard(model):
     async with running_engine(model) as engine:
         first, cut = await periodic_session(engine)
         other = Lineage(b"another", 0)
-        await engine.loop.discard(first.key, cut.token_ids, cut.ranges, other)
+        await engine.loop.discard(first.key, ContextCut(cut.token_ids, cut.ranges, other))
         assert not len(engine.scheduler.residents)
         await engine.all_given_back()

@@ -113,7 +113,7 @@ async def test_a_session_that_ends_between_turns_gives_its_memory_back(model, tm
     async with serving(model, tmp_path) as service:
         service.engine.store.may_end.clear()
         await service.run(range(20, 40))
-        ending = asyncio.create_task(service.turns.end(KEY))
+        ending = asyncio.create_task(service.turns.sessions.end(KEY))
         await service.run([20], key=KEY._replace(session_id="other"))
         assert service.engine.store.ended == []
         assert KEY not in service.engine.scheduler.residents

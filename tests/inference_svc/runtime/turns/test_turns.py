@@ -60,9 +60,9 @@ class ToldEngine:
     def __init__(self):
         self.told = []
 
-    async def discard(self, _key, token_ids, ranges, _lineage):
+    async def discard(self, _key, cut):
         """See EngineLoop."""
-        self.told.append((token_ids, ranges))
+        self.told.append((cut.token_ids, cut.ranges))
 
     async def forget(self, key, _token_ids):
         """See EngineLoop."""
@@ -113,14 +113,14 @@ async def test_a_discard_is_done_although_its_caller_left(tmp_path):
     """Record and KV go together; until then the session is in use."""
     store, engine = SlowStore(tmp_path), ToldEngine()
     async with turns_of(store, engine) as turns:
-        await left_in_the_middle(store, turns.discard(KEY, [(0, 4)], ANYTHING))
+        await left_in_the_middle(store, turns.sessions.discard(KEY, [(0, 4)], ANYTHING))
         with pytest.raises(SessionBusyError):
-            await turns.discard(KEY, [(0, 4)], ANYTHING)
+            await turns.sessions.discard(KEY, [(0, 4)], ANYTHING)
         store.may_write.set()
-        await until(lambda: engine.told and not turns._is_busy(KEY))
+        await until(lambda: engine.told and not turns.sessions._is_busy(KEY))
         assert engine.told == [(tuple(range(9)), ((0, 4),))]
-        assert await turns.discard(KEY, [(0, 2)], ANYTHING) == (4, 2)
-        transcript, is_busy = await turns.get_session(KEY)
+        assert await turns.sessions.discard(KEY, [(0, 2)], ANYTHING) == (4, 2)
+        transcript, is_busy = await turns.sessions.get(KEY)
     assert (transcript.context_ids, is_busy) == ((6, 7, 8, 9), False)
     assert (await TranscriptStore(tmp_path).get(KEY)).context == transcript.context
 
@@ -129,16 +129,16 @@ async def test_so_are_the_end_of_a_session_and_a_fork(tmp_path):
     """A fork that its caller did not wait for is there."""
     store, engine = SlowStore(tmp_path), ToldEngine()
     async with turns_of(store, engine) as turns:
-        await left_in_the_middle(store, turns.fork(KEY, None, "other"))
+        await left_in_the_middle(store, turns.sessions.fork(KEY, None, "other"))
         store.may_write.set()
         other = KEY._replace(session_id="other")
-        await until(lambda: other in store._cache and not turns._is_busy(other))
-        await left_in_the_middle(store, turns.end(KEY))
+        await until(lambda: other in store._cache and not turns.sessions._is_busy(other))
+        await left_in_the_middle(store, turns.sessions.end(KEY))
         store.may_write.set()
-        await until(lambda: engine.told and not turns._is_busy(KEY))
-        assert (await turns.get_session(KEY))[0].has_ended
-        assert len((await turns.get_session(other))[0].turns) == 1
-        await turns.delete(other)
+        await until(lambda: engine.told and not turns.sessions._is_busy(KEY))
+        assert (await turns.sessions.get(KEY))[0].has_ended
+        assert len((await turns.sessions.get(other))[0].turns) == 1
+        await turns.sessions.delete(other)
     assert engine.told == [("end", KEY), ("forget", other)]
 
 
@@ -147,10 +147,10 @@ async def test_a_change_that_fails_says_why_and_holds_nothing(tmp_path):
     store = SlowStore(tmp_path)
     async with turns_of(store, ToldEngine()) as turns:
         with pytest.raises(InvalidDiscardError):
-            await turns.discard(KEY, [(5, 99)], ANYTHING)
+            await turns.sessions.discard(KEY, [(5, 99)], ANYTHING)
         with pytest.raises(UnknownSessionError):
-            await turns.delete(KEY._replace(session_id="nobody"))
-        assert await turns.discard(KEY, [(5, 6)], ANYTHING) == (9, 1)
+            await turns.sessions.delete(KEY._replace(session_id="nobody"))
+        assert await turns.sessions.discard(KEY, [(5, 6)], ANYTHING) == (9, 1)
 
 
 class HeldRunner:
@@ -308,9 +308,9 @@ async def test_a_tenants_sessions_are_those_on_disk_and_those_being_opened(tmp_p
         with pytest.raises(TooManySessionsError):
             await turns.submit(submission("d"))
         with pytest.raises(TooManySessionsError):
-            await turns.fork(KEY._replace(session_id="a"), None, "d")
+            await turns.sessions.fork(KEY._replace(session_id="a"), None, "d")
         await turns.submit(submission("a"))
-        await turns.delete(KEY._replace(session_id="b"))
-        forked = await turns.fork(KEY._replace(tenant="other"), None, "d")
+        await turns.sessions.delete(KEY._replace(session_id="b"))
+        forked = await turns.sessions.fork(KEY._replace(tenant="other"), None, "d")
         assert len(forked.turns) == 1
         await turns.submit(submission("d"))
