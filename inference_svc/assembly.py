@@ -17,7 +17,7 @@ from inference_svc.core.session_turns import SessionTurns
 from inference_svc.core.submission import ModelTraits
 from inference_svc.core.tenant_limits import TenantLimits
 from inference_svc.core.truncation import USUAL_SINKS
-from inference_svc.core.turn_measures import TurnMeasures
+from inference_svc.core.turn_histograms import TurnHistograms
 from inference_svc.runtime.attention.attention_backends import make_attention
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.engine.engine_loop import EngineLoop
@@ -88,7 +88,7 @@ class EngineParts:
     pool: KVPool
     counters: Counters
     rates: Rates
-    measures: TurnMeasures
+    histograms: TurnHistograms
     window_tokens: int
     window_bound: str
     threads: tuple[WorkerThread, ...]
@@ -139,7 +139,7 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
     loaded, calibration, cache = model.loaded, model.calibration, settings.cache
-    counters, rates, measures = Counters(), Rates(), TurnMeasures(settings.tenants)
+    counters, rates, histograms = Counters(), Rates(), TurnHistograms(settings.tenants)
     compute_thread, load_thread, store_thread = map(WorkerThread, ("compute", "load", "store"))
     # For loads that kvd is still reading: one for each that there may be, so that none has to wait.
     read_threads = WorkerThread(
@@ -171,7 +171,7 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
     engine = EngineLoop(
         Scheduler(limits, rates, num_layers, settings.scheduler.tenant_weights),
         Stepper(
-            ModelRunner(loaded, calibration, attention), compute_thread, counters, rates, measures
+            ModelRunner(loaded, calibration, attention), compute_thread, counters, rates, histograms
         ),
         loads,
         Saves(
@@ -197,7 +197,7 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
         pool,
         counters,
         rates,
-        measures,
+        histograms,
         window_tokens,
         window_bound,
         (compute_thread, load_thread, read_threads, store_thread),
@@ -223,7 +223,7 @@ def assemble(
         settings.overflow.reserve_tokens,
         settings.compression.min_tokens,
     )
-    report = TurnReport(parts.measures)
+    report = TurnReport(parts.histograms)
     turn_runner = TurnRunner(
         parts.engine,
         transcripts,
@@ -381,7 +381,7 @@ def _describe_now(
             gauges=uptime
             | parts.engine.gauges()
             | parts.rates.as_dict()
-            | parts.measures.as_gauges(),
+            | parts.histograms.as_gauges(),
         )
         now.MergeFrom(about)
         return now

@@ -37,6 +37,6 @@ def _apply(parts: ServiceParts, settings: InferenceSettings) -> None:
     front.defaults = turn_defaults(settings, now.model)
     front.streams.most = settings.limits.max_streams_per_client
     parts.limits.set_bounds(*settings.tenant_bounds(), time.monotonic_ns())
-    parts.engine_parts.measures.name_tenants(settings.tenants)
+    parts.engine_parts.histograms.name_tenants(settings.tenants)
     parts.engine.scheduler.queue.weights = settings.scheduler.tenant_weights
     parts.engine_parts.loads.policy = LoadPolicy(settings.cache.load_policy)

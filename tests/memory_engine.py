@@ -10,7 +10,7 @@ from inference_svc.core.discards import kept_runs
 from inference_svc.core.rates.rates import LoadPolicy, Rates
 from inference_svc.core.sampling_params import SamplingParams
 from inference_svc.core.scheduling.scheduler import Scheduler, SchedulerLimits
-from inference_svc.core.turn_measures import TurnMeasures
+from inference_svc.core.turn_histograms import TurnHistograms
 from inference_svc.runtime.calibration.calibration import calibrate
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.compute.sampling import Sampler
@@ -247,7 +247,7 @@ class Engine:
         )
         shifts = SlabShifts(calibration, self.threads[1])
         stepper = Stepper(
-            FaultyRunner(*model), self.threads[0], self.counters, rates, TurnMeasures()
+            FaultyRunner(*model), self.threads[0], self.counters, rates, TurnHistograms()
         )
         self.loop = EngineLoop(
             *(self.scheduler, stepper, loads, saves, residents, shifts, self.pool, store),

@@ -18,7 +18,7 @@ from inference_svc.core.counters import Counters
 from inference_svc.core.errors import EngineFailedError
 from inference_svc.core.rates.rates import Rates, pairs
 from inference_svc.core.scheduling.step_plan import PlannedChunk
-from inference_svc.core.turn_measures import TurnMeasures
+from inference_svc.core.turn_histograms import TurnHistograms
 from inference_svc.runtime.compute.model_runner import Chunk, ModelRunner
 from inference_svc.runtime.compute.sampling import Sampled
 from inference_svc.runtime.engine.engine_request import EngineRequest
@@ -64,14 +64,14 @@ class Stepper:
         compute_thread: WorkerThread,
         counters: Counters,
         rates: Rates,
-        measures: TurnMeasures,
+        histograms: TurnHistograms,
     ) -> None:
         self.busy_s = 0.0
         self._runner = runner
         self._compute_thread = compute_thread
         self._counters = counters
         self._rates = rates
-        self._measures = measures
+        self._histograms = histograms
 
     async def step(
         self, inputs: Sequence[StepInput], clock: StepClock | None = None
@@ -98,7 +98,7 @@ class Stepper:
         else:
             num_tokens, num_pairs = _work_of(inputs, computed.starts)
             self._rates.steps.note(num_tokens, num_pairs, computed.seconds)
-            self._measures.stepped(len(inputs), num_tokens, computed.seconds)
+            self._histograms.stepped(len(inputs), num_tokens, computed.seconds)
             self.busy_s += computed.seconds
             return computed.outputs
         return [output for single in inputs for output in await self.step([single])]

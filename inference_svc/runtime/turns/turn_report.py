@@ -1,4 +1,4 @@
-"""What is said of a turn when it is over: its canonical log line, its measures, its spans.
+"""What is said of a turn when it is over: its canonical log line, its histograms, its spans.
 
 Each turn has one line, `turn`, however it ended, and so has each that was turned away, ten a second
 of each client: `more` says how many had none. `trace_id` is in it as in every line of the request
@@ -18,7 +18,7 @@ from opentelemetry.trace import Span
 from inference_svc.core.errors import TurnCancelledError
 from inference_svc.core.scheduling.request import Request
 from inference_svc.core.submission import Submission
-from inference_svc.core.turn_measures import TurnMeasures
+from inference_svc.core.turn_histograms import TurnHistograms
 from inference_svc.core.turn_record import TurnRecord, Usage
 from shared.pb.inference.v1 import inference_pb2 as pb
 from shared.process.line_allowance import LineAllowance
@@ -35,8 +35,8 @@ log = get_logger(__name__)
 class TurnReport:
     """See the module docstring."""
 
-    def __init__(self, measures: TurnMeasures) -> None:
-        self.measures = measures
+    def __init__(self, histograms: TurnHistograms) -> None:
+        self.histograms = histograms
         self._refused = LineAllowance()
 
     def answered(
@@ -51,7 +51,7 @@ class TurnReport:
     ) -> None:
         """A turn has its answer, or what there was of it when its client left."""
         key = submission.key
-        self.measures.answered(key.tenant, finish_reason, usage, cancelled=cancelled)
+        self.histograms.answered(key.tenant, finish_reason, usage, cancelled=cancelled)
         _annotate(trace.get_current_span(), request, finish_reason, usage)
         log.info(
             "turn",
@@ -64,7 +64,7 @@ class TurnReport:
 
     def replayed(self, submission: Submission, record: TurnRecord) -> None:
         """A repeat was answered with the recorded result."""
-        self.measures.ended.add("replayed")
+        self.histograms.ended.add("replayed")
         log.info(
             "turn",
             **_who(submission),
@@ -76,7 +76,7 @@ class TurnReport:
     def failed(self, submission: Submission, error: ReportedError) -> None:
         """A turn that was begun has no answer: it failed, was cancelled or handed back."""
         cancelled = isinstance(error, TurnCancelledError)
-        self.measures.failed(submission.key.tenant, error.reason, cancelled=cancelled)
+        self.histograms.failed(submission.key.tenant, error.reason, cancelled=cancelled)
         log.info(
             "turn",
             **_who(submission),
@@ -87,7 +87,7 @@ class TurnReport:
 
     def turned_away(self, client: str, asked: pb.SubmitTurnRequest, error: ReportedError) -> None:
         """A turn was not begun; what it asked for may be nonsense."""
-        self.measures.turned_away(asked.tenant or DEFAULT_TENANT, error.reason)
+        self.histograms.turned_away(asked.tenant or DEFAULT_TENANT, error.reason)
         left_out = self._refused.take(client)
         if left_out is None:
             return

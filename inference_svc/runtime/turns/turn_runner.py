@@ -100,7 +100,7 @@ class TurnRunner:
             self._tokenizer,
             context.token_ids,
             context.computed_tokens,
-            self._report.measures.itl_s,
+            self._report.histograms.itl_s,
         )
         compression = submission.compression
         request = turn.request = EngineRequest(

@@ -10,7 +10,7 @@ import pytest
 
 from inference_svc.core.counters import Counters
 from inference_svc.core.rates.rates import Rates
-from inference_svc.core.turn_measures import TurnMeasures
+from inference_svc.core.turn_histograms import TurnHistograms
 from inference_svc.runtime.compute.model_runner import Chunk, ModelRunner
 from inference_svc.runtime.engine.loads import _move_rows
 from inference_svc.runtime.engine.stepping import StepInput, Stepper
@@ -110,7 +110,7 @@ async def test_a_step_holds_what_it_computes_into(model, pool, part):
 
     thread = WorkerThread("compute")
     stepper = Stepper(
-        Runner(model.loaded, model.calibration), thread, Counters(), Rates(), TurnMeasures()
+        Runner(model.loaded, model.calibration), thread, Counters(), Rates(), TurnHistograms()
     )
     chunk = Chunk(lent["slab"], TOKENS, want_logits=False, write_buffer=lent["write_buffer"])
     request = SimpleNamespace(computed_tokens=0)

@@ -48,7 +48,7 @@ async def test_a_turn_is_accepted_started_answered_and_recorded(model, tmp_path)
         assert await service.counts(*names) == (2, 27, 27, 24)
         names = ("output_tokens", "recomputed_tokens", "overflows", "turns_failed")
         assert await service.counts(*names) == (16, 0, 0, 0)
-        assert service.measures.ended.counts == {("length",): 2}
+        assert service.histograms.ended.counts == {("length",): 2}
 
 
 async def test_history_that_nobody_kept_is_counted_as_computed_again(model, tmp_path):
@@ -83,7 +83,7 @@ async def test_a_repeat_is_answered_from_the_record(model, tmp_path, logprobs):
             await service.turns.submit(asked([99], request_id="a"))
         assert len((await service.transcript()).turns) == 1
         assert await service.counts("turns_replayed", "turns_finished") == (1, 1)
-        assert service.measures.ended.counts == {("length",): 1, ("replayed",): 1}
+        assert service.histograms.ended.counts == {("length",): 1, ("replayed",): 1}
 
 
 async def test_a_turn_that_expects_another_session_is_refused(model, tmp_path):
@@ -155,7 +155,7 @@ async def test_a_turn_that_is_cancelled_ends_with_what_there_was(model, tmp_path
         assert not turn.cancel(), "it is over"
         assert len((await service.transcript()).turns) == 1
         assert await service.counts("turns_cancelled", "turns_finished") == (1, 1)
-        assert service.measures.ended.counts == {("length",): 1, ("cancelled",): 1}
+        assert service.histograms.ended.counts == {("length",): 1, ("cancelled",): 1}
 
 
 async def test_a_turn_that_is_handed_back_ends_with_the_error_alone(model, tmp_path):

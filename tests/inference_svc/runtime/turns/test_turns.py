@@ -24,7 +24,7 @@ from inference_svc.core.session_turns import SessionTurns
 from inference_svc.core.submission import TurnDefaults
 from inference_svc.core.tenant_limits import TenantBounds, TenantLimits
 from inference_svc.core.transcript_format import ExpectedSession
-from inference_svc.core.turn_measures import TurnMeasures
+from inference_svc.core.turn_histograms import TurnHistograms
 from inference_svc.core.turn_record import Accepted, Finished, Started, TurnRecord, Usage
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn_report import TurnReport
@@ -83,7 +83,7 @@ async def turns_of(store, engine):
     session_turns = SessionTurns(4, 2, lambda: 1.0)
     limits = TenantLimits(TenantBounds(), {})
     turns = Turns(
-        None, store, engine, session_turns, limits, Counters(), TurnReport(TurnMeasures())
+        None, store, engine, session_turns, limits, Counters(), TurnReport(TurnHistograms())
     )
     running = asyncio.create_task(turns.run())
     await asyncio.sleep(0)
@@ -198,7 +198,7 @@ async def running_turns(tmp_path, bounds=TenantBounds(), named=None):  # noqa: B
     session_turns = SessionTurns(9, 9, lambda: 1.0)
     store = TranscriptStore(tmp_path)
     turns = Turns(
-        runner, store, ToldEngine(), session_turns, limits, counters, TurnReport(TurnMeasures())
+        runner, store, ToldEngine(), session_turns, limits, counters, TurnReport(TurnHistograms())
     )
     running = asyncio.create_task(turns.run())
     await asyncio.sleep(0)

@@ -13,7 +13,7 @@ from shared.types.session_key import DEFAULT_TENANT
 OTHER = "other"
 
 
-class TurnMeasures:
+class TurnHistograms:
     """See the module docstring.
 
     Args:
