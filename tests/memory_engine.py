@@ -5,10 +5,10 @@ from contextlib import asynccontextmanager
 
 import torch
 
+from inference_svc.core.answers import SamplingParams
 from inference_svc.core.counters import Counters
 from inference_svc.core.discards import kept_runs
 from inference_svc.core.rates.rates import LoadPolicy, Rates
-from inference_svc.core.sampling_params import SamplingParams
 from inference_svc.core.scheduling.scheduler import Scheduler, SchedulerLimits
 from inference_svc.core.turn_histograms import TurnHistograms
 from inference_svc.runtime.calibration.calibration import calibrate

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from inference_svc.core.sampling_params import SamplingParams
+from inference_svc.core.answers import SamplingParams
 from inference_svc.core.session_turns import SessionTurns
 from inference_svc.core.submission import Submission, TokenInput
 from inference_svc.core.tenant_limits import TenantBounds, TenantLimits

@@ -13,9 +13,9 @@ from inference_svc.assembly import EngineParts, Model, assemble_engine
 from inference_svc.bench.turn_times import Source, TurnTimes
 from inference_svc.bench.workspace import check_memory
 from inference_svc.config import InferenceSettings
+from inference_svc.core.answers import SamplingParams
 from inference_svc.core.errors import EngineFailedError
 from inference_svc.core.rates.rates import LoadPolicy
-from inference_svc.core.sampling_params import SamplingParams
 from inference_svc.runtime.compute.sampling import Sampled, Sampler
 from inference_svc.runtime.engine.engine_request import EngineRequest
 from shared.children.child_kvd import ChildKvd

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from inference_svc.core.answers import SamplingParams
 from inference_svc.core.compression.policy import CompressionPolicy
-from inference_svc.core.sampling_params import SamplingParams
 from inference_svc.core.truncation import USUAL_SINKS, OverflowPolicy
 from shared.types.session_key import SessionKey
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from inference_svc.core.answers import AnswerToken
 from inference_svc.core.discards import Discard
-from inference_svc.core.stopping import AnswerToken
 
 TOP = tuple[tuple[int, float], ...]
 

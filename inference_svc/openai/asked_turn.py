@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from inference_svc.core.sampling_params import MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
+from inference_svc.core.answers import MAX_STOP_STRINGS, MAX_TOP_LOGPROBS
 from inference_svc.openai.errors import RequestError
 from inference_svc.openai.fields import Fields, Refused
 from inference_svc.openai.messages import Message

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from inference_svc.core.stopping import AnswerToken
+from inference_svc.core.answers import AnswerToken
 from inference_svc.core.turn_record import Finished, Usage
 from inference_svc.openai.token_text import TokenText
 

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Self
 
+from inference_svc.core.answers import AnswerToken, FinishReason
 from inference_svc.core.errors import TurnCancelledError
-from inference_svc.core.stopping import AnswerToken, FinishReason
 from inference_svc.core.turn_record import Finished, Tokens, TurnEvent
 from inference_svc.openai.endings import Endings
 from inference_svc.openai.places import Caller, Place

@@ -10,7 +10,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from inference_svc.core.stopping import AnswerToken
+from inference_svc.core.answers import AnswerToken
 from inference_svc.core.turn_record import Finished
 from inference_svc.openai.response_objects import (
     COMPLETED,

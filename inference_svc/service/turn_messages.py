@@ -2,8 +2,8 @@
 
 from dataclasses import asdict
 
+from inference_svc.core.answers import AnswerToken
 from inference_svc.core.discards import Discard
-from inference_svc.core.stopping import AnswerToken
 from inference_svc.core.transcript_format import Transcript
 from inference_svc.core.turn_record import Accepted, Started, Tokens, TurnEvent, TurnRecord, Usage
 from shared.pb.inference.v1 import inference_pb2 as pb

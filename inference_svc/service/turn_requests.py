@@ -8,11 +8,11 @@ import uuid
 from dataclasses import replace
 from typing import Any
 
+from inference_svc.core.answers import SamplingParams
 from inference_svc.core.compression.policies import check_compression, make_compression
 from inference_svc.core.compression.policy import CompressionPolicy
 from inference_svc.core.discards import Range
 from inference_svc.core.errors import EmptyTurnError, InvalidDiscardError, InvalidTurnError
-from inference_svc.core.sampling_params import SamplingParams
 from inference_svc.core.submission import (
     MAX_DEADLINE_S,
     MAX_PRIORITY,

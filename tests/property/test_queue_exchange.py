@@ -93,7 +93,7 @@ class TellingEngine:
             known += [(rank[2], rank) for rank in engine.order]
             keys = engine.running | {n: place.key for n, place in engine.places.items()}
             for number, key in keys.items():
-                assert self.world.jobs[number].request.key == key
+                assert self.world.turns[number].request.key == key
         assert known == self.world.queue()[: self.most_jobs]
 
     def _apply(self, update: QueueUpdate) -> int:

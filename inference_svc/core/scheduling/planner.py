@@ -1,7 +1,7 @@
 """Makes the plan of the next step: who leaves the batch, who joins it, who is admitted.
 
     1. a running request that has outgrown its rows goes back to its place in the queue, and so
-       does one whose window is full: its resident is protected until its rows have closed up;
+       does one whose window is full: its resident is protected until its rows are compacted;
     2. requests that are ready start, those of higher priority first, once the start gate lets them:
        a full batch gives up one of lower priority;
     3. the head of the queue is admitted, while there is room: residents are evicted for it, and
@@ -23,12 +23,22 @@ Other residents are evicted for it, never more than it takes, and none if it can
 
 from dataclasses import dataclass, field
 
-from inference_svc.core.scheduling.batch import ActiveRequests, plan_chunks, prompt_budget
-from inference_svc.core.scheduling.request import Request, RequestEvent, RequestState
+from inference_svc.core.scheduling.request import (
+    ActiveRequests,
+    Request,
+    RequestEvent,
+    RequestState,
+)
 from inference_svc.core.scheduling.residents import Residents
 from inference_svc.core.scheduling.row_budget import RowBudget
 from inference_svc.core.scheduling.start_gate import StartGate
-from inference_svc.core.scheduling.step_plan import Admission, SchedulerLimits, StepPlan
+from inference_svc.core.scheduling.step_plan import (
+    Admission,
+    SchedulerLimits,
+    StepPlan,
+    plan_chunks,
+    prompt_budget,
+)
 from inference_svc.core.scheduling.waiting_queue import WaitingQueue
 from shared.types.session_key import SessionKey
 
@@ -253,7 +263,7 @@ class Planner:
         """Send a request back to its place until its context is cut."""
         request.num_overflows += 1
         self._put_back(request, RequestEvent.OVERFLOW, draft)
-        is_there = self._residents.begin_shift(request.key)
+        is_there = self._residents.begin_compaction(request.key)
         assert is_there, "what it has computed is resident now"
         draft.overflowed.append(request)
 

@@ -10,7 +10,7 @@ Invariants:
     4. num_sampled only grows, whatever is discarded: max_tokens bounds it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -87,6 +87,9 @@ TRANSITIONS: Mapping[RequestState, Mapping[RequestEvent, RequestState]] = {
     RequestState.CANCELLED: {},
     RequestState.FAILED: {},
 }
+
+
+_ADMITTED = frozenset({RequestState.LOADING, RequestState.READY, RequestState.RUNNING})
 
 
 @dataclass(eq=False)
@@ -230,3 +233,45 @@ class Request:
         state = TRANSITIONS[self.state].get(event)
         assert state is not None, f"request {self.number} is {self.state.value}: no {event.value}"
         self.state = state
+
+
+class ActiveRequests:
+    """Requests that are admitted and not over: LOADING, READY or RUNNING.
+
+    There are few, so that everything may look at all of them. Invariants (`check`): 1. nothing else
+    is here; 2. one request of a session at a time; 3. it has not computed more than it has rows
+    for, nor rows for more than its window.
+    """
+
+    def __init__(self) -> None:
+        self._requests: dict[int, Request] = {}  # by number, in order of admission
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests.values())
+
+    def add(self, request: Request) -> None:
+        """Add one that is admitted now."""
+        self._requests[request.number] = request
+
+    def remove(self, request: Request) -> None:
+        """Remove one."""
+        del self._requests[request.number]
+
+    def has_session(self, key: SessionKey) -> bool:
+        """Whether a session has one."""
+        return any(request.key == key for request in self)
+
+    def in_state(self, *states: RequestState) -> list[Request]:
+        """Those in one of these states: higher priorities first, then in order of admission."""
+        found = [request for request in self if request.state in states]
+        return sorted(found, key=lambda request: -request.priority)
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant is broken."""
+        assert all(request.state in _ADMITTED for request in self)
+        assert len(self) == len({request.key for request in self})
+        for request in self:
+            assert request.computed_tokens <= request.capacity_tokens <= request.window_tokens

@@ -2,11 +2,11 @@
 
 Knows which tokens a resident's rows are of, after which discards, and who must go first when room
 is needed. Rows of another lineage than a request's are of no use to it, whatever their tokens.
-While a resident is moved to a larger slab, or its rows are shifted because tokens between them were
+While a resident is moved to a larger slab, or compacted because tokens between its rows were
 dropped, it stays, is of no use to others, and is no victim.
 
 Invariants (`check`): 1. a session has one resident at most; 2. num_rows is the sum of their
-capacities; 3. only a resident is moved, by one request, or shifted, not both.
+capacities; 3. only a resident is moved, by one request, or compacted, not both.
 
 *Source:* look-ahead eviction: CachedAttention §3.3.2.
 """
@@ -49,7 +49,7 @@ class Residents:
         self.num_rows = 0
         self._residents: dict[SessionKey, Resident] = {}
         self._movers: dict[SessionKey, int] = {}  # by the request that has the new slab
-        self._shifts: dict[SessionKey, bool] = {}  # whether it is still wanted
+        self._compactions: dict[SessionKey, bool] = {}  # whether it is still wanted
         self._last_match: tuple[Request | None, Resident | None, int] = (None, None, 0)
 
     def __len__(self) -> int:
@@ -61,7 +61,7 @@ class Residents:
     @property
     def evictable_rows(self) -> int:
         """Rows that would be free if every resident were evicted that can be."""
-        busy = (self._residents[key].capacity_tokens for key in (*self._movers, *self._shifts))
+        busy = (self._residents[key].capacity_tokens for key in (*self._movers, *self._compactions))
         return self.num_rows - sum(busy)
 
     def get(self, key: SessionKey) -> Resident | None:
@@ -84,10 +84,10 @@ class Residents:
     def drop(self, key: SessionKey) -> bool:
         """Remove a session's resident; False if there is none, or it is busy.
 
-        One that is being shifted goes when that ends.
+        One that is being compacted goes when that ends.
         """
-        if key in self._shifts:
-            self._shifts[key] = False
+        if key in self._compactions:
+            self._compactions[key] = False
         if key not in self._residents or self.is_busy(key):
             return False
         self.take(key)
@@ -154,11 +154,11 @@ class Residents:
         """Those of whom no request waits and that are not busy."""
         return [key for key in self._residents if not self.is_busy(key) and rank(key) is None]
 
-    # ------------------------------------------------------------------------ moves and shifts
+    # ------------------------------------------------------------------------ moves and compactions
 
     def is_busy(self, key: SessionKey) -> bool:
-        """Whether a session's resident is being moved or shifted."""
-        return key in self._movers or key in self._shifts
+        """Whether a session's resident is being moved or compacted."""
+        return key in self._movers or key in self._compactions
 
     def is_moved_by(self, request: Request) -> bool:
         """Whether a request's session has a resident that is being moved to its slab."""
@@ -181,24 +181,24 @@ class Residents:
         if self.is_moved_by(request):
             del self._movers[request.key]
 
-    def begin_shift(self, key: SessionKey) -> bool:
-        """Protect a resident while rows of it are dropped and the others close up.
+    def begin_compaction(self, key: SessionKey) -> bool:
+        """Protect a resident while rows of it are dropped and the others are compacted.
 
-        False if there is none, or it is busy; else `end_shift` is owed.
+        False if there is none, or it is busy; else `end_compaction` is owed.
         """
         if key not in self._residents or self.is_busy(key):
             return False
-        self._shifts[key] = True
+        self._compactions[key] = True
         return True
 
-    def end_shift(
+    def end_compaction(
         self, key: SessionKey, token_ids: Sequence[int], lineage: Lineage | None = None
     ) -> bool:
         """The resident's rows are those of `token_ids` now, of this lineage; False: it is no more.
 
         It goes if it has no row left, or was dropped meanwhile.
         """
-        is_wanted = self._shifts.pop(key)
+        is_wanted = self._compactions.pop(key)
         resident = self._residents[key]
         if is_wanted and token_ids:
             self._residents[key] = replace(resident, token_ids=tuple(token_ids), lineage=lineage)
@@ -210,8 +210,8 @@ class Residents:
         """Raise AssertionError if an invariant is broken."""
         assert all(key == resident.key for key, resident in self._residents.items())
         assert self.num_rows == sum(r.capacity_tokens for r in self._residents.values())
-        assert self._movers.keys() | self._shifts.keys() <= self._residents.keys()
-        assert not self._movers.keys() & self._shifts.keys()
+        assert self._movers.keys() | self._compactions.keys() <= self._residents.keys()
+        assert not self._movers.keys() & self._compactions.keys()
         assert all(len(r.token_ids) <= r.capacity_tokens for r in self._residents.values())
 
 

@@ -16,7 +16,7 @@ buffers, and by residents. What happens to them:
     restarted, or         free; a move under way is         a promise is void; others stay
       release_slab          off, and the resident stays
     release_write                                           the oldest one's are free
-    resident shifted      stay, however few are in use
+    resident compacted    stay, however few are in use
     resident evicted      the resident's are free
       or dropped
 

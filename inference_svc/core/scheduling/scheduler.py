@@ -8,7 +8,7 @@ calls, and no method blocks:
                                                          finish ◄── apply ─┴───────────┘
     and owes, for each announcement, release_write (if requests have write buffers), for a request
     that is over, release_slab, and for one that overflowed, truncated and the end of its resident's
-    shift. The life of rows: `row_budget.py`.
+    compaction. The life of rows: `row_budget.py`.
 
 Invariants (`check`):
     1. rows: see row_budget.py and residents.py;
@@ -26,9 +26,13 @@ from dataclasses import replace
 from inference_svc.core.discards import Range
 from inference_svc.core.errors import QueueFullError
 from inference_svc.core.rates.rates import Rates
-from inference_svc.core.scheduling.batch import ActiveRequests
 from inference_svc.core.scheduling.planner import Planner
-from inference_svc.core.scheduling.request import Request, RequestEvent, RequestState
+from inference_svc.core.scheduling.request import (
+    ActiveRequests,
+    Request,
+    RequestEvent,
+    RequestState,
+)
 from inference_svc.core.scheduling.residents import Residents
 from inference_svc.core.scheduling.row_budget import RowBudget
 from inference_svc.core.scheduling.start_gate import StartGate

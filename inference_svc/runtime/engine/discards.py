@@ -1,12 +1,13 @@
 """Dropping tokens of a session's context: of its rows in memory, and of what the store has.
 
-    between turns   `discard`: the session's resident closes up in place, and the store is told
-    mid-turn        `truncate`: a turn whose window is full waits until its slab has closed up; then
-                    it is admitted again and goes on
+    between turns   `discard`: the session's resident is compacted in place, and the store is told
+    mid-turn        `truncate`: a turn whose window is full waits until its slab is compacted; then
+                    it is admitted again and resumes
 
 The store is told in the background, behind the saves of what was computed before; the session's
-next load and its next save come after that. Rows close up on the load thread, while steps of others
-go on. Rows that cannot (a norm behind RoPE, a failure) are given up: the turn loads, or recomputes.
+next load and its next save come after that. Rows are compacted on the load thread, while steps of
+others go on. Rows that cannot be (a norm behind RoPE, a failure) are given up: the turn loads, or
+recomputes.
 
 Everything here runs on the event loop. Invariants: 1. a resident whose rows are moved is protected
 by the scheduler until it is what its tokens and its lineage say, or gone; whoever asked for that
@@ -43,7 +44,7 @@ class Discards:
         scheduler: Scheduler,
         memory: RequestMemory,
         residents: ResidentSlabs,
-        shifts: SlabShifts,
+        compactor: SlabShifts,
         counters: Counters,
         tasks: asyncio.TaskGroup,
         changed: Callable[[], None],
@@ -51,15 +52,15 @@ class Discards:
         self._scheduler = scheduler
         self._memory = memory
         self._residents = residents
-        self._shifts = shifts
+        self._compactor = compactor
         self._counters = counters
         self._tasks = tasks
         self._changed = changed
-        self._over: dict[SessionKey, asyncio.Event] = {}  # of the shifts under way
+        self._over: dict[SessionKey, asyncio.Event] = {}  # of the compactions under way
 
     @property
-    def num_shifting(self) -> int:
-        """Residents whose rows are closing up."""
+    def num_compacting(self) -> int:
+        """Residents whose rows are being compacted."""
         return len(self._over)
 
     async def settled(self, key: SessionKey) -> None:
@@ -81,8 +82,8 @@ class Discards:
         ours = resident.token_ids
         if resident.lineage != cut.lineage or ours != tuple(cut.token_ids[: len(ours)]):
             self._memory.release_resident(key)  # it is of another context: of no use from now on
-        elif self._scheduler.residents.begin_shift(key):
-            await asyncio.shield(self._start_closing_up(key, ours, cut.ranges, after))
+        elif self._scheduler.residents.begin_compaction(key):
+            await asyncio.shield(self._start_compaction(key, ours, cut.ranges, after))
 
     def is_end(self, request: EngineRequest) -> bool:
         """Whether an answer ends because its window is full, and nothing may be dropped.
@@ -110,9 +111,9 @@ class Discards:
         num_before = request.input_tokens + request.num_sampled
         request.discards.append(Discard(ranges, num_before, OVERFLOW))
         self._scheduler.truncated(request, ranges)
-        self._start_closing_up(request.key, computed_ids, ranges, request.lineage)
+        self._start_compaction(request.key, computed_ids, ranges, request.lineage)
 
-    def _start_closing_up(
+    def _start_compaction(
         self,
         key: SessionKey,
         token_ids: Sequence[int],
@@ -121,9 +122,9 @@ class Discards:
     ) -> asyncio.Task[None]:
         """Drop rows of the resident of these tokens; then it is of this lineage, or gone."""
         self._over[key] = asyncio.Event()
-        return self._tasks.create_task(self._close_up(key, token_ids, ranges, lineage))
+        return self._tasks.create_task(self._compact(key, token_ids, ranges, lineage))
 
-    async def _close_up(
+    async def _compact(
         self,
         key: SessionKey,
         token_ids: Sequence[int],
@@ -132,13 +133,13 @@ class Discards:
     ) -> None:
         kept, num_left = kept_runs(ranges, len(token_ids)), 0
         try:
-            num_left = await self._residents.discard(key, kept, self._shifts)
+            num_left = await self._residents.discard(key, kept, self._compactor)
         except Exception:  # what is left can be loaded or recomputed
             log.exception("shift_failed", session=str(key))
         finally:
             left_ids = without(token_ids, ranges)[:num_left]
             self._counters.add("shifts" if num_left or not kept else "shifts_failed")
-            if not self._scheduler.residents.end_shift(key, left_ids, lineage):
+            if not self._scheduler.residents.end_compaction(key, left_ids, lineage):
                 self._residents.release(key)
             self._over.pop(key).set()
             self._changed()

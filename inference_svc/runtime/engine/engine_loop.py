@@ -2,7 +2,7 @@
 
     submit ─► waiting ─► load (loads.py) ─► step, step, … (stepping.py) ─► done ─► keep: resident
                  ▲            │                    │                         └──► drop
-                 └────────────┴── preempted ◄──────┘   saves (save_stream.py) go on beside all this
+                 └────────────┴── preempted ◄──────┘   saves (saves.py) go on beside all this
                                   window full: cut (discards.py)
 
 Threads: the event loop, one compute thread (steps), one load thread and one store thread (copies).
@@ -60,7 +60,7 @@ class EngineLoop:
         loads: Loads,
         saves: Saves,
         residents: ResidentSlabs,
-        shifts: SlabShifts,
+        compactor: SlabShifts,
         pool: KVPool,
         store: SessionStore,
         counters: Counters,
@@ -95,7 +95,7 @@ class EngineLoop:
             scheduler=scheduler,
             memory=self.memory,
             residents=residents,
-            shifts=shifts,
+            compactor=compactor,
             counters=counters,
             tasks=self._tasks,
             changed=self._changed,
@@ -284,5 +284,5 @@ class EngineLoop:
 
     def _changed(self) -> None:
         self._wake.set()
-        if not (self._requests or self.memory.num_saving or self._discards.num_shifting):
+        if not (self._requests or self.memory.num_saving or self._discards.num_compacting):
             self._idle.set()

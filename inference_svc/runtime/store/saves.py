@@ -140,7 +140,11 @@ class SaveStream:
             return
         with child_span("save", {"kv.from_token": self._saved_token}):
             reason = await self._store.save(
-                *(self._key, piece.token_ids, self._saved_token, self._buffer, piece.clock),
+                key=self._key,
+                token_ids=piece.token_ids,
+                from_token=self._saved_token,
+                buffer=self._buffer,
+                clock=piece.clock,
                 lineage=self._lineage,
             )
         self.refused_reason = reason

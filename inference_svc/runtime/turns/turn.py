@@ -19,8 +19,8 @@ from shared.types.units import NS_PER_S
 
 if TYPE_CHECKING:
     from inference_svc.core.scheduling.request import Request
+from inference_svc.core.answers import AnswerToken
 from inference_svc.core.errors import RequestIdReusedError
-from inference_svc.core.stopping import AnswerToken
 from inference_svc.core.turn_record import Accepted, Started, Tokens, TurnRecord
 
 

@@ -12,11 +12,11 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
+from inference_svc.core.answers import FinishReason, GrowingAnswer
 from inference_svc.core.compression.policy import CompressionPolicy, special_tokens
 from inference_svc.core.context import Context, clip
 from inference_svc.core.counters import Counters
 from inference_svc.core.discards import COMPRESSION, OVERFLOW, Discard, Range, num_in
-from inference_svc.core.stopping import FinishReason, GrowingAnswer
 from inference_svc.core.submission import Submission
 from inference_svc.core.transcript_format import ExpectedSession, Header, Transcript
 from inference_svc.core.turn_record import Accepted, Finished, TurnRecord, Usage

@@ -2,9 +2,9 @@
 
 import pytest
 
+from inference_svc.core.answers import SamplingParams
 from inference_svc.core.counters import COUNTERS, Counters
 from inference_svc.core.errors import SessionEndedError, TurnMismatchError
-from inference_svc.core.sampling_params import SamplingParams
 from inference_svc.core.submission import ChatInput, Submission, TextInput, TokenInput
 from inference_svc.core.transcript_format import ExpectedSession
 from shared.types.session_key import SessionKey

@@ -2,9 +2,8 @@
 
 import pytest
 
+from inference_svc.core.answers import AnswerToken, SamplingParams
 from inference_svc.core.errors import DrainingError, TurnCancelledError
-from inference_svc.core.sampling_params import SamplingParams
-from inference_svc.core.stopping import AnswerToken
 from inference_svc.core.submission import Submission, TextInput
 from inference_svc.core.turn_record import Accepted, Finished, Started, Tokens, Usage
 from inference_svc.openai.live_answer import LiveAnswer

@@ -8,8 +8,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from inference_svc.core.answers import AnswerToken
 from inference_svc.core.errors import QueueFullError, SessionBusyError
-from inference_svc.core.stopping import AnswerToken
 from inference_svc.core.turn_record import Finished, Usage
 from inference_svc.openai.chat_objects import ChatObjects, chat_usage
 from inference_svc.openai.errors import (

@@ -2,6 +2,7 @@
 
 import pytest
 
+from inference_svc.core.answers import AnswerToken
 from inference_svc.core.discards import CLIENT, Discard
 from inference_svc.core.errors import (
     EmptyTurnError,
@@ -10,7 +11,6 @@ from inference_svc.core.errors import (
     InvalidSamplingError,
     InvalidTurnError,
 )
-from inference_svc.core.stopping import AnswerToken
 from inference_svc.core.submission import (
     ChatInput,
     ModelTraits,

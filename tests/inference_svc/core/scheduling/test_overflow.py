@@ -45,7 +45,7 @@ def test_it_goes_on_in_place_once_its_context_is_cut_and_its_rows_have_closed_up
     submit(scheduler, 2)
     scheduler.truncated(full, OLDEST_HALF)
     assert admitted(scheduler.schedule(10)) == []
-    assert scheduler.residents.end_shift(full.key, full.token_ids[: full.computed_tokens])
+    assert scheduler.residents.end_compaction(full.key, full.token_ids[: full.computed_tokens])
     plan = scheduler.schedule(11)
     (admission, _) = plan.admitted
     assert admission.request is full
@@ -64,7 +64,7 @@ def test_without_its_rows_it_is_admitted_to_find_them_again():
     scheduler = make()
     full, _ = overflowed(scheduler)
     scheduler.truncated(full, OLDEST_HALF)
-    assert not scheduler.residents.end_shift(full.key, [])
+    assert not scheduler.residents.end_compaction(full.key, [])
     plan = scheduler.schedule(10)
     assert [(a.request, a.resident_tokens) for a in plan.admitted] == [(full, 0)]
 
@@ -126,7 +126,7 @@ def test_a_cancelled_request_leaves_the_queue_while_its_rows_close_up():
     scheduler.release_slab(full)
     again = submit(scheduler, 2, session=1)
     assert scheduler.schedule(11).admitted == ()
-    assert not scheduler.residents.end_shift(full.key, [])
+    assert not scheduler.residents.end_compaction(full.key, [])
     assert scheduler.schedule(12).admitted[0].request is again
     scheduler.check()
 

@@ -2,10 +2,9 @@
 
 import pytest
 
+from inference_svc.core.answers import AnswerToken, GrowingAnswer, SamplingParams
 from inference_svc.core.context import Context
 from inference_svc.core.discards import Discard
-from inference_svc.core.sampling_params import SamplingParams
-from inference_svc.core.stopping import AnswerToken, GrowingAnswer
 from inference_svc.core.submission import Submission, TokenInput
 from inference_svc.core.truncation import OverflowPolicy
 from inference_svc.core.turn_window import FrameTokens, TurnWindow

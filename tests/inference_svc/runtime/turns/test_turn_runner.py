@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from inference_svc.core.answers import SamplingParams
 from inference_svc.core.errors import RequestIdReusedError, SessionEndedError, TurnMismatchError
-from inference_svc.core.sampling_params import SamplingParams
 from inference_svc.core.turn_record import Accepted, Finished, Started, Tokens
 from inference_svc.runtime.turns.disk_trouble import PROBE_FILE
 from shared.types.errors import ReportedError

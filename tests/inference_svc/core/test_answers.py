@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.core.sampling_params import SamplingParams
-from inference_svc.core.stopping import AnswerToken, FinishReason, GrowingAnswer
+from inference_svc.core.answers import AnswerToken, FinishReason, GrowingAnswer, SamplingParams
 
 EOS = 99
 

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from inference_svc.core.answers import SamplingParams
 from inference_svc.core.errors import InvalidSamplingError
-from inference_svc.core.sampling_params import SamplingParams
 
 
 def test_defaults_are_greedy_and_valid():
