@@ -70,11 +70,6 @@ class Transcript:
         return self.context.token_ids
 
     @property
-    def computed_tokens(self) -> int:
-        """Leading tokens of the context whose KV the turns have computed."""
-        return self.context.computed_tokens
-
-    @property
     def token_ids(self) -> tuple[int, ...]:
         """All tokens the session ever had."""
         return tuple(token for turn in self.turns for token in (*turn.input_ids, *turn.output_ids))

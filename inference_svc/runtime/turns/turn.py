@@ -12,16 +12,22 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from inference_svc.core.answers import AnswerToken
+from inference_svc.core.errors import RequestIdReusedError
 from inference_svc.core.submission import Submission
-from inference_svc.core.turn_record import Finished, TurnEvent
+from inference_svc.core.turn_record import (
+    Accepted,
+    Finished,
+    Started,
+    Tokens,
+    TurnEvent,
+    TurnRecord,
+)
 from shared.types.errors import ReportedError
 from shared.types.units import NS_PER_S
 
 if TYPE_CHECKING:
     from inference_svc.core.scheduling.request import Request
-from inference_svc.core.answers import AnswerToken
-from inference_svc.core.errors import RequestIdReusedError
-from inference_svc.core.turn_record import Accepted, Started, Tokens, TurnRecord
 
 
 class Turn:

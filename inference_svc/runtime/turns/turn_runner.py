@@ -15,7 +15,7 @@ from typing import Any
 from inference_svc.core.answers import FinishReason, GrowingAnswer
 from inference_svc.core.compression.policy import CompressionPolicy, special_tokens
 from inference_svc.core.context import Context, clip
-from inference_svc.core.counters import Counters
+from inference_svc.core.counters import COUNTERS, Counters
 from inference_svc.core.discards import COMPRESSION, OVERFLOW, Discard, Range, num_in
 from inference_svc.core.submission import Submission
 from inference_svc.core.transcript_format import ExpectedSession, Header, Transcript
@@ -29,17 +29,6 @@ from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn import Turn
 from inference_svc.runtime.turns.turn_prompt import MidTurnCut, Prompt, PromptMaker, TurnLimits
 from inference_svc.runtime.turns.turn_report import TurnReport
-
-# Of a turn's usage: each is counted under its own name.
-_COUNTED = (
-    "history_tokens",
-    "reused_tokens",
-    "recomputed_tokens",
-    "new_tokens",
-    "output_tokens",
-    "dropped_tokens",
-    "compressed_tokens",
-)
 
 
 class TurnRunner:
@@ -185,7 +174,7 @@ class TurnRunner:
         usage = record.usage
         self._counters.add("turns_finished")
         self._counters.add("overflows", sum(d.reason == OVERFLOW for d in record.discards))
-        for name in _COUNTED:
+        for name in COUNTERS.keys() & vars(usage).keys():  # history_tokens and others
             self._counters.add(name, getattr(usage, name))
 
 
