@@ -48,7 +48,7 @@ class SessionTurns(Generic[T]):
         return (turn for queue in self._queues.values() for turn in queue)
 
     def of(self, key: SessionKey) -> tuple[T, ...]:
-        """Turns of a session: the running one, then those that wait."""
+        """List the turns of a session: the running one, then those that wait."""
         return tuple(self._queues.get(key, ()))
 
     def enter(self, key: SessionKey, turn: T, now_ns: int, *, wait: bool) -> bool:

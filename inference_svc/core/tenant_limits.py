@@ -81,7 +81,7 @@ class Bucket:
         return max(1.0, self._per_minute or 0.0)
 
     def level(self, now_ns: int) -> float:
-        """What is in it; below 0: a debt."""
+        """Return what is in it; below 0: a debt."""
         if self._per_minute is not None:
             passed_s = max(0, now_ns - self._filled_ns) / NS_PER_S
             level = self._level + self._per_minute * passed_s / MINUTE_S

@@ -116,7 +116,7 @@ class Transcript:
         return Transcript(header, self.turns[:at_turn], discards=discards)
 
     def find(self, request_id: str) -> TurnRecord | None:
-        """The turn that was submitted under this id."""
+        """Find the turn that was submitted under this id."""
         return next((turn for turn in self.turns if turn.request_id == request_id), None)
 
 

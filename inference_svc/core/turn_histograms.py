@@ -91,7 +91,7 @@ class TurnHistograms:
         self.step_s.observe(seconds)
 
     def as_gauges(self) -> dict[str, float]:
-        """Times of answered turns since the start, for people; what was not measured is left out.
+        """Return times of answered turns, for people; what was not measured is left out.
 
         The totals and the number of turns are for whoever takes differences of two looks.
         """
@@ -122,7 +122,7 @@ class TurnHistograms:
 
 
 def _history_of(usage: Usage) -> str:
-    """What became of a turn's history: "none" (it had none), "reused", "partial", "recomputed"."""
+    """Say what became of a history: "none" (there was none), "reused", "partial", "recomputed"."""
     if not usage.history_tokens:
         return "none"
     if not usage.recomputed_tokens:

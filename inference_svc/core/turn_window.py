@@ -158,7 +158,7 @@ class TurnWindow:
         return ()
 
     def answer_tokens(self, prompt_tokens: int) -> int:
-        """The longest answer to a prompt that fits: where nothing may go, what is left of it."""
+        """Return the longest answer to a prompt that fits: where nothing may go, what is left."""
         room_tokens = self.window_tokens - prompt_tokens
         return min(self.max_tokens, room_tokens) if self.is_rigid else self.max_tokens
 

@@ -92,7 +92,7 @@ class SnapKV:
 
 
 def pool(scores: Sequence[float], width: int) -> list[float]:
-    """The highest score, none being negative, among the `width` neighbours of each."""
+    """Return the highest score, none being negative, among the `width` neighbours of each."""
     edge = [0.0] * (width // 2)
     padded = [*edge, *scores, *edge]
     shifted = (padded[offset : offset + len(scores)] for offset in range(width))

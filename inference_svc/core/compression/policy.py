@@ -74,7 +74,7 @@ def num_kept(keep_ratio: float, num_free: int) -> int:
 
 
 def highest(positions: Sequence[int], scores: Sequence[float], num: int) -> list[int]:
-    """The `num` positions with the highest scores; of equal ones the last in the sequence."""
+    """Choose the `num` positions with the highest scores; of equal ones the last."""
     ranked = sorted(positions, key=scores.__getitem__)
     return ranked[max(0, len(ranked) - max(0, num)) :]
 

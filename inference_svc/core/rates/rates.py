@@ -49,7 +49,7 @@ class StepTimes:
         return coefficients[1] * num_tokens + coefficients[2] * num_pairs
 
     def as_dict(self) -> dict[str, float]:
-        """The coefficients and what a person asks for, as far as known."""
+        """Return the coefficients and what a person asks for, as far as known."""
         coefficients = self._fit.coefficients()
         if coefficients is None:
             return {}
@@ -103,7 +103,7 @@ class Rates:
         self.loads = LoadTimes()
 
     def as_dict(self) -> dict[str, float]:
-        """What is known, for people and gauges: seconds, and tokens/s of prefill and loads."""
+        """Return what is known, for people and gauges: seconds, tokens/s of prefill and loads."""
         return self.steps.as_dict() | self.loads.as_dict()
 
 

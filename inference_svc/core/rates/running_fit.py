@@ -45,7 +45,7 @@ class Solution:
 
 
 def least_squares(matrix: list[list[float]], vector: list[float]) -> Solution:
-    """The coefficients ≥ 0 that fit best, by trying all choices of those that are not zero.
+    """Find the coefficients ≥ 0 that fit best, by trying all choices of those that are not zero.
 
     Exact for non-negative least squares, and cheap for three terms. Choices whose terms cannot be
     told apart are passed over.

@@ -162,14 +162,14 @@ class Planner:
             self._take(head, terms, draft)
 
     def _terms_with_room(self, head: Request) -> Terms | None:
-        """The best terms that need no preemption."""
+        """Find the best terms that need no preemption."""
         if not self._may_load():
             return None
         terms = self._terms(head)
         return next((t for t in terms if self._fits(head, t)), None)
 
     def _terms_by_preempting(self, head: Request, draft: _Draft) -> Terms | None:
-        """The most modest terms, after preempting lower priorities for them, if that helps."""
+        """Preempt lower priorities for the most modest terms, if that helps."""
         candidates = self._victims(head.priority, RequestState.READY, RequestState.RUNNING)
         if not candidates:
             return None
@@ -196,7 +196,7 @@ class Planner:
         return len(loading) < self._limits.max_loading
 
     def _terms(self, request: Request) -> list[Terms]:
-        """The ways to admit a request, the best first; the last one needs the fewest rows."""
+        """List the ways to admit a request, the best first; the last needs the fewest rows."""
         capacity = request.wanted_capacity(self._limits.answer_tokens)
         fresh = Terms(capacity, capacity, self._write_rows(capacity))
         resident = self._residents.get(request.key)
@@ -242,7 +242,7 @@ class Planner:
     # ---------------------------------------------------------------------------- preemption
 
     def _victims(self, priority: int, *states: RequestState) -> list[Request]:
-        """Requests below a priority that can be preempted: the lowest first, the newest first."""
+        """List what can be preempted below a priority: the lowest first, the newest first."""
         candidates = [
             request
             for request in self._active.in_state(*states)

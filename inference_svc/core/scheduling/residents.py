@@ -65,7 +65,7 @@ class Residents:
         return self.num_rows - sum(busy)
 
     def get(self, key: SessionKey) -> Resident | None:
-        """A session's resident."""
+        """Return a session's resident."""
         return self._residents.get(key)
 
     def put(self, resident: Resident) -> None:
@@ -165,7 +165,7 @@ class Residents:
         return self._movers.get(request.key) == request.number
 
     def begin_move(self, request: Request) -> None:
-        """The rows of the session's resident are to go to a request's slab."""
+        """Begin to move the rows of the session's resident to a request's slab."""
         assert request.key in self._residents, f"{request.key} has no resident"
         assert not self.is_busy(request.key), f"the resident of {request.key} is being moved"
         self._movers[request.key] = request.number
@@ -177,7 +177,7 @@ class Residents:
         self.take(request.key)
 
     def cancel_move(self, request: Request) -> None:
-        """The request gives its slab up; its session's resident stays, if it was being moved."""
+        """Keep the session's resident, if it was being moved: the request gives its slab up."""
         if self.is_moved_by(request):
             del self._movers[request.key]
 
@@ -194,7 +194,7 @@ class Residents:
     def end_compaction(
         self, key: SessionKey, token_ids: Sequence[int], lineage: Lineage | None = None
     ) -> bool:
-        """The resident's rows are those of `token_ids` now, of this lineage; False: it is no more.
+        """Note that the resident's rows are those of `token_ids` now; False: it is no more.
 
         It goes if it has no row left, or was dropped meanwhile.
         """

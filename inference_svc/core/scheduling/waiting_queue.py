@@ -155,7 +155,7 @@ class Deadlines:
             self._clean_up_at = 2 * len(self._heap) + _SPARE
 
     def next_ns(self) -> int | None:
-        """The earliest deadline of a request that has not ended."""
+        """Return the earliest deadline of a request that has not ended."""
         while self._heap and self._heap[0][2].is_over:
             heappop(self._heap)
         return self._heap[0][0] if self._heap else None
@@ -193,12 +193,12 @@ class StartEstimates:
         self._since_ns: int | None = None  # the last end, or when somebody began to wait
 
     def waits(self, now_ns: int) -> None:
-        """Somebody waits now."""
+        """Note that somebody waits now."""
         if self._since_ns is None:
             self._since_ns = now_ns
 
     def ended(self, now_ns: int, *, somebody_waits: bool) -> None:
-        """A request that was admitted has ended."""
+        """Note that a request that was admitted has ended."""
         if self._since_ns is not None:
             newest_s = (now_ns - self._since_ns) / NS_PER_S
             mean_s = newest_s if self._interval_s is None else self._interval_s

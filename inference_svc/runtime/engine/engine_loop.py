@@ -115,7 +115,7 @@ class EngineLoop:
     # ---------------------------------------------------------------------------- for people
 
     def gauges(self) -> dict[str, float]:
-        """What goes up and down, by name."""
+        """Return what goes up and down, by name."""
         return {
             "reserved_rows": self.scheduler.rows.reserved_rows,
             "resident_rows": self.scheduler.residents.num_rows,

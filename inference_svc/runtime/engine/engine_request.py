@@ -148,7 +148,7 @@ class EngineRequest(Request):
     _token_bytes: bytearray = field(default_factory=bytearray)
 
     def token_bytes(self, num_tokens: int) -> bytes:
-        """The first tokens as kvd takes them: little-endian uint32."""
+        """Return the first tokens as kvd takes them: little-endian uint32."""
         known = len(self._token_bytes) // TOKEN_BYTES
         self._token_bytes += as_token_bytes(self.token_ids[known:])
         return bytes(self._token_bytes[: num_tokens * TOKEN_BYTES])

@@ -131,14 +131,14 @@ class Loads:
             await self._store.loads.cancel(load.begun)
 
     def tier_of(self, load: Load) -> str | None:
-        """The slowest tier that rows are copied from; None: from none."""
+        """Return the slowest tier that rows are copied from; None: from none."""
         if load.gate is None:
             return None
         # "ssd" > "dram"
         return HBM if load.begun is None else max(load.begun.tier_tokens, default=None)
 
     def enough_layers(self, load: Load) -> int | None:
-        """With how many layers a request may join the batch whatever the rates say; None: all."""
+        """Return with how many layers a request may start whatever the rates say; None: all."""
         num_layers = self._preload.buffer_layers
         # Beyond the buffer nothing is loaded before the request is in the batch.
         return num_layers if load.begun is not None and num_layers < self._num_layers else None
@@ -167,7 +167,7 @@ class Loads:
 
 
 def _move_rows(source: KVSlab, target: KVSlab) -> None:
-    """Runs on the load thread."""
+    """Copy all rows, on the load thread, layer by layer behind the target's gate."""
     gate = target.gate
     assert gate is not None, "a move has a gate"  # noqa: S101
     stream = CopyStream(target.device)

@@ -95,7 +95,7 @@ class RequestMemory:
     # ------------------------------------------------------------------------------------ slabs
 
     def keep(self, request: EngineRequest, token_ids: Sequence[int]) -> None:
-        """The request is over: save the first of its tokens; its slab may stay as a resident.
+        """Save the first tokens of a request that is over; its slab may stay as a resident.
 
         Of a session that has ended nothing stays, and the store is told once the save is over.
         """
@@ -109,11 +109,11 @@ class RequestMemory:
         self.release_slab(request)
 
     def preempt(self, request: EngineRequest) -> None:
-        """The request waits again: its slab is a resident now, and all of it is saved."""
+        """Make the slab of a request that waits again a resident, and save all of it."""
         self._leave_resident(request, request.write_buffer)
 
     def overflow(self, request: EngineRequest) -> None:
-        """The same, but rows of it are about to be dropped: its last block is not going to grow."""
+        """Do the same where rows are about to be dropped: the last block is not going to grow."""
         self._leave_resident(request, None)
 
     def _leave_resident(self, request: EngineRequest, buffer: WriteBuffer | None) -> None:
@@ -124,7 +124,7 @@ class RequestMemory:
         request.detach()
 
     def void(self, request: EngineRequest) -> None:
-        """What the request computed cannot be believed: nothing of it is kept or saved."""
+        """Keep and save nothing of what a request computed: it cannot be believed."""
         if request.slab is not None:
             self._pool.release(request.slab)
         if request.saves is not None:
@@ -132,7 +132,7 @@ class RequestMemory:
         request.detach()
 
     def release(self, request: EngineRequest) -> None:
-        """The request has no answer: nothing more is saved, its memory goes back.
+        """Give back the memory of a request that has no answer, and save nothing more.
 
         What its slab has of the session's history is as good as it was, and stays if it may: not
         if the turn has dropped something while it was answered, which no other turn will.
@@ -183,12 +183,12 @@ class RequestMemory:
         request.slab = None
 
     def evict(self, key: SessionKey) -> None:
-        """The scheduler evicted a resident."""
+        """Release a resident that the scheduler has evicted."""
         self._counters.add("residents_evicted")
         self._residents.release(key)
 
     def end_move(self, request: EngineRequest) -> None:
-        """A resident's rows are in the request's slab, or nobody wants them: the old can go."""
+        """Release a resident whose rows are in the request's slab, or wanted by nobody."""
         self._scheduler.residents.end_move(request)
         self._residents.release(request.key)
         self._changed()
@@ -231,7 +231,7 @@ class Requests:
         return iter(self._requests.values())
 
     def of(self, request: Request) -> EngineRequest:
-        """The engine's form of a request that the scheduler names."""
+        """Return the engine's form of a request that the scheduler names."""
         return self._requests[request.number]
 
     def add(self, request: EngineRequest) -> None:
@@ -252,7 +252,7 @@ class Requests:
         return True
 
     def settle_dropped(self) -> None:
-        """No step is under way: stop what was dropped, and release it unless a load uses it."""
+        """Stop what was dropped, and release it unless a load uses it; no step is under way."""
         dropped, self._dropped = self._dropped, []
         for request in dropped:
             if not request.is_over:
@@ -260,13 +260,13 @@ class Requests:
             self.release(request)
 
     def restart(self, request: EngineRequest) -> None:
-        """Its history did not arrive: what was computed over it is void, it is admitted anew."""
+        """Have a request admitted anew whose history did not arrive; what it computed is void."""
         request.num_failed_loads += 1
         self._memory.void(request)
         self._scheduler.restart(request, time.monotonic_ns())
 
     def expire(self, request: EngineRequest) -> None:
-        """Its deadline passed, which the scheduler has found."""
+        """Fail a request whose deadline passed, as the scheduler has found."""
         self._counters.add("expired")
         request.end(
             DeadlineExceededError(

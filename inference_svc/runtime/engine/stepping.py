@@ -104,7 +104,7 @@ class Stepper:
         return [output for single in inputs for output in await self.step([single])]
 
     def _compute(self, inputs: Sequence[StepInput], clock: StepClock | None) -> "_Computed":
-        """Runs on the compute thread. Once the pass is done, nothing raises any more."""
+        """Compute, on the compute thread. Once the pass is done, nothing raises any more."""
         with ExitStack() as held:
             for part in inputs:
                 held.enter_context(part.chunk.slab.hold())
@@ -176,7 +176,7 @@ def _as_reported(error: Exception) -> Exception:
 
 
 def step_input(request: EngineRequest, chunk: PlannedChunk) -> StepInput:
-    """A planned chunk as the runner takes it; its request is in the batch from now on."""
+    """Make what the runner takes of a planned chunk; its request is in the batch from now on."""
     assert request.slab is not None, "a running request has a slab"  # noqa: S101
     request.in_batch.set()
     if request.slab.gate is not None:

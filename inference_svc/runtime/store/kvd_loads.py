@@ -41,7 +41,7 @@ class KvdTalk:
         self._rows: tuple[ArenaMap, ArenaRows] | None = None
 
     def rows_of(self, arena: ArenaMap) -> ArenaRows:
-        """The arena as tensors; made once per arena."""
+        """Return the arena as tensors; they are made once per arena."""
         known = self._rows  # read once: loads and saves ask from threads of their own
         if known is None or known[0] is not arena:
             known = self._rows = arena, ArenaRows(arena, self.layout)

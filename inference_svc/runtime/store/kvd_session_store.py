@@ -118,7 +118,7 @@ class KvdSessionStore:
         self._talk.counters.add("stored_tokens", sum(block.num_tokens for block in grant.blocks))
 
     def _copy(self, buffer: WriteBuffer, grant: StoreGrant, clock: StepClock | None) -> None:
-        """Runs on the store thread; with a clock, behind the step that computes the rows."""
+        """Copy, on the store thread; with a clock, behind the step that computes the rows."""
         if not grant.blocks:
             return
         rows = self._talk.rows_of(grant.arena)

@@ -195,7 +195,7 @@ class Saves:
     def open(
         self, key: SessionKey, buffer: WriteBuffer, lineage: Lineage | None = None
     ) -> SaveStream:
-        """A stream for a buffer, at the end of the session's chain; the caller owes `run`.
+        """Append a stream for a buffer to the session's chain; the caller owes `run`.
 
         `lineage` is that of the tokens.
         """
@@ -211,7 +211,7 @@ class Saves:
         return stream
 
     def open_discard(self, key: SessionKey) -> DiscardLink:
-        """A link at the end of the session's chain; the caller owes `run_discard`."""
+        """Append a link to the session's chain; the caller owes `run_discard`."""
         link = self._newest[key] = DiscardLink(self._end(key))
         return link
 

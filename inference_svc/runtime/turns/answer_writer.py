@@ -121,7 +121,7 @@ class AnswerWriter:
         self._show(self._answer.end())
 
     def kept_ids(self, request: Request) -> list[int]:
-        """Tokens of the context that are going to stay: without those of a stop string.
+        """Return the tokens of the context that stay: without those of a stop string.
 
         Some of the answer's last tokens may be new ones, that say what a cut token said.
         """
@@ -129,11 +129,11 @@ class AnswerWriter:
         return request.token_ids[: len(request.token_ids) - num_cut]
 
     def computed_ids(self, request: Request) -> list[int]:
-        """Tokens of the context that stay and have KV."""
+        """Return the tokens of the context that stay and have KV."""
         return self.kept_ids(request)[: request.computed_tokens]
 
     def context_ids(self, request: Request) -> list[int]:
-        """The context after the turn."""
+        """Return the context after the turn."""
         new = self.tokens[len(self._answer.kept) :]
         return [*self.kept_ids(request), *(token.token_id for token in new)]
 
@@ -143,7 +143,7 @@ class AnswerWriter:
         turn: int,
         prompt: Prompt,
     ) -> TurnRecord:
-        """The complete turn, as it is recorded under this index."""
+        """Return the complete turn, as it is recorded under this index."""
         submission = self._turn.submission
         has_logprobs = submission.sampling.logprobs > 0
         uncomputed_tokens = len(self.context_ids(request)) - len(self.computed_ids(request))
@@ -167,7 +167,7 @@ class AnswerWriter:
         )
 
     def usage(self, request: EngineRequest, discards: Sequence[Discard] = ()) -> Usage:
-        """What the turn has cost so far, and given up; also of one that was cancelled."""
+        """Sum up what the turn has cost so far, and given up; also of one that was cancelled."""
         outcome = request.outcome
         now_ns = time.monotonic_ns()
         end_ns = request.finished_ns or now_ns
@@ -194,7 +194,7 @@ class AnswerWriter:
         )
 
     def _within(self, request: EngineRequest, num_input: int) -> list[Discard]:
-        """What went during the answer, as it is recorded.
+        """Return what went during the answer, as it is recorded.
 
         It may have gone while tokens were held back that then turned out to be a stop string. The
         record lacks these, but the KV of the others was computed over them: the lineage says so.

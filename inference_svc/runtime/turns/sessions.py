@@ -70,7 +70,7 @@ class Sessions:
             raise _busy(key)
 
     async def get(self, key: SessionKey) -> tuple[Transcript, bool]:
-        """A session's complete turns, and whether another is under way."""
+        """Return a session's complete turns, and whether another is under way."""
         return await self._transcripts.get(key), self._is_busy(key)
 
     async def fork(self, key: SessionKey, at_turn: int | None, new_session_id: str) -> Transcript:
@@ -192,7 +192,7 @@ class Sessions:
 async def _outcome(
     key: SessionKey, change: Callable[[], Awaitable[T]]
 ) -> tuple[tuple[T, ...], Exception | None]:
-    """What a change returns, or why it failed: a task of a group that raises ends the group."""
+    """Return what a change does, or why it failed: a task that raises would end its group."""
     try:
         return (await change(),), None
     except ReportedError as error:

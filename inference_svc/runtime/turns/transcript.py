@@ -107,7 +107,7 @@ class TranscriptStore:
             self._lock_file = None
 
     async def find(self, key: SessionKey) -> Transcript | None:
-        """The session's transcript, None if there is no such session.
+        """Find the session's transcript, None if there is no such session.
 
         Does not yield to the event loop after it has the answer, so the caller may act on it.
         """
@@ -118,7 +118,7 @@ class TranscriptStore:
             return self._cache.get(key) or await self._read(key)
 
     async def get(self, key: SessionKey) -> Transcript:
-        """The session's transcript.
+        """Return the session's transcript.
 
         Raises:
             UnknownSessionError: there is no such session.

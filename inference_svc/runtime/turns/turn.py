@@ -134,7 +134,7 @@ class Turn:
         return True
 
     async def follow(self) -> AsyncIterator[TurnEvent]:
-        """All events from the first to the last.
+        """Yield all events from the first to the last.
 
         Raises:
             ReportedError: the turn failed.
@@ -156,7 +156,7 @@ class Turn:
 
 
 def replay(submission: Submission, record: TurnRecord) -> Turn:
-    """A turn that is over, with the events of its record."""
+    """Make a turn that is over, with the events of its record."""
     logprobs = record.logprobs or (None,) * len(record.output_ids)
     top = record.top_logprobs or ((),) * len(record.output_ids)
     rows = zip(record.output_ids, record.pieces, logprobs, top, strict=True)

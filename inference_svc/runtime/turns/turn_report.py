@@ -49,7 +49,7 @@ class TurnReport:
         *,
         cancelled: bool = False,
     ) -> None:
-        """A turn has its answer, or what there was of it when its client left."""
+        """Report a turn that has its answer, or what there was of it when its client left."""
         key = submission.key
         self.histograms.answered(key.tenant, finish_reason, usage, cancelled=cancelled)
         _annotate(trace.get_current_span(), request, finish_reason, usage)
@@ -63,7 +63,7 @@ class TurnReport:
         )
 
     def replayed(self, submission: Submission, record: TurnRecord) -> None:
-        """A repeat was answered with the recorded result."""
+        """Report a repeat that was answered with the recorded result."""
         self.histograms.ended.add("replayed")
         log.info(
             "turn",
@@ -74,7 +74,7 @@ class TurnReport:
         )
 
     def failed(self, submission: Submission, error: ReportedError) -> None:
-        """A turn that was begun has no answer: it failed, was cancelled or handed back."""
+        """Report a turn without an answer: it failed, was cancelled or handed back."""
         cancelled = isinstance(error, TurnCancelledError)
         self.histograms.failed(submission.key.tenant, error.reason, cancelled=cancelled)
         log.info(
@@ -106,7 +106,7 @@ class TurnReport:
 
 @contextmanager
 def turn_span(submission: Submission) -> Iterator[Span]:
-    """The span of a turn that runs in this task; log lines of the task say whose turn it is."""
+    """Open the span of a turn that runs in this task, whose log lines say whose turn it is."""
     key = submission.key
     structlog.contextvars.bind_contextvars(session=str(key), request_id=submission.request_id)
     attributes = {
@@ -130,7 +130,7 @@ def _who(submission: Submission) -> dict[str, str]:
 
 
 def _as_fields(usage: Usage) -> dict[str, object]:
-    """What a turn cost, as its line says it: times to the microsecond."""
+    """Return what a turn cost, as its line says it: times to the microsecond."""
     return {
         name: round(value, 6) if isinstance(value, float) else value
         for name, value in asdict(usage).items()

@@ -179,7 +179,7 @@ class TurnRunner:
 
 
 def _cut(context: Context, ranges: Sequence[Range]) -> ContextCut | None:
-    """What of a context's KV is dropped; tokens that were never computed have none."""
+    """Return what of a context's KV is dropped; tokens that were never computed have none."""
     computed = clip(ranges, context.computed_tokens)
     return ContextCut(context.computed_ids, computed, context.lineage) if computed else None
 
