@@ -53,8 +53,8 @@ from shared.version import __version__
 # some hundred times a step, beside an event loop and copies that are in no such hurry.
 SWITCH_INTERVAL_S = 0.0005
 KV_SHARE = 4  # the working KV may take one part in four of the memory that is free at the start
-ROWS_PER_TOKEN = (
-    2  # a token that is going to be saved has a row in a slab and one in a write buffer
+SLOTS_PER_TOKEN = (
+    2  # a token that is going to be saved has a slot in a slab and one in a write buffer
 )
 
 
@@ -152,7 +152,7 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
     limits = _scheduler_limits(settings.scheduler, cache, model, saves=store.saves)
     pool = KVPool(
         [layer.shape for layer in calibration.layers],
-        limits.kv_rows + MOST_RESIDENTS * layout.block_tokens,
+        limits.kv_slots + MOST_RESIDENTS * layout.block_tokens,
         device=loaded.device,
         dtype=loaded.dtype,
     )
@@ -188,7 +188,7 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
         num_layers=num_layers,
         saves_first=cache.saving == "sync",
     )
-    window_tokens, window_bound = _window(loaded, settings, limits.kv_rows, saves=store.saves)
+    window_tokens, window_bound = _window(loaded, settings, limits.kv_slots, saves=store.saves)
     return EngineParts(
         engine,
         loads,
@@ -299,18 +299,18 @@ def _scheduler_limits(
     settings: SchedulerSettings, cache: CacheSettings, model: Model, *, saves: bool
 ) -> SchedulerLimits:
     """The scheduler's bounds; without a setting, working KV takes a share of the free memory."""
-    kv_rows = settings.kv_tokens
-    if not kv_rows:
-        kv_rows = _free_bytes(model.loaded.device) // KV_SHARE
-        kv_rows //= model.calibration.layout.token_bytes
+    kv_slots = settings.kv_tokens
+    if not kv_slots:
+        kv_slots = _free_bytes(model.loaded.device) // KV_SHARE
+        kv_slots //= model.calibration.layout.token_bytes
         num_turns = settings.max_running + settings.max_loading
-        most = num_turns * model.loaded.context_window * ROWS_PER_TOKEN
-        kv_rows = min(kv_rows, most) if most else kv_rows
+        most = num_turns * model.loaded.context_window * SLOTS_PER_TOKEN
+        kv_slots = min(kv_slots, most) if most else kv_slots
     return SchedulerLimits(
         max_running=settings.max_running,
         max_loading=settings.max_loading,
         max_waiting=settings.max_turns,
-        kv_rows=max(2 * ROWS_PER_TOKEN, kv_rows),
+        kv_slots=max(2 * SLOTS_PER_TOKEN, kv_slots),
         step_tokens=settings.step_tokens,
         mixed_step_tokens=min(settings.mixed_step_tokens, settings.step_tokens),
         answer_tokens=settings.answer_tokens,
@@ -320,13 +320,13 @@ def _scheduler_limits(
 
 
 def _window(
-    loaded: LoadedModel, settings: InferenceSettings, kv_rows: int, *, saves: bool
+    loaded: LoadedModel, settings: InferenceSettings, kv_slots: int, *, saves: bool
 ) -> tuple[int, str]:
     """The most tokens of a turn, and what bounds them.
 
-    What is to be saved has a second row until kvd has it: nobody expects half of kv_tokens.
+    What is to be saved has a second slot until kvd has it: nobody expects half of kv_tokens.
     """
-    most_tokens = kv_rows // (ROWS_PER_TOKEN if saves else 1)
+    most_tokens = kv_slots // (SLOTS_PER_TOKEN if saves else 1)
     if 0 < loaded.context_window <= most_tokens:
         return loaded.context_window, "the model's"
     kv_tokens = settings.scheduler.kv_tokens

@@ -36,7 +36,7 @@ LIMITS = {
     "max_running": 4,
     "max_loading": 4,
     "max_waiting": 16,
-    "kv_rows": 4000,
+    "kv_slots": 4000,
     "step_tokens": 64,
     "mixed_step_tokens": 32,
     "answer_tokens": 8,
@@ -233,7 +233,7 @@ class Engine:
         self.scheduler = Scheduler(limits, rates, num_layers)
         self.pool = KVPool(
             [layer.shape for layer in calibration.layers],
-            limits.kv_rows,
+            limits.kv_slots,
             device=loaded.device,
             dtype=loaded.dtype,
         )
@@ -278,7 +278,7 @@ class Engine:
         """Nothing is under way, and nothing is held but by residents."""
         await self.loop.wait_idle()
         self.scheduler.check()
-        assert not self.scheduler.rows.reserved_rows
+        assert not self.scheduler.slots.reserved_slots
         for key in list(self.loop.memory._residents._residents):
             self.loop.memory.release_resident(key)
         assert self.pool.num_free == self.pool.num_rows

@@ -132,7 +132,7 @@ class TurnWindow:
             raise self._too_long(history_tokens, new_tokens)
 
     def mid_turn(self, context: Context, tail_tokens: int) -> tuple[Range, ...]:
-        """Choose what goes of a context whose rows are all filled; () if nothing may.
+        """Choose what goes of a context whose token slots are all filled; () if nothing may.
 
         It is as much as the reserve, or an eighth of the window if that is less and all there is: a
         cut costs as much as the context is long, so an answer does not go on token by token.

@@ -83,7 +83,7 @@ class SchedulerWorld:
 
     def __init__(self, limits: SchedulerLimits, window_share: float = 1.0) -> None:
         self.limits = limits
-        most = limits.kv_rows // (2 if limits.saves else 1)
+        most = limits.kv_slots // (2 if limits.saves else 1)
         self.window_tokens = max(1, int(most * window_share))
         self.rates = Rates()
         self.scheduler = Scheduler(limits, self.rates, NUM_LAYERS, {"b": 2.0})
@@ -102,10 +102,10 @@ class SchedulerWorld:
         slabs = [turn.slab.capacity for turn in self.turns.values() if turn.slab is not None]
         slabs += [slab.capacity for slab in self.residents.values()]
         in_use = sum(slabs) + sum(sum(turn.writes) for turn in self.turns.values())
-        assert in_use <= self.scheduler.rows.reserved_rows + self.scheduler.residents.num_rows
+        assert in_use <= self.scheduler.slots.reserved_slots + self.scheduler.residents.num_slots
         assert len(self.scheduler.residents) == len(self.residents)
         resident_rows = sum(slab.capacity for slab in self.residents.values())
-        assert self.scheduler.residents.num_rows == resident_rows
+        assert self.scheduler.residents.num_slots == resident_rows
         self.scheduler.feed.check()
         assert sorted(self.scheduler.feed._jobs) == sorted(number for number, _ in self.queue())
 
@@ -197,14 +197,14 @@ class SchedulerWorld:
         planned = {chunk.request.number for chunk in plan.chunks}
         assert len(planned) == len(plan.chunks)
         running = [turn.request for turn in self.in_state(RequestState.RUNNING)]
-        decoding = {r.number for r in running if r.is_decoding and r.unused_rows}
+        decoding = {r.number for r in running if r.is_decoding and r.unused_slots}
         assert decoding <= planned <= {r.number for r in running}
         prompt_tokens = [c.num_tokens for c in plan.chunks if c.request.number not in decoding]
         limits = self.limits
         assert sum(prompt_tokens) <= (limits.mixed_step_tokens if decoding else limits.step_tokens)
         assert all(1 <= c.num_tokens <= c.request.uncomputed_tokens for c in plan.chunks)
         assert all(c.sample == (c.num_tokens == c.request.uncomputed_tokens) for c in plan.chunks)
-        assert bool(plan.chunks) == any(r.unused_rows for r in running), "the batch goes on"
+        assert bool(plan.chunks) == any(r.unused_slots for r in running), "the batch goes on"
 
     def _preempt(self, turn: Turn) -> None:
         request, slab = turn.request, turn.slab
@@ -404,10 +404,10 @@ class SchedulerWorld:
             self.let_everything_happen()
         assert not self.alive(), "a request starves"
         self.let_everything_happen()
-        assert self.scheduler.rows.reserved_rows == 0, "rows are lost"
+        assert self.scheduler.slots.reserved_slots == 0, "rows are lost"
         for key in list(self.residents):
             self.drop_resident(key)
-        assert self.scheduler.residents.num_rows == 0
+        assert self.scheduler.residents.num_slots == 0
         self.check()
 
     def let_everything_happen(self) -> None:

@@ -1,7 +1,7 @@
 """Makes the plan of the next step: who leaves the batch, who joins it, who is admitted.
 
-    1. a running request that has outgrown its rows goes back to its place in the queue, and so
-       does one whose window is full: its resident is protected until its rows are compacted;
+    1. a running request that has outgrown its slots goes back to its place in the queue, and so
+       does one whose window is full: its resident is protected until it is compacted;
     2. requests that are ready start, those of higher priority first, once the start gate lets them:
        a full batch gives up one of lower priority;
     3. the head of the queue is admitted, while there is room: residents are evicted for it, and
@@ -9,9 +9,9 @@
 
 Preemption costs little: what was computed stays as the session's resident while there is room,
 and is saved besides. Never preempted is a request to whose slab a copy is under way, or whose
-rows may yet turn out to be void. Plans are made between steps; what they say is already noted.
+KV may yet turn out to be void. Plans are made between steps; what they say is already noted.
 
-A request gets its rows on its session's resident, or on a slab of its own:
+A request gets its slots on its session's resident, or on a slab of its own:
 
     resident large enough      in place: only a write buffer is needed
     resident too small         moved to a new slab, if old and new fit together …
@@ -30,7 +30,7 @@ from inference_svc.core.scheduling.request import (
     RequestState,
 )
 from inference_svc.core.scheduling.residents import Residents
-from inference_svc.core.scheduling.row_budget import RowBudget
+from inference_svc.core.scheduling.slot_budget import SlotBudget
 from inference_svc.core.scheduling.start_gate import StartGate
 from inference_svc.core.scheduling.step_plan import (
     Admission,
@@ -48,21 +48,21 @@ class Terms:
     """One way to admit a request.
 
     Attributes:
-        capacity_tokens: rows it may fill.
-        slab_rows: of a new slab; 0 if it takes the resident's.
-        write_rows: of its write buffer, in the worst case.
+        capacity_tokens: slots it may fill.
+        kv_slots: of a new slab; 0 if it takes the resident's.
+        write_slots: of its write buffer, in the worst case.
         resident_tokens: it has from the resident, which must stay for that; 0: it need not.
     """
 
     capacity_tokens: int
-    slab_rows: int
-    write_rows: int
+    kv_slots: int
+    write_slots: int
     resident_tokens: int = 0
 
     @property
-    def new_rows(self) -> int:
-        """Rows that must be free."""
-        return self.slab_rows + self.write_rows
+    def new_slots(self) -> int:
+        """Slots that must be free."""
+        return self.kv_slots + self.write_slots
 
 
 @dataclass
@@ -84,14 +84,14 @@ class Planner:
         limits: SchedulerLimits,
         queue: WaitingQueue,
         active: ActiveRequests,
-        rows: RowBudget,
+        slots: SlotBudget,
         residents: Residents,
         gate: StartGate,
     ) -> None:
         self._limits = limits
         self._queue = queue
         self._active = active
-        self._rows = rows
+        self._slots = slots
         self._residents = residents
         self._gate = gate
 
@@ -181,12 +181,12 @@ class Planner:
                 return None
             victims.append(ready[0])
             candidates.remove(ready[0])
-        rows = sum(map(self._rows.slab_rows, victims))
-        while not self._fits(head, terms, rows):
+        slots = sum(map(self._slots.kv_slots, victims))
+        while not self._fits(head, terms, slots):
             if not candidates:
                 return None
             victims.append(candidates.pop(0))
-            rows += self._rows.slab_rows(victims[-1])
+            slots += self._slots.kv_slots(victims[-1])
         for victim in victims:
             self._preempt(victim, draft)
         return terms
@@ -196,9 +196,9 @@ class Planner:
         return len(loading) < self._limits.max_loading
 
     def _terms(self, request: Request) -> list[Terms]:
-        """List the ways to admit a request, the best first; the last needs the fewest rows."""
+        """List the ways to admit a request, the best first; the last needs the fewest slots."""
         capacity = request.wanted_capacity(self._limits.answer_tokens)
-        fresh = Terms(capacity, capacity, self._write_rows(capacity))
+        fresh = Terms(capacity, capacity, self._write_slots(capacity))
         resident = self._residents.get(request.key)
         num_tokens = self._residents.match(request)
         # With less than half of the history, as after a truncation, the store likely has more.
@@ -206,37 +206,37 @@ class Planner:
             return [fresh]
         if resident.capacity_tokens >= capacity:
             usable = min(resident.capacity_tokens, request.full_capacity_tokens)
-            return [Terms(usable, 0, self._write_rows(usable), num_tokens)]
-        return [Terms(capacity, capacity, self._write_rows(capacity), num_tokens), fresh]
+            return [Terms(usable, 0, self._write_slots(usable), num_tokens)]
+        return [Terms(capacity, capacity, self._write_slots(capacity), num_tokens), fresh]
 
-    def _fits(self, request: Request, terms: Terms, preempted_rows: int = 0) -> bool:
-        """Whether there is room, if residents are evicted and so many rows preempted."""
+    def _fits(self, request: Request, terms: Terms, preempted_slots: int = 0) -> bool:
+        """Whether there is room, if residents are evicted and so many slots preempted."""
         resident = self._residents.get(request.key)
         spared = resident.capacity_tokens if resident and terms.resident_tokens else 0
-        room = self._rows.free_rows + self._residents.evictable_rows - spared + preempted_rows
-        return terms.new_rows <= room
+        room = self._slots.free_slots + self._residents.evictable_slots - spared + preempted_slots
+        return terms.new_slots <= room
 
     def _take(self, request: Request, terms: Terms, draft: _Draft) -> None:
-        """Take a request from the queue and reserve its rows, evicting residents if need be."""
+        """Take a request from the queue and reserve its slots, evicting residents if need be."""
         self._queue.admit(request)
         if not terms.resident_tokens and request.key in self._residents:
             self._evict(request.key, draft)
-        missing = terms.new_rows - self._rows.free_rows
+        missing = terms.new_slots - self._slots.free_slots
         for key in self._residents.victims(missing, self._queue.rank, request.key):
             self._evict(key, draft)
-        in_place = bool(terms.resident_tokens) and not terms.slab_rows
+        in_place = bool(terms.resident_tokens) and not terms.kv_slots
         if in_place:
-            self._rows.take_resident(request)
+            self._slots.take_resident(request)
         elif terms.resident_tokens:
             self._residents.begin_move(request)
-        self._rows.reserve(request, terms.slab_rows, terms.write_rows)
+        self._slots.reserve(request, terms.kv_slots, terms.write_slots)
         request.move(RequestEvent.ADMIT)
         request.capacity_tokens = terms.capacity_tokens
         request.admitted_ns = request.admitted_ns or draft.now_ns
         self._active.add(request)
         draft.admitted.append(Admission(request, terms.resident_tokens, in_place))
 
-    def _write_rows(self, capacity_tokens: int) -> int:
+    def _write_slots(self, capacity_tokens: int) -> int:
         return capacity_tokens if self._limits.saves else 0
 
     # ---------------------------------------------------------------------------- preemption
@@ -270,7 +270,7 @@ class Planner:
     def _put_back(self, request: Request, event: RequestEvent, draft: _Draft) -> None:
         request.move(event)
         token_ids = request.token_ids[: request.computed_tokens]
-        self._rows.become_resident(request, token_ids, draft.now_ns)
+        self._slots.become_resident(request, token_ids, draft.now_ns)
         self._active.remove(request)
         self._gate.forget(request)
         self._queue.put_back(request)

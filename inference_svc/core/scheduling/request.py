@@ -18,7 +18,7 @@ from inference_svc.core.discards import Range, kept_runs, num_in, without
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
 
-NO_WINDOW = 1 << 62  # rows; more than there will ever be
+NO_WINDOW = 1 << 62  # slots; more than there will ever be
 
 
 class RequestState(Enum):
@@ -37,10 +37,10 @@ class RequestEvent(Enum):
     """What moves a request on.
 
     Attributes:
-        ADMIT: it has rows; its history may be loaded.
+        ADMIT: it has slots; its history may be loaded.
         ANNOUNCE: how much of its history there will be is known.
         START: it joins the batch.
-        PREEMPT: it gives its place to another, or has outgrown its rows; what it computed is kept.
+        PREEMPT: it gives its place to another, or has outgrown its slots; what it computed is kept.
         OVERFLOW: its window is full; its context is cut before it is admitted again.
         RESTART: its load failed, or cannot be had; nothing is kept.
         FINISH: its answer is complete.
@@ -103,7 +103,7 @@ class Request:
         key: the session.
         token_ids: the prompt, then the sampled tokens.
         max_tokens: upper bound of the answer's length.
-        window_tokens: rows it may ever fill: the model's window, or what the engine has.
+        window_tokens: token slots it may ever fill: the model's window, or what the engine has.
         history_tokens: how many of the prompt's tokens the session had before this turn.
         priority: higher ones are served first.
         deadline_ns: when it fails if it is not finished; None: never.
@@ -113,7 +113,7 @@ class Request:
             until the next load is announced: how many its session's resident was left with,
             and are not discarded.
         loaded_tokens: how many were found rather than computed, when it was first admitted.
-        capacity_tokens: rows it may fill, set at each admission; its slab has as many or more.
+        capacity_tokens: slots it may fill, set at each admission; its slab has as many or more.
         num_sampled: tokens of the answer so far.
         num_preemptions: how often it was sent back to the queue with its KV kept.
         num_overflows: how often it was sent there because its window was full.
@@ -152,7 +152,7 @@ class Request:
 
     @property
     def full_capacity_tokens(self) -> int:
-        """Rows the longest answer needs, as far as the window has them: its last token needs none.
+        """Slots the longest answer needs, as far as the window has them: its last token needs none.
 
         With a full window the context is cut before the answer goes on.
         """
@@ -175,14 +175,14 @@ class Request:
         return self.uncomputed_tokens == 1 and self.num_sampled > 0
 
     @property
-    def unused_rows(self) -> int:
-        """Rows it may still fill."""
+    def unused_slots(self) -> int:
+        """Slots it may still fill."""
         return self.capacity_tokens - self.computed_tokens
 
     @property
     def is_outgrown(self) -> bool:
-        """Whether all rows it may fill are filled, and it wants more, which the window has."""
-        return not self.unused_rows and self.capacity_tokens < self.full_capacity_tokens
+        """Whether all slots it may fill are filled, and it wants more, which the window has."""
+        return not self.unused_slots and self.capacity_tokens < self.full_capacity_tokens
 
     @property
     def is_overflowing(self) -> bool:
@@ -202,7 +202,7 @@ class Request:
         return not TRANSITIONS[self.state]
 
     def wanted_capacity(self, answer_tokens: int) -> int:
-        """Rows to admit it with: what is known, and room for an answer of ordinary length.
+        """Slots to admit it with: what is known, and room for an answer of ordinary length.
 
         An answer that has outgrown its room is given as much again, so that a long one is
         preempted a logarithmic number of times.
@@ -239,8 +239,8 @@ class ActiveRequests:
     """Requests that are admitted and not over: LOADING, READY or RUNNING.
 
     There are few, so that everything may look at all of them. Invariants (`check`): 1. nothing else
-    is here; 2. one request of a session at a time; 3. it has not computed more than it has rows
-    for, nor rows for more than its window.
+    is here; 2. one request of a session at a time; 3. it has not computed more than it has slots
+    for, nor slots for more than its window.
     """
 
     def __init__(self) -> None:

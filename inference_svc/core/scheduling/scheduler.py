@@ -1,23 +1,23 @@
-"""Which requests are loaded, run, stepped and preempted: iteration-level batching over KV rows.
+"""Which requests are loaded, run, stepped and preempted: iteration-level batching over KV.
 
-Owns the order of requests and the account of rows; knows nothing of slabs, text or kvd. The engine
-calls, and no method blocks:
+Owns the order of requests and the account of token slots; knows nothing of slabs, text or kvd. The
+engine calls, and no method blocks:
 
     submit ─► schedule ─► plan: admitted ─► announced ─► progressed … ─► schedule ─► plan: chunks
                                                                            ▲           │
                                                          finish ◄── apply ─┴───────────┘
     and owes, for each announcement, release_write (if requests have write buffers), for a request
     that is over, release_slab, and for one that overflowed, truncated and the end of its resident's
-    compaction. The life of rows: `row_budget.py`.
+    compaction. The life of slots: `slot_budget.py`.
 
 Invariants (`check`):
-    1. rows: see row_budget.py and residents.py;
+    1. slots: see slot_budget.py and residents.py;
     2. at most max_running requests run, max_loading load or wait loaded; of a session, one does
        either; at most max_waiting wait, apart from those that were preempted or restarted;
     3. a step contains every answer under way that has room, and prompt tokens up to the bound;
     4. nothing starves: the head of the queue holds back those behind it, a request that is
-       preempted or overflows has its old place, and whoever holds rows gives them up in the end:
-       residents are evicted, requests end or outgrow their rows. Only higher priorities go first.
+       preempted or overflows has its old place, and whoever holds slots gives them up in the end:
+       residents are evicted, requests end or outgrow their slots. Only higher priorities go first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ from inference_svc.core.scheduling.request import (
     RequestState,
 )
 from inference_svc.core.scheduling.residents import Residents
-from inference_svc.core.scheduling.row_budget import RowBudget
+from inference_svc.core.scheduling.slot_budget import SlotBudget
 from inference_svc.core.scheduling.start_gate import StartGate
 from inference_svc.core.scheduling.step_plan import SchedulerLimits, StepPlan, StepResult
 from inference_svc.core.scheduling.waiting_queue import Deadlines, StartEstimates, WaitingQueue
@@ -55,8 +55,8 @@ class Scheduler:
         feed: requests that wait, and those that run: from admission until they wait again, or,
             after their end, until `release_slab`.
         queue: those that wait, in the order they will be admitted.
-        rows: who holds how many.
-        residents: who drops or moves rows of one says so there.
+        slots: who holds how many.
+        residents: who drops or moves KV of one says so there.
         gate: is told how loads progress.
         estimates: when a place in the queue is likely free.
     """
@@ -71,7 +71,7 @@ class Scheduler:
         self.feed = QueueFeed()
         self.queue = WaitingQueue(tenant_weights or {}, self.feed)
         self.residents = Residents()
-        self.rows = RowBudget(limits.kv_rows, self.residents)
+        self.slots = SlotBudget(limits.kv_slots, self.residents)
         self.gate = StartGate(num_layers, rates)
         self.estimates = StartEstimates(rates)
         self._limits = limits
@@ -80,7 +80,7 @@ class Scheduler:
             limits=limits,
             queue=self.queue,
             active=self._active,
-            rows=self.rows,
+            slots=self.slots,
             residents=self.residents,
             gate=self.gate,
         )
@@ -100,8 +100,8 @@ class Scheduler:
             QueueFullError: the waiting queue is at its bound.
         """
         assert len(request.token_ids) <= request.window_tokens, "the caller cuts the context"
-        most_rows = request.full_capacity_tokens * (2 if self._limits.saves else 1)
-        assert most_rows <= self._limits.kv_rows, "the caller checks the window"
+        most_slots = request.full_capacity_tokens * (2 if self._limits.saves else 1)
+        assert most_slots <= self._limits.kv_slots, "the caller checks the window"
         if len(self.queue) >= self._limits.max_waiting:
             raise QueueFullError(
                 f"the queue is full ({len(self.queue)} turns wait)",
@@ -127,10 +127,10 @@ class Scheduler:
 
         Args:
             request: LOADING until now.
-            num_tokens: rows there will be; at least one token is left to compute.
-            write_first_token: first row of its write buffer, which ends at its capacity.
+            num_tokens: that will have KV there; at least one token is left to compute.
+            write_first_token: first slot of its write buffer, which ends at its capacity.
             now_ns: the time.
-            layers_ready: layers whose rows are there; fewer than all: the load is under way, and
+            layers_ready: layers whose KV is there; fewer than all: the load is under way, and
                 `progressed` is owed.
             tier: where the load comes from, if earlier loads from there may be a guide.
             enough_layers: layers with which it may start whatever the rates say; None: all.
@@ -141,7 +141,7 @@ class Scheduler:
         if not request.is_back:
             request.loaded_tokens = num_tokens
         request.ready_ns = request.ready_ns or now_ns
-        self.rows.open_write(request, request.capacity_tokens - write_first_token)
+        self.slots.open_write(request, request.capacity_tokens - write_first_token)
         self.gate.announced(request, now_ns, layers_ready, tier=tier, enough_layers=enough_layers)
 
     def restart(self, request: Request, now_ns: int) -> None:
@@ -153,7 +153,7 @@ class Scheduler:
         request.computed_tokens = 0
         if not request.is_back:
             request.loaded_tokens = 0
-        self.rows.release_slab(request)
+        self.slots.release_slab(request)
         self._deactivate(request)
         self.queue.put_back(request)
         self.estimates.waits(now_ns)
@@ -174,7 +174,7 @@ class Scheduler:
     def end(self, request: Request, event: RequestEvent, now_ns: int) -> None:
         """Finish a running request, or cancel or fail one wherever it is.
 
-        Its rows stay reserved until they are kept or released.
+        Its slots stay reserved until they are kept or released.
         """
         was_waiting = request.state is RequestState.WAITING
         request.move(event)
@@ -186,38 +186,38 @@ class Scheduler:
             self._deactivate(request)
             self.estimates.ended(now_ns, somebody_waits=len(self.queue) > 0)
 
-    # ---------------------------------------------------------------------------------- rows
+    # ---------------------------------------------------------------------------------- slots
 
     def keep_resident(self, request: Request, token_ids: Sequence[int], now_ns: int) -> bool:
         """Let the slab of a request that is over stay as its session's resident, if it may.
 
-        Of its rows, those of `token_ids` count, which are the first of its tokens, all computed.
+        Of its KV, that of `token_ids` counts, which are the first of its tokens, all computed.
         If it may not stay (False), release_slab is owed as ever.
         """
         assert request.is_over, "the slab of a request under way is its own"
         assert len(token_ids) <= request.computed_tokens, "only what was computed is kept"
         key = request.key
-        if not (self._limits.keeps_residents and token_ids and self.rows.slab_rows(request)):
+        if not (self._limits.keeps_residents and token_ids and self.slots.kv_slots(request)):
             return False
         if key in self.residents or self._active.has_session(key):
             return False
-        self.rows.become_resident(request, token_ids, now_ns)
+        self.slots.become_resident(request, token_ids, now_ns)
         return True
 
     def release_slab(self, request: Request) -> None:
         """Free the slab of a request that is over; nothing if it has none (any more).
 
-        And the rows of its write buffer, if it was over before it was announced.
+        And the slots of its write buffer, if it was over before it was announced.
         """
         assert request.is_over, "only an ended request gives its slab up"
-        self.rows.release_slab(request)
+        self.slots.release_slab(request)
         self.feed.left(request.number)
 
     def release_write(self, request: Request) -> None:
         """Free the oldest write buffer of a request; nothing if it has none (any more)."""
         is_own = request.state in (RequestState.READY, RequestState.RUNNING)
-        assert not is_own or self.rows.num_writes(request) > 1, "it is being written"
-        self.rows.release_write(request)
+        assert not is_own or self.slots.num_writes(request) > 1, "it is being written"
+        self.slots.release_write(request)
 
     def truncated(self, request: Request, ranges: Sequence[Range]) -> None:
         """Cut the context of a request that overflowed; it is admitted once its resident is ready.
@@ -249,7 +249,7 @@ class Scheduler:
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         limits, num_active = self._limits, len(self._active)
-        self.rows.check()
+        self.slots.check()
         self.queue.check()
         assert self.num_running <= limits.max_running
         assert num_active - self.num_running <= limits.max_loading
@@ -257,4 +257,4 @@ class Scheduler:
         assert len(self.queue) + num_active <= limits.max_waiting + most_admitted
         assert all(request.state is RequestState.WAITING for request in self.queue)
         self._active.check()
-        assert all(r.capacity_tokens <= self.rows.slab_rows(r) for r in self._active)
+        assert all(r.capacity_tokens <= self.slots.kv_slots(r) for r in self._active)

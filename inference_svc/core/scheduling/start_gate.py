@@ -60,7 +60,7 @@ class _Load:
         layers_ready: from the first.
         announced_ns, news_ns: when it was announced; when the last layer arrived.
         guessed_layer_s: seconds a layer, from earlier loads; None: unknown.
-        is_certain: whether the rows are known to be good.
+        is_certain: whether the KV is known to be good.
     """
 
     enough_layers: int
@@ -121,11 +121,11 @@ class StartGate:
             load.layers_ready, load.news_ns = layers_ready, now_ns
 
     def is_certain(self, request: Request) -> bool:
-        """Whether all rows of a watched request are known to be good."""
+        """Whether all KV of a watched request is known to be good."""
         return self._loads[request.number].is_certain
 
     def confirm(self, request: Request) -> None:
-        """Note that a step over the rows has been believed."""
+        """Note that a step over its history has been believed."""
         load = self._loads[request.number]
         load.layers_ready, load.is_certain = self._num_layers, True
 

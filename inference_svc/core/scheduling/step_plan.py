@@ -16,13 +16,13 @@ from shared.types.session_key import SessionKey
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """Bounds of the scheduler, in requests, rows or tokens.
+    """Bounds of the scheduler, in requests, token slots or tokens.
 
     Attributes:
         max_running: requests in a step.
         max_loading: requests that load, or are loaded and wait for the batch.
         max_waiting: requests in the queue, above which a new one is refused.
-        kv_rows: slabs, write buffers and residents together; a row is K and V of a token.
+        kv_slots: slabs, write buffers and residents together; each holds K and V of a token.
         step_tokens: prompt tokens computed in one step, over all requests.
         mixed_step_tokens: the same, while an answer is under way beside them.
         answer_tokens: room for an answer that a request is first admitted with.
@@ -33,7 +33,7 @@ class SchedulerLimits:
     max_running: int
     max_loading: int
     max_waiting: int
-    kv_rows: int
+    kv_slots: int
     step_tokens: int
     mixed_step_tokens: int
     answer_tokens: int
@@ -59,8 +59,8 @@ class Admission:
     """Give a request its memory, fill in what is stored, and call `announced`.
 
     Attributes:
-        resident_tokens: its first tokens, of which its session's resident has the rows.
-        in_place: that resident's slab is the request's now. Otherwise its rows are to be moved to
+        resident_tokens: its first tokens, of which its session's resident has the KV.
+        in_place: that resident's slab is the request's now. Otherwise its KV is to be moved to
             a new slab, and `resident_moved` is owed.
     """
 
@@ -74,7 +74,7 @@ class StepPlan:
     """What to do now, in this order: preempted, overflowed, evicted, admitted, chunks.
 
     Attributes:
-        preempted: their slabs are their sessions' residents now, with `computed_tokens` rows;
+        preempted: their slabs are their sessions' residents now, with `computed_tokens` tokens;
             they wait again. Their write buffers may be saved, and `release_write` is owed.
         overflowed: as preempted, because their window is full. Until their context is cut they are
             not admitted, and nobody else is whose place is behind theirs: `truncated`, then
@@ -125,5 +125,5 @@ def plan_chunks(running: Sequence[Request], limits: SchedulerLimits) -> tuple[Pl
             sample = num_tokens == request.uncomputed_tokens
             chunks.append(PlannedChunk(request, num_tokens, sample))
             left -= num_tokens
-    assert all(c.num_tokens <= c.request.unused_rows for c in chunks), "an answer is too long"
+    assert all(c.num_tokens <= c.request.unused_slots for c in chunks), "an answer is too long"
     return tuple(chunks)

@@ -1,15 +1,15 @@
-"""Dropping tokens of a session's context: of its rows in memory, and of what the store has.
+"""Dropping tokens of a session's context: of its KV in memory, and of what the store has.
 
     between turns   `discard`: the session's resident is compacted in place, and the store is told
     mid-turn        `truncate`: a turn whose window is full waits until its slab is compacted; then
                     it is admitted again and resumes
 
 The store is told in the background, behind the saves of what was computed before; the session's
-next load and its next save come after that. Rows are compacted on the load thread, while steps of
-others go on. Rows that cannot be (a norm behind RoPE, a failure) are given up: the turn loads, or
+next load and its next save come after that. KV is compacted on the load thread, while steps of
+others go on. What cannot be (a norm behind RoPE, a failure) is given up: the turn loads, or
 recomputes.
 
-Everything here runs on the event loop. Invariants: 1. a resident whose rows are moved is protected
+Everything here runs on the event loop. Invariants: 1. a resident whose KV is moved is protected
 by the scheduler until it is what its tokens and its lineage say, or gone; whoever asked for that
 may be cancelled meanwhile; 2. a discard that is repeated finds what it has left, and leaves it so.
 """
@@ -60,7 +60,7 @@ class Discards:
 
     @property
     def num_compacting(self) -> int:
-        """Residents whose rows are being compacted."""
+        """Residents that are being compacted."""
         return len(self._over)
 
     async def settled(self, key: SessionKey) -> None:
@@ -120,7 +120,7 @@ class Discards:
         ranges: Sequence[Range],
         lineage: Lineage | None,
     ) -> asyncio.Task[None]:
-        """Drop rows of the resident of these tokens; then it is of this lineage, or gone."""
+        """Drop tokens of the resident that has these; then it is of this lineage, or gone."""
         self._over[key] = asyncio.Event()
         return self._tasks.create_task(self._compact(key, token_ids, ranges, lineage))
 

@@ -8,8 +8,8 @@
 Threads: the event loop, one compute thread (steps), one load thread and one store thread (copies).
 The scheduler and all requests belong to the event loop. Invariants:
     1. memory is given back only when no step and no copy uses it: the pool's holds see to that;
-    2. whoever gets an answer owes `keep` or `drop`; until then its rows stay reserved;
-    3. rows computed over a load are neither shown nor saved before that is confirmed;
+    2. whoever gets an answer owes `keep` or `drop`; until then its token slots stay reserved;
+    3. KV computed over a load is neither shown nor saved before that is confirmed;
     4. an exception that is nobody's turn's fault ends the loop, and with it the process.
 """
 
@@ -117,12 +117,12 @@ class EngineLoop:
     def gauges(self) -> dict[str, float]:
         """Return what goes up and down, by name."""
         return {
-            "reserved_rows": self.scheduler.rows.reserved_rows,
-            "resident_rows": self.scheduler.residents.num_rows,
+            "reserved_rows": self.scheduler.slots.reserved_slots,
+            "resident_rows": self.scheduler.residents.num_slots,
             "resident_sessions": len(self.scheduler.residents),
             "pool_rows": self._pool.num_rows,
             "pool_free_rows": self._pool.num_free,
-            "pool_misses": self._pool.num_outside,  # rows found no room in the pool: only slower
+            "pool_misses": self._pool.num_outside,  # KV found no room in the pool: only slower
             "saves_under_way": self.memory.num_saving,
             "compute_busy_s": self._stepper.busy_s,
         }

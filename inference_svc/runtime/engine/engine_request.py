@@ -27,9 +27,9 @@ class LoadOutcome:
     """What a turn found of its history; filled in as it is known.
 
     Attributes:
-        tokens: rows of the slab that need not be computed.
+        tokens: in the slab, that need not be computed.
         tier_tokens: of them, by the tier where they were: "hbm", "dram", "ssd".
-        load_s: from asking to the last row's arrival.
+        load_s: from asking to the last token's arrival.
         stall_s: of that, how long the model waited for a layer.
         reason: slug, why it is not more; "" if all that was asked for is there.
     """
@@ -81,11 +81,11 @@ class ContextCut:
 
 @dataclass(eq=False)
 class Load:
-    """A load under way, from its request's admission to the last row.
+    """A load under way, from its request's admission to the last token.
 
     Attributes:
         begun: to be copied from the store; None: nothing, as far as is known.
-        gate: of the slab, once it is known that rows are to be copied to it.
+        gate: of the slab, once it is known that KV is to be copied to it.
     """
 
     admission: Admission
@@ -94,7 +94,7 @@ class Load:
 
     @property
     def is_move(self) -> bool:
-        """Whether the rows of the session's resident go to a larger slab."""
+        """Whether the KV of the session's resident goes to a larger slab."""
         return self.admission.resident_tokens > 0 and not self.admission.in_place
 
 

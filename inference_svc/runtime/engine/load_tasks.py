@@ -1,4 +1,4 @@
-"""Admitted requests whose history is on its way: one task each, from admission to the last row.
+"""Admitted requests whose history is on its way: one task each, from admission to the last token.
 
 The task outlives the request's wish for it: a copy under way is never interrupted, and who is
 cancelled meanwhile is released when it ends. A request may be admitted anew, after its load failed,
@@ -126,10 +126,10 @@ class LoadTasks:
         self._changed()
 
     def _finished(self, request: EngineRequest, load: Load) -> None:
-        """Every row is where it belongs, or never will be; the gate knows which."""
+        """All KV is where it belongs, or never will be; the gate knows which."""
         now_ns = time.monotonic_ns()
         request.outcome.load_s = (now_ns - request.admitted_ns) / NS_PER_S
-        if request.is_over:  # a resident whose rows were moved for nothing stays
+        if request.is_over:  # a resident that was moved for nothing stays
             return
         self._scheduler.gate.progressed(request, self._num_layers, now_ns)
         if load.is_move:

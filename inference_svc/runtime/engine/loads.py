@@ -1,8 +1,8 @@
 """Gives an admitted request its memory and its history, from wherever that is.
 
     resident, large enough   its slab, as it is
-    resident, too small      a larger slab, rows moved layer by layer
-    kvd                      a slab, rows loaded layer by layer
+    resident, too small      a larger slab, KV moved layer by layer
+    kvd                      a slab, KV loaded layer by layer
     nowhere                  an empty slab
 
 `begin` returns once it is known how many tokens there will be; `finish` copies them behind the
@@ -71,7 +71,7 @@ class Loads:
     async def begin(self, request: EngineRequest, load: Load) -> None:
         """Give the request a new slab and what the store has, and its write buffer.
 
-        The slab counts all rows that will be there.
+        The slab counts all tokens that will be there.
         """
         slab = request.slab = self._pool.new_slab(request.capacity_tokens)
         begun = await self._store.loads.begin(
@@ -131,7 +131,7 @@ class Loads:
             await self._store.loads.cancel(load.begun)
 
     def tier_of(self, load: Load) -> str | None:
-        """Return the slowest tier that rows are copied from; None: from none."""
+        """Return the slowest tier that KV is copied from; None: from none."""
         if load.gate is None:
             return None
         # "ssd" > "dram"
@@ -167,7 +167,7 @@ class Loads:
 
 
 def _move_rows(source: KVSlab, target: KVSlab) -> None:
-    """Copy all rows, on the load thread, layer by layer behind the target's gate."""
+    """Copy all KV, on the load thread, layer by layer behind the target's gate."""
     gate = target.gate
     assert gate is not None, "a move has a gate"  # noqa: S101
     stream = CopyStream(target.device)

@@ -4,9 +4,9 @@
     write buffer  released when its save is over, which may be long after the request's end
     resident      released when the scheduler evicts it or its session ends
 
-Everything here runs on the event loop. Invariants: 1. every row that is given back is given back to
-the scheduler in the same call; 2. a save is opened with the write buffer it reads and outlives it
-never.
+Everything here runs on the event loop. Invariants: 1. every token slot that is given back is given
+back to the scheduler in the same call; 2. a save is opened with the write buffer it reads and
+outlives it never.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from inference_svc.runtime.store.session_store import SessionStore
 from inference_svc.runtime.transfer.resident_slabs import ResidentSlabs
 from shared.types.session_key import SessionKey
 
-# Each has up to a block of rows beside the scheduler's account: for its tail.
+# Each has up to a block of token slots beside the scheduler's account: for its tail.
 MOST_RESIDENTS = 128
 
 
@@ -34,7 +34,7 @@ class RequestMemory:
     """The memory of requests, and the scheduler's account of it; see the module docstring.
 
     Args:
-        changed: called when rows came back.
+        changed: called when token slots came back.
 
     Attributes:
         num_saving: saves under way, and discards and ends of sessions that the store is being told.
@@ -113,7 +113,7 @@ class RequestMemory:
         self._leave_resident(request, request.write_buffer)
 
     def overflow(self, request: EngineRequest) -> None:
-        """Do the same where rows are about to be dropped: the last block is not going to grow."""
+        """Do the same where tokens are about to be dropped: the last block is not going to grow."""
         self._leave_resident(request, None)
 
     def _leave_resident(self, request: EngineRequest, buffer: WriteBuffer | None) -> None:
@@ -159,9 +159,9 @@ class RequestMemory:
     # -------------------------------------------------------------------------------- residents
 
     def _keep_resident(self, request: EngineRequest, token_ids: Sequence[int]) -> None:
-        """Let the slab of a request that is over stay with its rows of these tokens, if it may.
+        """Let the slab of a request that is over stay with its KV of these tokens, if it may.
 
-        Not if some of them may never arrive, nor if the position-free rows of the last block are
+        Not if some of them may never arrive, nor if the position-free KV of the last block is
         gone with an earlier write buffer: its growth could not be stored.
         """
         slab, buffer = request.slab, request.write_buffer
@@ -188,7 +188,7 @@ class RequestMemory:
         self._residents.release(key)
 
     def end_move(self, request: EngineRequest) -> None:
-        """Release a resident whose rows are in the request's slab, or wanted by nobody."""
+        """Release a resident whose KV is in the request's slab, or wanted by nobody."""
         self._scheduler.residents.end_move(request)
         self._residents.release(request.key)
         self._changed()

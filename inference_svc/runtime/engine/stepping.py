@@ -3,7 +3,7 @@
 If the pass raises, its requests are computed one by one, so that only the one at fault fails. What
 was computed over history that is still being loaded counts only once that load is confirmed.
 
-Invariant: rows computed over history that is still being loaded are not saved before that load is
+Invariant: KV computed over history that is still being loaded is not saved before that load is
 confirmed.
 """
 
@@ -78,7 +78,7 @@ class Stepper:
     ) -> list[StepOutput]:
         """Compute; slabs of parts without error have advanced, the others are as they were.
 
-        `clock` opens with each layer whose rows are in the write buffers, and fails with the pass.
+        `clock` opens with each layer whose KV is in the write buffers, and fails with the pass.
         """
         self._counters.add("steps")
         try:
@@ -111,7 +111,7 @@ class Stepper:
                 if part.chunk.write_buffer is not None:
                     held.enter_context(part.chunk.write_buffer.hold())
             starts = [part.chunk.slab.num_tokens for part in inputs]
-            # A step that is repeated must find everything as it was: rows are appended once.
+            # A step that is repeated must find everything as it was: KV is appended once.
             assert starts == [part.request.computed_tokens for part in inputs]  # noqa: S101
             gates = [gate for part in inputs if (gate := part.chunk.slab.gate) is not None]
             waited_s = sum(gate.waited_s for gate in gates)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inference_svc.core.scheduling.row_space import RowSpace
+from inference_svc.core.scheduling.slot_space import SlotSpace
 from inference_svc.runtime.kv.kv_slab import KVSlab, LayerRows, LayerShape, WriteBuffer
 from inference_svc.runtime.kv.page_population import allocate_region, populate
 from inference_svc.runtime.kv.row_hold import RowHold
@@ -58,7 +58,7 @@ class KVPool:
         self._row_items = self.row_bytes // dtype.itemsize
         self._region = allocate_region(num_rows * self._row_items, device, dtype)
         self._lock = threading.Lock()
-        self._space = RowSpace(num_rows)
+        self._space = SlotSpace(num_rows)
         self._num_outside = 0
         self._is_closed = False
 

@@ -1,6 +1,6 @@
 """Loads from kvd into a slab, and what loads and saves share in their talk with it.
 
-Invariants: 1. a gate is confirmed only when kvd has confirmed the lease *after* all rows were
+Invariants: 1. a gate is confirmed only when kvd has confirmed the lease *after* all KV was
 copied; 2. every lease that was granted is completed, however the copy ends; 3. any failure is a
 miss: the turn is recomputed.
 """
@@ -128,7 +128,7 @@ class KvdLoads:
             begun = BegunLoad(reason=self._talk.note_problem("load", error))
         else:
             self._talk.note_success()
-        if begun.grant is None:  # nothing is left to copy, not even a tail's position-free rows
+        if begun.grant is None:  # nothing is left to copy, not even a tail's position-free KV
             begun.end_token = request.slab.num_tokens = begun.tail_from
         self._talk.counters.add("load_hits" if begun.end_token else "load_misses")
         return begun

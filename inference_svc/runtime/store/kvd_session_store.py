@@ -76,7 +76,7 @@ class KvdSessionStore:
             refused_reason = await self._save_all(
                 key, token_ids, from_token, buffer, clock, lineage
             )
-        except StepNotDoneError:  # its rows are computed anew, and saved with the next piece
+        except StepNotDoneError:  # its KV is computed anew, and saved with the next piece
             return None
         except Exception as error:  # noqa: BLE001  # whatever it is, the turn is answered
             self._talk.note_problem("save", error)
@@ -118,7 +118,7 @@ class KvdSessionStore:
         self._talk.counters.add("stored_tokens", sum(block.num_tokens for block in grant.blocks))
 
     def _copy(self, buffer: WriteBuffer, grant: StoreGrant, clock: StepClock | None) -> None:
-        """Copy, on the store thread; with a clock, behind the step that computes the rows."""
+        """Copy, on the store thread; with a clock, behind the step that computes it."""
         if not grant.blocks:
             return
         rows = self._talk.rows_of(grant.arena)

@@ -38,7 +38,7 @@ class SaveStream:
 
     Invariants:
         1. one piece at a time, in order; the first waits for the session's save before this one;
-        2. rows are read only behind the clock of the step that computes them;
+        2. KV is read only behind the clock of the step that computes it;
         3. a piece that failed is tried again with the next one; nobody waits for it.
 
     Args:
@@ -50,7 +50,7 @@ class SaveStream:
     Attributes:
         over: set when nothing is being stored any more and nothing will be.
         refused_reason: of the last piece: "" stored, None failed.
-        is_finished: `finish` was called: a turn's rows were to be stored to the end.
+        is_finished: `finish` was called: a turn's KV was to be stored to the end.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class SaveStream:
         return self._end_of_blocks(end_token) - self._asked_token >= self._group_tokens
 
     def follow(self, token_ids: bytes, clock: StepClock | None) -> None:
-        """Store the full blocks of these tokens, whose rows a step computes behind `clock`.
+        """Store the full blocks of these tokens, whose KV a step computes behind `clock`.
 
-        Call it only where `wants` says so, and never for rows that were computed over history
+        Call it only where `wants` says so, and never for KV that was computed over history
         whose load is not confirmed: wrong bytes must not be published. A piece that is not begun
         yet is replaced.
         """

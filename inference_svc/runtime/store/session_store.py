@@ -55,7 +55,7 @@ class BegunLoad:
     Attributes:
         end_token: the slab is going to hold tokens [0, end_token).
         tail_from: where the last block begins if it is partial, else end_token: the first token
-            whose position-free row the next store needs.
+            whose position-free KV the next store needs.
         tier_tokens: of these tokens, by the tier where kvd had them.
         reason: slug, why it is not more; "" if all that was asked for is there.
         grant: the last one, not copied yet; None: nothing is left to copy.
@@ -99,7 +99,7 @@ class SessionStore(Protocol):
 
     @property
     def saves(self) -> bool:
-        """Whether position-free rows are wanted at all."""
+        """Whether position-free KV is wanted at all."""
 
     @property
     def loads(self) -> SessionLoads:
@@ -114,9 +114,9 @@ class SessionStore(Protocol):
         clock: StepClock | None = None,
         lineage: Lineage | None = None,
     ) -> str | None:
-        """Store the buffer's rows of token_ids[from_token:], which are of the lineage.
+        """Store the buffer's KV of token_ids[from_token:], which are of the lineage.
 
-        With a clock they are still being computed: a layer's rows are read once it lets them pass,
+        With a clock it is still being computed: a layer's KV is read once the clock lets it pass,
         and nothing is published before it is confirmed. Returns why not all of them are stored, ""
         if they are, None if it failed.
         """

@@ -27,7 +27,7 @@ def overflowed(scheduler, number=1, **attributes):
 
 def test_a_full_window_sends_a_request_back_with_its_rows_protected():
     """Its slab is its session's resident, which nobody may have meanwhile."""
-    scheduler = make(kv_rows=30)
+    scheduler = make(kv_slots=30)
     full, plan = overflowed(scheduler)
     assert plan.overflowed == (full,)
     assert plan.preempted == plan.chunks == plan.admitted == ()
@@ -40,7 +40,7 @@ def test_a_full_window_sends_a_request_back_with_its_rows_protected():
 
 def test_it_goes_on_in_place_once_its_context_is_cut_and_its_rows_have_closed_up():
     """Not before, and nobody is admitted whose place is behind its own."""
-    scheduler = make(kv_rows=30)
+    scheduler = make(kv_slots=30)
     full, _ = overflowed(scheduler)
     submit(scheduler, 2)
     scheduler.truncated(full, OLDEST_HALF)
@@ -71,7 +71,7 @@ def test_without_its_rows_it_is_admitted_to_find_them_again():
 
 def test_others_are_stepped_meanwhile():
     """Their answers go on, step by step."""
-    scheduler = make(kv_rows=300)
+    scheduler = make(kv_slots=300)
     other = run(scheduler, 2, max_tokens=100)
     full, plan = overflowed(scheduler)
     for _ in range(5):
@@ -83,7 +83,7 @@ def test_others_are_stepped_meanwhile():
 
 def test_a_higher_priority_goes_first():
     """The place it keeps is among its equals."""
-    scheduler = make(kv_rows=300)
+    scheduler = make(kv_slots=300)
     full, _ = overflowed(scheduler)
     high = submit(scheduler, 3, priority=1)
     assert scheduler.schedule(10).admitted[0].request is high

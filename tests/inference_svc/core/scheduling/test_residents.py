@@ -118,8 +118,8 @@ def test_what_is_being_moved_is_no_victim():
     mover = request("a", [1, 2, 3, 4])
     residents.begin_move(mover)
     assert residents.is_busy(key("a"))
-    assert residents.evictable_rows == 10
-    assert residents.num_rows == 20
+    assert residents.evictable_slots == 10
+    assert residents.num_slots == 20
     assert residents.victims(1000, {}.get, key("z")) == [key("b")]
     assert residents.unqueued({}.get) == [key("b")]
     with pytest.raises(AssertionError, match="being moved"):
@@ -140,7 +140,7 @@ def test_a_move_ends_with_the_resident_or_is_given_up_without():
     residents.begin_move(mover)
     residents.end_move(mover)
     assert len(residents) == 0
-    assert residents.num_rows == 0
+    assert residents.num_slots == 0
     with pytest.raises(AssertionError, match="moves no resident"):
         residents.end_move(mover)
 
@@ -162,7 +162,7 @@ def test_a_resident_that_is_shifted_is_protected_until_its_rows_have_closed_up()
     assert not residents.begin_compaction(key("a")), "one shift at a time"
     assert not residents.begin_compaction(key("z")), "there is none"
     assert residents.is_busy(key("a"))
-    assert residents.evictable_rows == 10
+    assert residents.evictable_slots == 10
     assert residents.victims(1000, {}.get, key("z")) == [key("b")]
     assert residents.take_surplus(0, {}.get) == [key("b")]
     with pytest.raises(AssertionError, match="being moved"):
@@ -183,5 +183,5 @@ def test_a_resident_that_lost_all_rows_or_its_session_goes(is_dropped):
     if is_dropped:
         assert not residents.drop(key("a"))
     assert not residents.end_compaction(key("a"), [3] if is_dropped else [])
-    assert (len(residents), residents.num_rows) == (0, 0)
+    assert (len(residents), residents.num_slots) == (0, 0)
     residents.check()

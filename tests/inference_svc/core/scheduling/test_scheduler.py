@@ -17,7 +17,7 @@ LIMITS = SchedulerLimits(
     max_running=2,
     max_loading=2,
     max_waiting=4,
-    kv_rows=100,
+    kv_slots=100,
     step_tokens=16,
     mixed_step_tokens=8,
     answer_tokens=100,
@@ -179,13 +179,13 @@ def test_a_save_that_goes_on_after_the_end_keeps_its_rows(slab_first):
     """Slab and write buffer come back separately, in either order."""
     scheduler = make(saves=True)
     one = run(scheduler, 1, prompt_tokens=10, max_tokens=4)
-    assert scheduler.rows.reserved_rows == 26
+    assert scheduler.slots.reserved_slots == 26
     scheduler.end(one, RequestEvent.FINISH, 4)
     releases = [scheduler.release_slab, scheduler.release_write]
     for release in releases if slab_first else releases[::-1]:
         release(one)
         scheduler.check()
-    assert scheduler.rows.reserved_rows == 0
+    assert scheduler.slots.reserved_slots == 0
 
 
 def test_a_write_buffer_shrinks_to_what_is_new():
@@ -193,9 +193,9 @@ def test_a_write_buffer_shrinks_to_what_is_new():
     scheduler = make(saves=True)
     one = submit(scheduler, 1, prompt_tokens=10, max_tokens=4)
     scheduler.schedule(1)
-    assert scheduler.rows.reserved_rows == 26
+    assert scheduler.slots.reserved_slots == 26
     scheduler.announced(one, 9, 8, 2, layers_ready=NUM_LAYERS)
-    assert scheduler.rows.reserved_rows == 13 + 5
+    assert scheduler.slots.reserved_slots == 13 + 5
 
 
 def test_a_write_buffer_that_is_being_filled_is_not_released():
@@ -220,12 +220,12 @@ def test_a_cancelled_request_keeps_its_rows_until_they_are_released(state):
         scheduler.schedule(2)
     assert one.state is state
     scheduler.end(one, RequestEvent.CANCEL, 3)
-    assert scheduler.rows.reserved_rows == 26
+    assert scheduler.slots.reserved_slots == 26
     scheduler.release_slab(one)
     if state is not RequestState.LOADING:  # nothing can be written before it is announced
-        assert scheduler.rows.reserved_rows == 13
+        assert scheduler.slots.reserved_slots == 13
         scheduler.release_write(one)
-    assert scheduler.rows.reserved_rows == 0
+    assert scheduler.slots.reserved_slots == 0
     scheduler.check()
 
 
@@ -291,7 +291,7 @@ def test_a_deadline_ends_a_request_wherever_it_is(num_plans):
     assert one.state is RequestState.FAILED
     assert plan.wake_ns is None
     scheduler.release_slab(one)
-    assert (len(scheduler.queue), scheduler.rows.reserved_rows) == (0, 0)
+    assert (len(scheduler.queue), scheduler.slots.reserved_slots) == (0, 0)
 
 
 # ----------------------------------------------------------------------------------- residents
@@ -312,13 +312,13 @@ def test_a_session_s_next_turn_uses_its_resident_in_place():
     """A slab with room for the turn becomes its own; no row is reserved anew."""
     scheduler = make()
     before = run_to_the_end(scheduler, 1, prompt_tokens=20, max_tokens=20)
-    assert (len(scheduler.residents), scheduler.residents.num_rows) == (1, 39)
-    assert scheduler.rows.reserved_rows == 0
+    assert (len(scheduler.residents), scheduler.residents.num_slots) == (1, 39)
+    assert scheduler.slots.reserved_slots == 0
     before.token_ids = before.token_ids[:25]  # its answer is shorter in the transcript
     turn = next_turn(scheduler, 2, before)
     (admission,) = scheduler.schedule(20).admitted
     assert (admission.resident_tokens, admission.in_place) == (25, True)
-    assert (scheduler.rows.reserved_rows, scheduler.residents.num_rows) == (39, 0)
+    assert (scheduler.slots.reserved_slots, scheduler.residents.num_slots) == (39, 0)
     assert turn.capacity_tokens == turn.full_capacity_tokens == 33
     scheduler.check()
 
@@ -330,10 +330,10 @@ def test_a_resident_that_is_too_small_is_moved():
     turn = next_turn(scheduler, 2, before)
     (admission,) = scheduler.schedule(20).admitted
     assert (admission.resident_tokens, admission.in_place) == (23, False)
-    assert (scheduler.rows.reserved_rows, scheduler.residents.num_rows) == (32, 23)
+    assert (scheduler.slots.reserved_slots, scheduler.residents.num_slots) == (32, 23)
     assert not scheduler.residents.drop(before.key)
     scheduler.residents.end_move(turn)
-    assert (scheduler.rows.reserved_rows, scheduler.residents.num_rows) == (32, 0)
+    assert (scheduler.slots.reserved_slots, scheduler.residents.num_slots) == (32, 0)
     scheduler.check()
 
 
@@ -406,7 +406,7 @@ def test_a_resident_is_dropped_with_its_session():
     before = run_to_the_end(scheduler, 1)
     assert scheduler.residents.drop(before.key)
     assert not scheduler.residents.drop(before.key)
-    assert scheduler.residents.num_rows == 0
+    assert scheduler.residents.num_slots == 0
 
 
 @pytest.mark.parametrize("why_not", ["config", "nothing to keep", "newer turn", "has one"])
@@ -421,9 +421,9 @@ def test_a_slab_does_not_always_stay(why_not):
     if why_not == "has one":
         scheduler.end(newer, RequestEvent.FINISH, 6)
         assert scheduler.keep_resident(newer, newer.token_ids[:10], 7)
-    rows = scheduler.rows.reserved_rows
+    rows = scheduler.slots.reserved_slots
     assert not scheduler.keep_resident(one, token_ids, 8)
-    assert scheduler.rows.reserved_rows == rows
+    assert scheduler.slots.reserved_slots == rows
     scheduler.release_slab(one)
     scheduler.check()
 
@@ -478,14 +478,14 @@ def test_an_answer_that_outgrows_its_rows_moves_to_twice_as_many():
     (admission,) = plan.admitted
     assert (admission.resident_tokens, admission.in_place) == (13, False)
     assert one.capacity_tokens == 17
-    assert (scheduler.rows.reserved_rows, scheduler.residents.num_rows) == (17, 0)
+    assert (scheduler.slots.reserved_slots, scheduler.residents.num_slots) == (17, 0)
     assert (one.computed_tokens, len(one.token_ids)) == (14, 15)
     assert one.loaded_tokens == 0, "what was found is what was found first"
 
 
 def test_an_answer_outgrows_its_rows_a_few_times_only():
     """Doubling makes it a logarithm of its length."""
-    scheduler = make(kv_rows=4100, answer_tokens=1)
+    scheduler = make(kv_slots=4100, answer_tokens=1)
     one = run(scheduler, 1, prompt_tokens=10, max_tokens=2000)
     while len(one.output_ids) < 2000:
         step(scheduler)
@@ -576,7 +576,7 @@ def test_a_higher_priority_takes_a_place_in_a_full_batch_once_it_is_loaded():
 
 def test_a_higher_priority_takes_a_place_among_those_that_are_ready():
     """If all places for loading are taken by lower ones that wait for the batch."""
-    scheduler = make(max_running=1, max_loading=1, kv_rows=1000)
+    scheduler = make(max_running=1, max_loading=1, kv_slots=1000)
     run(scheduler, 1, max_tokens=50)
     ready = submit(scheduler, 2)
     step(scheduler)
@@ -687,12 +687,12 @@ def test_a_failed_load_sends_its_request_back_to_its_place():
     scheduler.schedule(3)
     scheduler.restart(one, 4)
     assert (one.loaded_tokens, one.computed_tokens, one.num_preemptions) == (0, 0, 0)
-    assert scheduler.residents.num_rows == 0
+    assert scheduler.residents.num_slots == 0
     plan = scheduler.schedule(5)
     assert admitted(plan) == [1]
-    assert scheduler.rows.reserved_rows == 26 + 13 + 26, "its first write buffer may be in use"
+    assert scheduler.slots.reserved_slots == 26 + 13 + 26, "its first write buffer may be in use"
     scheduler.release_write(one)
-    assert scheduler.rows.reserved_rows == 26 + 26
+    assert scheduler.slots.reserved_slots == 26 + 26
     assert later.state is RequestState.LOADING
     scheduler.check()
 
@@ -731,7 +731,7 @@ def calls_of(function):
 
 def cost_of_a_round(num_waiting):
     """One round of everything that happens per step, with so many waiting."""
-    scheduler = make(max_waiting=20_000, kv_rows=10_000)
+    scheduler = make(max_waiting=20_000, kv_slots=10_000)
     for number in range(num_waiting):
         submit(scheduler, number, max_tokens=90, priority=number % 3, deadline_ns=10**12)
     for _ in range(20):

@@ -331,7 +331,7 @@ async def test_rows_that_cannot_be_moved_are_loaded_or_computed_again(model, sto
 
 async def test_many_turns_overflow_in_a_budget_for_few(model, stock):
     """Each waits for room again, and answers what it would alone."""
-    async with running_engine(model, kv_rows=300) as engine:
+    async with running_engine(model, kv_slots=300) as engine:
         prompts = [list(range(20 + n, 50 + n)) for n in range(6)]
         requests = [
             engine.request(prompt, 70, str(n), window_tokens=WINDOW, truncate=behind_the_first_four)
@@ -462,7 +462,7 @@ async def test_a_turn_cancelled_while_it_waits_may_be_tried_again(model, stock, 
 
 async def test_a_turn_for_which_there_is_no_place_drops_nothing(model):
     """It is refused before anything is told of it."""
-    async with running_engine(model, max_waiting=1, kv_rows=800) as engine:
+    async with running_engine(model, max_waiting=1, kv_slots=800) as engine:
         first, cut = await periodic_session(engine)
         await engine.loop.wait_idle()
         requests = [engine.request(PROMPT, 300, name) for name in "abc"]  # more than are admitted

@@ -71,7 +71,7 @@ async def test_a_load_waits_for_the_save_of_its_sessions_previous_turn(model):
 
 async def test_rows_that_are_still_being_saved_are_not_reused(model):
     """The slab goes on to others at once, the write buffer only after the save."""
-    async with running_engine(model, kv_rows=200, keeps_residents=False) as engine:
+    async with running_engine(model, kv_slots=200, keeps_residents=False) as engine:
         engine.store.may_end.clear()
         first = await engine.run(range(20, 60))
         for number in range(4):
@@ -102,7 +102,7 @@ async def test_a_load_that_breaks_off_under_a_step_is_computed_instead(model, nu
 
 async def test_answers_that_outgrow_their_room_move_and_go_on(model):
     """Rows for an answer are given as it grows; others may have the room meanwhile."""
-    async with running_engine(model, kv_rows=700) as engine:
+    async with running_engine(model, kv_slots=700) as engine:
         turns = await asyncio.gather(
             *(engine.run(range(20 + n, 60 + n), 90, session=str(n)) for n in range(5))
         )
@@ -145,7 +145,7 @@ async def test_a_deadline_ends_a_turn_in_the_queue(model):
 
 async def test_a_budget_for_one_serves_many_in_order(model):
     """Requests that do not fit together run one after another."""
-    async with running_engine(model, kv_rows=60, max_running=4) as engine:
+    async with running_engine(model, kv_slots=60, max_running=4) as engine:
         ends = []
 
         async def serve(number):

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from inference_svc.core.scheduling.row_space import RowSpace
+from inference_svc.core.scheduling.slot_space import SlotSpace
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.kv_slab import LayerShape
 from inference_svc.runtime.kv.page_population import HUGE_PAGE_BYTES, allocate_region, populate
@@ -243,7 +243,7 @@ def test_the_exercise_notices_rows_reused_too_early(restless):
 def test_the_account_changes_under_the_lock_only():
     """Lending and giving back, which threads do at once, take turns at the account of rows."""
 
-    class Watched(RowSpace):
+    class Watched(SlotSpace):
         def allocate(self, num_rows, *, from_top=False):
             assert pool._lock.locked()
             return super().allocate(num_rows, from_top=from_top)

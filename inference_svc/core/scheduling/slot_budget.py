@@ -1,6 +1,6 @@
-"""Who holds which rows of working KV; no row is counted twice, none is lost.
+"""Who holds which token slots of working KV; no slot is counted twice, none is lost.
 
-A row holds K and V of one token, all layers. They are held by requests, as slabs and as write
+A slot holds K and V of one token, all layers. They are held by requests, as slabs and as write
 buffers, and by residents. What happens to them:
 
     event                 slab                              write buffer
@@ -34,69 +34,69 @@ from inference_svc.core.scheduling.request import Request
 from inference_svc.core.scheduling.residents import Resident, Residents
 
 
-class RowBudget:
+class SlotBudget:
     """See the module docstring.
 
     Args:
-        num_rows: of slabs, write buffers and residents together.
+        num_slots: of slabs, write buffers and residents together.
         residents: may also be taken directly, when a resident is given up.
 
     Attributes:
-        reserved_rows: held by requests.
+        reserved_slots: held by requests.
     """
 
-    def __init__(self, num_rows: int, residents: Residents) -> None:
-        self.reserved_rows = 0
-        self._num_rows = num_rows
+    def __init__(self, num_slots: int, residents: Residents) -> None:
+        self.reserved_slots = 0
+        self._num_slots = num_slots
         self._residents = residents
-        self._slabs: dict[int, int] = {}  # rows, by request number
-        self._promises: dict[int, int] = {}  # rows of a write buffer that is not there yet
-        self._writes: dict[int, deque[int]] = {}  # rows of each, oldest first
+        self._slabs: dict[int, int] = {}  # slots, by request number
+        self._promises: dict[int, int] = {}  # slots of a write buffer that is not there yet
+        self._writes: dict[int, deque[int]] = {}  # slots of each, oldest first
 
     @property
-    def free_rows(self) -> int:
-        """Rows nobody holds."""
-        return self._num_rows - self.reserved_rows - self._residents.num_rows
+    def free_slots(self) -> int:
+        """Slots nobody holds."""
+        return self._num_slots - self.reserved_slots - self._residents.num_slots
 
-    def slab_rows(self, request: Request) -> int:
-        """Rows of a request's slab; 0 if it has none."""
+    def kv_slots(self, request: Request) -> int:
+        """Slots of a request's slab; 0 if it has none."""
         return self._slabs.get(request.number, 0)
 
-    def reserve(self, request: Request, slab_rows: int, write_rows: int) -> None:
-        """Give a request a slab, unless it has one, and promise a write buffer, if it has rows."""
-        if slab_rows:
+    def reserve(self, request: Request, kv_slots: int, write_slots: int) -> None:
+        """Give a request a slab, unless it has one, and promise a write buffer, if it has slots."""
+        if kv_slots:
             assert request.number not in self._slabs, f"request {request.number} has a slab"
-            self._slabs[request.number] = slab_rows
-        if write_rows:
+            self._slabs[request.number] = kv_slots
+        if write_slots:
             assert request.number not in self._promises, f"request {request.number} was promised"
-            self._promises[request.number] = write_rows
-        self.reserved_rows += slab_rows + write_rows
-        assert self.free_rows >= 0, "more is reserved than there is"
+            self._promises[request.number] = write_slots
+        self.reserved_slots += kv_slots + write_slots
+        assert self.free_slots >= 0, "more is reserved than there is"
 
     def take_resident(self, request: Request) -> Resident:
-        """Make the rows of a session's resident its request's slab."""
+        """Make the slots of a session's resident its request's slab."""
         resident = self._residents.take(request.key)
         self.reserve(request, resident.capacity_tokens, 0)
         return resident
 
     def become_resident(self, request: Request, token_ids: Sequence[int], now_ns: int) -> None:
-        """Make the rows of a request's slab its session's resident."""
-        rows = self._slabs.pop(request.number)
-        self.reserved_rows -= rows
-        self._residents.put(Resident(request.key, tuple(token_ids), rows, now_ns, request.lineage))
+        """Make the slots of a request's slab its session's resident."""
+        slots = self._slabs.pop(request.number)
+        self.reserved_slots -= slots
+        self._residents.put(Resident(request.key, tuple(token_ids), slots, now_ns, request.lineage))
 
-    def open_write(self, request: Request, write_rows: int) -> None:
-        """Give a request the write buffer it was promised, if it was, with no more rows."""
+    def open_write(self, request: Request, write_slots: int) -> None:
+        """Give a request the write buffer it was promised, if it was, with no more slots."""
         promised = self._promises.pop(request.number, None)
         if promised is not None:
-            assert 0 <= write_rows <= promised, "a write buffer is no larger than was promised"
-            self.reserved_rows -= promised - write_rows
-            self._writes.setdefault(request.number, deque()).append(write_rows)
+            assert 0 <= write_slots <= promised, "a write buffer is no larger than was promised"
+            self.reserved_slots -= promised - write_slots
+            self._writes.setdefault(request.number, deque()).append(write_slots)
 
     def release_slab(self, request: Request) -> None:
         """Free a request's slab, if it has one, and what it was only promised."""
-        self.reserved_rows -= self._slabs.pop(request.number, 0)
-        self.reserved_rows -= self._promises.pop(request.number, 0)
+        self.reserved_slots -= self._slabs.pop(request.number, 0)
+        self.reserved_slots -= self._promises.pop(request.number, 0)
         self._residents.cancel_move(request)
 
     def release_write(self, request: Request) -> None:
@@ -104,7 +104,7 @@ class RowBudget:
         writes = self._writes.get(request.number)
         if not writes:
             return
-        self.reserved_rows -= writes.popleft()
+        self.reserved_slots -= writes.popleft()
         if not writes:
             del self._writes[request.number]
 
@@ -115,10 +115,10 @@ class RowBudget:
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         self._residents.check()
-        slab_rows = sum(self._slabs.values())
-        write_rows = sum(map(sum, self._writes.values())) + sum(self._promises.values())
-        assert self.reserved_rows == slab_rows + write_rows
-        assert self.free_rows >= 0
-        assert all(rows > 0 for rows in self._slabs.values())
+        kv_slots = sum(self._slabs.values())
+        write_slots = sum(map(sum, self._writes.values())) + sum(self._promises.values())
+        assert self.reserved_slots == kv_slots + write_slots
+        assert self.free_slots >= 0
+        assert all(slots > 0 for slots in self._slabs.values())
         assert set(self._promises) <= set(self._slabs)
         assert all(writes and min(writes) >= 0 for writes in self._writes.values())

@@ -1,4 +1,4 @@
-"""Which rows of the working KV's region are taken: contiguous pieces of one numbered space.
+"""Which slots of the working KV's region are taken: contiguous pieces of one numbered space.
 
 Knows offsets and lengths, nothing of memory. Slabs come from the bottom (best fit), write buffers
 from the top: the short-lived ones do not split the room that a long slab will need.
@@ -13,46 +13,46 @@ Cost: O(pieces) a call; pieces are as many as sequences run (tens), so lists bea
 from bisect import bisect_left, insort
 
 
-class RowSpace:
-    """Rows [0, num_rows), handed out in contiguous pieces."""
+class SlotSpace:
+    """Slots [0, num_slots), handed out in contiguous pieces."""
 
-    def __init__(self, num_rows: int) -> None:
-        assert num_rows >= 0, num_rows
-        self.num_rows = num_rows
-        self._holes = [(0, num_rows)] if num_rows else []  # (offset, length), by offset
+    def __init__(self, num_slots: int) -> None:
+        assert num_slots >= 0, num_slots
+        self.num_slots = num_slots
+        self._holes = [(0, num_slots)] if num_slots else []  # (offset, length), by offset
         self._pieces: dict[int, int] = {}  # offset → length
 
     @property
     def num_free(self) -> int:
-        """Rows in no piece; not necessarily side by side."""
-        return self.num_rows - sum(self._pieces.values())
+        """Slots in no piece; not necessarily side by side."""
+        return self.num_slots - sum(self._pieces.values())
 
-    def allocate(self, num_rows: int, *, from_top: bool = False) -> int | None:
-        """Take a piece; return its first row, or None if no hole is long enough.
+    def allocate(self, num_slots: int, *, from_top: bool = False) -> int | None:
+        """Take a piece; return its first slot, or None if no hole is long enough.
 
         Args:
-            num_rows: how many rows, at least one.
+            num_slots: how many slots, at least one.
             from_top: take the end of the highest hole that is long enough, instead of the
                 beginning of the shortest one.
         """
-        assert num_rows > 0, num_rows
-        fitting = [hole for hole in self._holes if hole[1] >= num_rows]
+        assert num_slots > 0, num_slots
+        fitting = [hole for hole in self._holes if hole[1] >= num_slots]
         if not fitting:
             return None
         if from_top:
             start, length = fitting[-1]
-            offset, rest = start + length - num_rows, (start, length - num_rows)
+            offset, rest = start + length - num_slots, (start, length - num_slots)
         else:
             start, length = min(fitting, key=lambda hole: hole[1])  # the lowest of equals
-            offset, rest = start, (start + num_rows, length - num_rows)
+            offset, rest = start, (start + num_slots, length - num_slots)
         index = bisect_left(self._holes, (start, length))
         self._holes[index : index + 1] = [rest] if rest[1] else []
-        self._pieces[offset] = num_rows
+        self._pieces[offset] = num_slots
         return offset
 
     def free(self, offset: int) -> None:
-        """Give back the piece that begins at this row; holes that touch become one."""
-        assert offset in self._pieces, f"no piece begins at row {offset}"
+        """Give back the piece that begins at this slot; holes that touch become one."""
+        assert offset in self._pieces, f"no piece begins at slot {offset}"
         end = offset + self._pieces.pop(offset)
         index = bisect_left(self._holes, (offset, 0))
         if index < len(self._holes) and self._holes[index][0] == end:
@@ -67,9 +67,9 @@ class RowSpace:
         holes = set(self._holes)
         position, after_hole = 0, False
         for offset, length in ranges:
-            assert offset == position, f"gap or overlap at row {offset}"
-            assert length > 0, f"empty range at row {offset}"
+            assert offset == position, f"gap or overlap at slot {offset}"
+            assert length > 0, f"empty range at slot {offset}"
             is_hole = (offset, length) in holes and offset not in self._pieces
-            assert not (is_hole and after_hole), f"holes touch at row {offset}"
+            assert not (is_hole and after_hole), f"holes touch at slot {offset}"
             position, after_hole = offset + length, is_hole
-        assert position == self.num_rows, f"rows {position}… are nobody's"
+        assert position == self.num_slots, f"slots {position}… are nobody's"

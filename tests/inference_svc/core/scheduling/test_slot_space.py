@@ -1,10 +1,10 @@
-"""Contiguous rows: where pieces go, and that none is lost."""
+"""Contiguous slots: where pieces go, and that none is lost."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.core.scheduling.row_space import RowSpace
+from inference_svc.core.scheduling.slot_space import SlotSpace
 
 
 def largest_free(space):
@@ -14,7 +14,7 @@ def largest_free(space):
 
 def test_pieces_come_from_the_shortest_hole_that_is_long_enough():
     """Best fit keeps long holes for long slabs."""
-    space = RowSpace(100)
+    space = SlotSpace(100)
     offsets = [space.allocate(length) for length in (10, 5, 20, 5, 60)]
     assert offsets == [0, 10, 15, 35, 40]
     space.free(0)
@@ -27,7 +27,7 @@ def test_pieces_come_from_the_shortest_hole_that_is_long_enough():
 
 def test_pieces_from_the_top_end_where_the_space_ends():
     """Write buffers keep away from slabs."""
-    space = RowSpace(100)
+    space = SlotSpace(100)
     assert space.allocate(10, from_top=True) == 90
     assert space.allocate(10, from_top=True) == 80
     assert space.allocate(10) == 0
@@ -36,7 +36,7 @@ def test_pieces_from_the_top_end_where_the_space_ends():
 
 def test_enough_rows_apart_are_not_enough():
     """A piece is contiguous; the caller learns that there is no room."""
-    space = RowSpace(30)
+    space = SlotSpace(30)
     for _ in range(3):
         space.allocate(10)
     space.free(0)
@@ -49,17 +49,17 @@ def test_enough_rows_apart_are_not_enough():
 
 def test_a_space_of_no_rows_has_no_room():
     """Nothing fits, nothing breaks."""
-    space = RowSpace(0)
+    space = SlotSpace(0)
     assert (space.allocate(1), largest_free(space)) == (None, 0)
     space.check()
 
 
 def test_freeing_twice_is_a_broken_invariant():
-    """Rows that are somebody else's by now are not given away again."""
-    space = RowSpace(10)
+    """Slots that are somebody else's by now are not given away again."""
+    space = SlotSpace(10)
     space.allocate(4)
     space.free(0)
-    with pytest.raises(AssertionError, match="no piece begins at row 0"):
+    with pytest.raises(AssertionError, match="no piece begins at slot 0"):
         space.free(0)
 
 
@@ -73,9 +73,9 @@ calls = st.lists(
 
 
 @given(st.integers(0, 40), calls)
-def test_it_agrees_with_a_row_by_row_model(num_rows, calls):
-    """For any calls: pieces are free rows, None only without room, and holes are what is left."""
-    space, owners, pieces = RowSpace(num_rows), [None] * num_rows, []
+def test_it_agrees_with_a_row_by_row_model(num_slots, calls):
+    """For any calls: pieces are free slots, None only without room, and holes are what is left."""
+    space, owners, pieces = SlotSpace(num_slots), [None] * num_slots, []
     for name, number, from_top in calls:
         if name == "free" and pieces:
             offset = pieces.pop(number % len(pieces))
@@ -85,7 +85,7 @@ def test_it_agrees_with_a_row_by_row_model(num_rows, calls):
             offset = space.allocate(number, from_top=from_top)
             starts = [
                 start
-                for start in range(num_rows - number + 1)
+                for start in range(num_slots - number + 1)
                 if not any(owner is not None for owner in owners[start : start + number])
             ]
             assert (offset is None) == (not starts)
