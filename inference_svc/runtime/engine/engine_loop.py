@@ -224,7 +224,7 @@ class EngineLoop:
         await self._saves.caught_up()
 
     async def _sleep(self, wake_ns: int | None) -> None:
-        """Until something happens, or the scheduler wants to look again."""
+        """Wait until something happens, or it is time to schedule again."""
         if wake_ns is None:
             await self._wake.wait()
             return
