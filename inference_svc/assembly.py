@@ -25,8 +25,8 @@ from inference_svc.runtime.engine.engine_loop import EngineLoop
 from inference_svc.runtime.engine.job_memory import MOST_RESIDENTS
 from inference_svc.runtime.engine.loads import Loads, PreloadPolicy
 from inference_svc.runtime.engine.stepping import Stepper
-from inference_svc.runtime.heap import keep_freed_memory
 from inference_svc.runtime.kv.kv_pool import KVPool
+from inference_svc.runtime.memory import keep_freed_memory
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.positions.recipes import Calibration
 from inference_svc.runtime.store.kvd_loads import CopyThreads

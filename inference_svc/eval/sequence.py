@@ -21,7 +21,7 @@ from inference_svc.eval.eval_model import EvalModel
 from inference_svc.eval.methods import Method, positions_of
 from inference_svc.runtime.calibration.sinks import embed_kept
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper
-from inference_svc.runtime.compute.model_runner import Chunk
+from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.kv.kv_slab import WriteBuffer
 from inference_svc.runtime.positions.recipes import ComponentRecipe
 from inference_svc.runtime.transfer.shift import shift_rows

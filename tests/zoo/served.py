@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from inference_svc.runtime.calibration.calibration import calibrate
-from inference_svc.runtime.compute.model_runner import Chunk, ModelRunner
+from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.kv.arena_rows import ArenaRows
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer

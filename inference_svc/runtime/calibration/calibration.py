@@ -24,7 +24,6 @@ from contextlib import contextmanager
 from typing import Literal
 
 from inference_svc.core.errors import UnsupportedModelError
-from inference_svc.runtime.calibration.frozen_rope import freeze_rotary
 from inference_svc.runtime.calibration.layer_recipes import free_rows, layer_recipes
 from inference_svc.runtime.calibration.mode_probe import (
     REPEATED_TOKENS,
@@ -33,16 +32,18 @@ from inference_svc.runtime.calibration.mode_probe import (
 )
 from inference_svc.runtime.calibration.probe import Probe, SeenLayer
 from inference_svc.runtime.calibration.proof import prove
+from inference_svc.runtime.calibration.rope_tables import freeze_rotary
 from inference_svc.runtime.calibration.stock import (
+    SAME,
     can_set_attention,
+    distance,
     stock_attentions,
     stock_logits,
     use_attention,
 )
 from inference_svc.runtime.kv.kv_slab import LayerShape
 from inference_svc.runtime.model import capture
-from inference_svc.runtime.model.distance import SAME, distance
-from inference_svc.runtime.model.forward_call import ForwardCall
+from inference_svc.runtime.model.capture import ForwardCall
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.model.refusals import (
     FINAL,
@@ -62,8 +63,6 @@ from inference_svc.runtime.positions.recipes import (
     Positions,
 )
 from shared.types.kv_layout import Component, KVLayout, Layer, choose_block_tokens
-
-__all__ = ["Calibration", "calibrate"]
 
 PositionsChoice = Literal["auto", "decoupled", "coupled", "naive"]
 MIN_CONTEXT_WINDOW = 32  # tokens; below it there is nothing to probe with

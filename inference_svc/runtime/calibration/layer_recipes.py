@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from inference_svc.runtime.calibration.probe import Probe, SeenLayer
 from inference_svc.runtime.calibration.rope_calls import ApplyCall
 from inference_svc.runtime.calibration.rope_tables import RopeTables
+from inference_svc.runtime.calibration.stock import SAME, distance
 from inference_svc.runtime.kv.kv_slab import LayerShape
-from inference_svc.runtime.model.distance import SAME, distance
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.model.refusals import REMEDY, ModelModeMissingError
 from inference_svc.runtime.positions.recipes import (
@@ -21,9 +21,13 @@ from inference_svc.runtime.positions.recipes import (
     KeySource,
     LayerRecipe,
     PostRotary,
+    ScaledRotary,
 )
 from inference_svc.runtime.positions.rotary import RotaryTable
-from inference_svc.runtime.positions.scaled_rotary import find_scale
+
+MOVED_TOKENS = 13  # by how many positions the check moves rows
+# Largest relative difference of moved rows to embedded ones: rounding, and the norm's epsilon.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 def layer_recipes(loaded: LoadedModel, probe: Probe) -> tuple[LayerRecipe, ...]:
@@ -118,3 +122,19 @@ def _check_recipe(
             f"(error {error:.1e})",
             REMEDY,
         )
+
+
+def find_scale(rotary: RotaryTable, norm: nn.Module, free: Tensor) -> Tensor | None:
+    """Return the weights of a norm if it is of this kind, else None.
+
+    Args:
+        rotary: the embedding before the norm.
+        norm: takes [..., dim].
+        free: some rows before RoPE, [n, heads, dim], in the model's dtype.
+    """
+    scale: Tensor = norm(torch.ones_like(free[0, 0])).float()
+    if not (scale.isfinite().all() and scale.abs().min() > 0):
+        return None
+    embedded, expected = (norm(rotary.rotate(free, start)) for start in (0, MOVED_TOKENS))
+    ScaledRotary(rotary, scale).move_into(embedded, 0, MOVED_TOKENS, embedded)
+    return scale if distance(embedded, expected) <= TOLERANCE[free.dtype] else None

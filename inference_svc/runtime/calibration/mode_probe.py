@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from inference_svc.runtime.calibration.probe import Probe, run_probe
-from inference_svc.runtime.calibration.stock import use_attention
-from inference_svc.runtime.compute.gathered_forward import causal_block
+from inference_svc.runtime.calibration.stock import SAME, distance, use_attention
+from inference_svc.runtime.compute.step_forward import causal_block
 from inference_svc.runtime.model import capture
-from inference_svc.runtime.model.distance import SAME, distance
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.model.refusals import REMEDY, ModelModeMissingError, ModelUncachedError
 from inference_svc.runtime.positions.recipes import Mode

@@ -1,16 +1,25 @@
 """Calls seen in a probe that embed positions, and how to repeat them for other keys and positions.
 
+`rope_of` repeats a call whose cosines came out of a rotary module. Some models have none, or use it
+otherwise: GPT-J and CodeGen look cosines up in a buffer of each attention. For them `ReplayedRope`
+runs the model at the positions asked for, until its first layer calls its apply function; that call
+is then repeated with other keys.
+
 Knows no layers and no recipes.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from inference_svc.runtime.positions.pairing import Rope
+from inference_svc.runtime.model.capture import CaptureCache, ForwardCall, RotaryTap, under
+from inference_svc.runtime.positions.rotary import Rope
+
+RUN_TOKENS = 512  # at once; attention masks grow with their square
+TOKEN_ID = 0  # any: cosines do not depend on tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +111,101 @@ def rope_of(
     return rope
 
 
+class RopeOutOfReachError(Exception):
+    """The first layer caches something before the call that is looked for."""
+
+
+class ReplayedRope:
+    """As `rotary.Rope`: applies the model's RoPE to keys [1, heads, n, dim] at n positions."""
+
+    def __init__(
+        self, model: Any, *, call_index: int, arg_index: int, result_index: int, seq_dim: int
+    ) -> None:
+        """Store what to look for.
+
+        Args:
+            model: with our hooks installed.
+            call_index: which apply call of the first layer.
+            arg_index: which of its arguments is the key.
+            result_index: which of its results is the key after RoPE.
+            seq_dim: the dimension of that argument that counts tokens.
+        """
+        self._model = model
+        self._call_index = call_index
+        self._arg_index = arg_index
+        self._result_index = result_index
+        self._seq_dim = seq_dim
+
+    def __call__(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Apply it; elements beyond those that the model passes to its function stay.
+
+        Raises:
+            RopeOutOfReachError: if the call is not there.
+        """
+        firsts = range(0, len(positions), RUN_TOKENS)
+        pieces = ((keys[:, :, i : i + RUN_TOKENS], positions[i : i + RUN_TOKENS]) for i in firsts)
+        return torch.cat([self._apply(*piece) for piece in pieces], dim=2)
+
+    def _apply(self, keys: Tensor, positions: Tensor) -> Tensor:
+        call = self._seen_at(positions)
+        width = call.args[self._arg_index].shape[-1]
+        turning = keys[..., :width]
+        args = list(call.args)
+        args[self._arg_index] = turning if self._seq_dim == 2 else turning.transpose(1, 2)
+        turned: Tensor = as_tuple(call.apply(*args, **call.options))[self._result_index]
+        turned = turned if self._seq_dim == 2 else turned.transpose(1, 2)
+        return torch.cat((turned, keys[..., width:]), dim=-1)
+
+    def _seen_at(self, positions: Tensor) -> ApplyCall:
+        """Run the model at these positions until it makes the call."""
+        search = _Search(self._call_index)
+        try:
+            with under(search):
+                ForwardCall(self._model)(
+                    torch.full_like(positions, TOKEN_ID)[None],
+                    positions[None],
+                    torch.zeros(1, dtype=torch.long, device=positions.device),
+                    CaptureCache(),
+                )
+        except _FoundError as found:
+            return found.call
+        raise RopeOutOfReachError("the model ran to its end without it")
+
+
+class _FoundError(Exception):
+    """Ends the forward."""
+
+    def __init__(self, call: ApplyCall) -> None:
+        super().__init__()
+        self.call = call
+
+
+class _Search:
+    """A forward that ends at an apply call."""
+
+    def __init__(self, call_index: int) -> None:
+        self._calls_left = call_index
+
+    def rotated(
+        self, tap: RotaryTap, args: tuple[Any, ...], options: dict[str, Any], result: Any
+    ) -> None:
+        """End at the call."""
+        if self._calls_left == 0:
+            raise _FoundError(ApplyCall(tap.apply, args, options, as_tuple(result)))
+        self._calls_left -= 1
+
+    def cached(self, layer_index: int, key: Tensor, value: Tensor) -> NoReturn:  # noqa: ARG002
+        """Give up: later layers are not searched."""
+        raise RopeOutOfReachError(f"layer {layer_index} is cached before it")
+
+    def attend(self, *_args: Any) -> NoReturn:
+        """Give up, as above."""
+        raise RopeOutOfReachError("the model attends before it")
+
+    def masked(self, _allowed: Any) -> None:
+        """Nothing is attended to."""
+
+
 def used_rotary_calls(call: ApplyCall, rotary_calls: Sequence[RotaryCall]) -> list[RotaryCall]:
     """Return those rotary calls whose results went into this apply call."""
     values = [*call.args, *call.options.values()]
@@ -113,11 +217,11 @@ def used_rotary_calls(call: ApplyCall, rotary_calls: Sequence[RotaryCall]) -> li
     ]
 
 
-def _address(tensor: Tensor) -> int:
-    """Return what views of the same bytes share; the probe keeps all tensors alive."""
-    return tensor.untyped_storage().data_ptr()
-
-
 def as_tuple(result: Any) -> tuple[Any, ...]:
     """Return what a call returned as a tuple, also if it is one thing."""
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+
+def _address(tensor: Tensor) -> int:
+    """Return what views of the same bytes share; the probe keeps all tensors alive."""
+    return tensor.untyped_storage().data_ptr()

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from inference_svc.core.discards import Range
 from inference_svc.core.truncation import USUAL_SINKS
-from inference_svc.runtime.compute.model_runner import Chunk, ModelRunner
+from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
 from inference_svc.runtime.model.model_loader import LoadedModel

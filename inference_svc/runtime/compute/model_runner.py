@@ -23,17 +23,19 @@ import torch
 from torch import Tensor
 
 from inference_svc.runtime.attention.attention import AttentionBackend
-from inference_svc.runtime.attention.torch_attention import TorchAttention
+from inference_svc.runtime.attention.attention_backends import TorchAttention
 from inference_svc.runtime.compute.chunk import Chunk, check_chunks, commit_chunks
-from inference_svc.runtime.compute.gathered_forward import GatheredForward, block_causal_mask
-from inference_svc.runtime.compute.step_forward import PagedForward, ScoredForward, StepForward
+from inference_svc.runtime.compute.step_forward import (
+    GatheredForward,
+    PagedForward,
+    ScoredForward,
+    StepForward,
+    block_causal_mask,
+)
 from inference_svc.runtime.kv.copy_stream import StepClock
-from inference_svc.runtime.model.capture import CaptureCache, under
-from inference_svc.runtime.model.forward_call import ForwardCall
+from inference_svc.runtime.model.capture import CaptureCache, ForwardCall, under
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.positions.recipes import Calibration
-
-__all__ = ["Chunk", "ModelRunner"]
 
 
 class ModelRunner:

@@ -7,7 +7,7 @@ confirmed.
 from collections.abc import Sequence
 
 from inference_svc.core.scheduling.step_plan import PlannedChunk
-from inference_svc.runtime.compute.model_runner import Chunk
+from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.engine.engine_job import EngineJob
 from inference_svc.runtime.engine.stepping import StepInput
 from inference_svc.runtime.kv.copy_stream import StepClock

@@ -15,7 +15,8 @@ from inference_svc.core.counters import Counters
 from inference_svc.core.errors import EngineFailedError
 from inference_svc.core.rates.rates import Rates, pairs
 from inference_svc.core.turn_measures import TurnMeasures
-from inference_svc.runtime.compute.model_runner import Chunk, ModelRunner
+from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.compute.sampling import Sampled
 from inference_svc.runtime.engine.engine_job import EngineJob
 from inference_svc.runtime.kv.copy_stream import StepClock

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from inference_svc.runtime.kv.scratch import ThreadScratch
+from inference_svc.runtime.memory import ThreadScratch
 from shared.types.kv_layout import ITEM_BYTES, KVLayout
 
 

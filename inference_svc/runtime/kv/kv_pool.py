@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from inference_svc.core.scheduling.row_space import RowSpace
-from inference_svc.runtime.kv.kv_slab import KVSlab, LayerRows, LayerShape, WriteBuffer
-from inference_svc.runtime.kv.page_population import allocate_region, populate
-from inference_svc.runtime.kv.row_hold import RowHold
+from inference_svc.runtime.kv.kv_slab import KVSlab, LayerRows, LayerShape, RowHold, WriteBuffer
+from inference_svc.runtime.memory import allocate_region, populate
 from shared.types.units import align_up
 
 ROW_ALIGNMENT = 64  # bytes; a cache line

@@ -1,23 +1,26 @@
 """KVSlab and WriteBuffer: the working KV of one running sequence, and what is to be stored of it.
 
-A slab is what attention reads: contiguous per layer and head, since decode reads one head's rows
-after another, twice as fast from memory as rows of all heads interleaved. A write buffer is what a
-save reads: keys before RoPE, token-major like a block, so that storing is plain copying, and the
-slab is free for reuse before that is done.
+A sequence's KV is what attention reads: contiguous per layer and head, since decode reads one
+head's tokens after another, twice as fast from memory as tokens of all heads interleaved. A write
+buffer is what a save reads: keys before RoPE, token-major like a block, so that storing is plain
+copying, and the sequence's KV is free for reuse before that is done.
 
 Owns tensors, counters and the hold on the memory beneath (`kv_pool.py` lends it); knows nothing of
 blocks, sessions or models.
 
 Invariants:
-1. rows [0, num_tokens) of a slab are keys after RoPE at position = row, and values; with a gate,
-   those of a layer only once the gate lets it pass;
-2. rows [0, end_token - first_token) of a write buffer are the same tokens' keys before RoPE, and
-   values;
-3. rows beyond are garbage: a failed step or load leaves slab and buffer as they were.
+1. token slots [0, num_tokens) of a sequence's KV are keys after RoPE at position = slot, and
+   values; with a gate, those of a layer only once the gate lets it pass;
+2. token slots [0, end_token - first_token) of a write buffer are the same tokens' keys before RoPE,
+   and values;
+3. slots beyond are garbage: a failed step or load leaves both as they were;
+4. `RowHold` calls `give_back` exactly once, by whoever lets go last: the owner or a holder;
+5. nobody takes hold of memory that was released, even while others still hold it.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,7 +28,58 @@ import torch
 from torch import Tensor
 
 from inference_svc.runtime.kv.layer_gate import LayerGate
-from inference_svc.runtime.kv.row_hold import RowHold
+
+
+def _leave_to_garbage_collection() -> None:
+    """Memory of its own goes with the last tensor that views it."""
+
+
+class RowHold:
+    """Whether lent memory may be reused: not while its owner or a copy still needs it.
+
+    Every method may be called from any thread.
+    """
+
+    def __init__(self, give_back: Callable[[], None] = _leave_to_garbage_collection) -> None:
+        """Store what to call once nobody needs the rows."""
+        self._give_back = give_back
+        self._lock = threading.Lock()
+        self._num_holders = 0
+        self._is_released = False
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keep the rows inside the block; it may be left in another thread.
+
+        Raises:
+            AssertionError: if they were released before.
+        """
+        with self._lock:
+            if self._is_released:
+                raise AssertionError("released rows are taken hold of")
+            self._num_holders += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_holders -= 1
+                is_last = self._is_released and self._num_holders == 0
+            if is_last:
+                self._give_back()
+
+    def release(self) -> None:
+        """Let the owner's part go: the rows are given back now or by the last holder.
+
+        Raises:
+            AssertionError: the second time.
+        """
+        with self._lock:
+            if self._is_released:
+                raise AssertionError("rows are released twice")
+            self._is_released = True
+            is_last = self._num_holders == 0
+        if is_last:
+            self._give_back()
 
 
 class LayerShape(NamedTuple):

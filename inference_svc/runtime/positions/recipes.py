@@ -1,4 +1,8 @@
-"""What calibration found out: all that running, loading and storing need to know of a model."""
+"""What calibration found out: all that running, loading and storing need to know of a model.
+
+Tensors are called by their shape: a component's tokens are [tokens, kv_heads, dim] in the model's
+dtype, keys before RoPE ("free") or as the layer caches them.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +14,6 @@ from torch import Tensor, nn
 from inference_svc.runtime.attention.attention import AttentionOptions
 from inference_svc.runtime.kv.kv_slab import LayerShape
 from inference_svc.runtime.positions.rotary import RotaryTable
-from inference_svc.runtime.positions.scaled_rotary import ScaledRotary
 from shared.types.kv_layout import KVLayout
 
 Mode = Literal["paged", "gather", "masked", "single"]
@@ -48,6 +51,41 @@ class KeySource:
         if self.width < cached.shape[-1]:
             rows = torch.cat((rows, cached[0].transpose(0, 1)[..., self.width :]), dim=-1)
         return rows
+
+
+class ScaledRotary:
+    """Moves rows, [n, heads, dim], that a norm has scaled after their rotary embedding.
+
+    A norm by the root mean square (Hunyuan, nanochat, Llama 4) divides a row by its length, which a
+    rotation does not change, and multiplies its elements with weights. So a row divided by the
+    weights is a rotated one, and can be moved like any other. Offers what compacting in place wants
+    of a `RotaryTable`.
+    """
+
+    def __init__(self, rotary: RotaryTable, scale: Tensor) -> None:
+        """Store the parts.
+
+        Args:
+            rotary: the embedding before the norm.
+            scale: [dim] float32, the norm's weights.
+        """
+        self._rotary = rotary.wide
+        self._scale = scale
+
+    def move_into(self, rows: Tensor, old_start: int, new_start: int, out: Tensor) -> None:
+        """See `RotaryTable.move_into`."""
+        rotated = rows / self._scale
+        self._rotary.move_into(rotated, old_start, new_start, rotated)
+        out.copy_(rotated.mul_(self._scale))
+
+    def unrotate_into(self, rows: Tensor, start: int, out: Tensor) -> None:
+        """See `RotaryTable.unrotate_into`; what comes out is before RoPE but normalised."""
+        self._rotary.unrotate_into(rows / self._scale, start, out)
+
+    def rotate_into(self, rows: Tensor, start: int, out: Tensor) -> None:
+        """Undo `unrotate_into`."""
+        rotated = self._rotary.rotate(rows.to(self._scale.dtype), start)
+        out.copy_(rotated.mul_(self._scale))
 
 
 @dataclass(frozen=True, eq=False)

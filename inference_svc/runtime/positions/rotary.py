@@ -5,10 +5,11 @@ j of a key,
 
     out[j] = x[source[j]] * C[position, j] + x[partner[j]] * S[position, j]
 
-with source and partner as `pairing.py` finds them. C and S are found by sending the indicator of
-one member of each pair, and of the other, through the model's own function: products with 0 and 1
-are exact, so are the tables. Owns the tables, nothing else; the arithmetic is in `rotation.py` and
-`inversion.py`; knows no layers and no slabs.
+with source and partner as `find_pairing` finds them: by sending unit vectors through the model's
+own function, so that no convention is assumed. C and S are found by sending the indicator of one
+member of each pair, and of the other, through that function: products with 0 and 1 are exact, so
+are the tables. Owns the tables, nothing else; the arithmetic is in `rotation.py`; knows no layers
+and no working KV.
 
 Invariant: `rotate_into` repeats the model's own arithmetic, element by element, in the same dtypes;
 calibration checks it against keys the model rotated itself. Models that multiply complex numbers
@@ -16,17 +17,31 @@ fuse two of its roundings: there float32 keys differ in the last bit.
 """
 
 import threading
+from collections.abc import Callable
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from inference_svc.runtime.kv.scratch import ThreadScratch
-from inference_svc.runtime.positions.inversion import Inversion
-from inference_svc.runtime.positions.pairing import Pairing, Rope
-from inference_svc.runtime.positions.rotation import ElementTake, Spare, Tables, Turn
+from inference_svc.runtime.memory import ThreadScratch
+from inference_svc.runtime.positions.rotation import (
+    ElementTake,
+    Inversion,
+    Pairing,
+    Spare,
+    Tables,
+    Turn,
+)
 
+# Applies the model's own RoPE to keys [1, heads, n, dim] (float32) at n positions.
+Rope = Callable[[Tensor, Tensor], Tensor]
+
+PROBE_POSITIONS = (0, 1, 2, 3, 5, 8, 13)  # among these no turning pair has only sines of zero
 FIRST_TABLE_TOKENS = 1024
+
+
+class RotaryNotLinearError(Exception):
+    """The apply function is not a rotation of pairs; the model needs another recipe."""
 
 
 class RotaryTable:
@@ -225,3 +240,31 @@ class RotaryTable:
         stays = (cosines == 1).flatten(0, 1).all(dim=0).tolist()
         pairs = enumerate(zip(self.pairing.source, self.pairing.partner, strict=True))
         return max((j + 1 for j, pair in pairs if pair != (j, j) or not stays[j]), default=0)
+
+
+@torch.no_grad()
+def find_pairing(rope: Rope, dim: int, device: torch.device) -> Pairing:
+    """Find the pairing of `rope` over keys of `dim` elements.
+
+    Raises:
+        RotaryNotLinearError: if an output element depends on more than two inputs, or pairs do not
+            close.
+    """
+    positions = torch.tensor(PROBE_POSITIONS, device=device)
+    units = torch.eye(dim, device=device)[None, :, None, :].expand(1, dim, len(positions), dim)
+    answer = rope(units, positions)[0].cpu()  # [input, position, output]
+    used = (answer != 0).any(dim=1).T  # [output, input]; what is not used is an exact 0
+    source = answer[:, 0, :].abs().argmax(dim=0)  # at position 0 only the source counts
+    partner = source.clone()
+    for output in range(dim):
+        others = [int(i) for i in used[output].nonzero().flatten() if int(i) != int(source[output])]
+        if len(others) > 1:
+            raise RotaryNotLinearError(f"element {output} is made of {len(others) + 1} elements")
+        if others:
+            partner[output] = others[0]
+    pairs = {(min(a, b), max(a, b)) for a, b in zip(source.tolist(), partner.tolist(), strict=True)}
+    sides = (sorted(source.tolist()), sorted(partner.tolist()))
+    is_closed = sides == (list(range(dim)),) * 2
+    if not is_closed or sum(2 if a != b else 1 for a, b in pairs) != dim:
+        raise RotaryNotLinearError("its elements do not form pairs")
+    return Pairing(tuple(source.tolist()), tuple(partner.tolist()))

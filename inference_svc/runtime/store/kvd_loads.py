@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from inference_svc.core.rates.load_or_recompute import LoadChooser, LoadPolicy
 from inference_svc.core.rates.rates import Rates
-from inference_svc.runtime.calibration.calibration import Calibration
 from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder
 from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
 from inference_svc.runtime.kv.layer_gate import LayerGate
+from inference_svc.runtime.positions.recipes import Calibration
 from inference_svc.runtime.store.kvd_talk import KvdTalk
 from inference_svc.runtime.store.session_store import BegunLoad, LoadRequest
 from inference_svc.runtime.transfer.layer_load import LayerLoader, check_spans

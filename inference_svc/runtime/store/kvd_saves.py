@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from inference_svc.runtime.calibration.calibration import Calibration
 from inference_svc.runtime.kv.copy_stream import CopyStream, StepClock
 from inference_svc.runtime.kv.kv_slab import WriteBuffer
 from inference_svc.runtime.kv.layer_gate import StepNotDoneError
+from inference_svc.runtime.positions.recipes import Calibration
 from inference_svc.runtime.store.kvd_talk import KvdTalk
 from inference_svc.runtime.transfer.layer_store import no_wait, store_blocks
 from inference_svc.runtime.worker_thread import WorkerThread

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from inference_svc.core.counters import Counters
 from inference_svc.core.discards import Range
 from inference_svc.core.rates.rates import Rates
-from inference_svc.runtime.calibration.calibration import Calibration
 from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
 from inference_svc.runtime.kv.layer_gate import LayerGate
+from inference_svc.runtime.positions.recipes import Calibration
 from inference_svc.runtime.store.kvd_loads import CopyThreads, KvdLoads
 from inference_svc.runtime.store.kvd_saves import KvdSaves
 from inference_svc.runtime.store.kvd_talk import KvdTalk

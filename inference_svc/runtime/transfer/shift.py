@@ -23,10 +23,9 @@ from torch import Tensor
 from inference_svc.core.discards import Range, num_in
 from inference_svc.runtime.kv.copy_stream import CopyStream
 from inference_svc.runtime.kv.kv_slab import KVSlab
-from inference_svc.runtime.kv.scratch import ThreadScratch
-from inference_svc.runtime.positions.recipes import Calibration
+from inference_svc.runtime.memory import ThreadScratch
+from inference_svc.runtime.positions.recipes import Calibration, ScaledRotary
 from inference_svc.runtime.positions.rotary import RotaryTable
-from inference_svc.runtime.positions.scaled_rotary import ScaledRotary
 from inference_svc.runtime.worker_thread import WorkerThread
 
 PIECE_ITEMS = 1 << 18  # elements moved at once: 1 MiB in float32

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from inference_svc.runtime.kv.kv_pool import KVPool
-from inference_svc.runtime.positions.pairing import find_pairing
-from inference_svc.runtime.positions.rotary import RotaryTable
+from inference_svc.runtime.positions.rotary import RotaryTable, find_pairing
 from inference_svc.runtime.transfer.layer_load import LayerLoader
 from inference_svc.runtime.transfer.layer_store import store_blocks
 from inference_svc.runtime.transfer.shift import Shift

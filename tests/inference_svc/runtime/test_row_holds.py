@@ -11,7 +11,8 @@ import pytest
 from inference_svc.core.counters import Counters
 from inference_svc.core.rates.rates import Rates
 from inference_svc.core.turn_measures import TurnMeasures
-from inference_svc.runtime.compute.model_runner import Chunk, ModelRunner
+from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.engine.loads import _move_rows
 from inference_svc.runtime.engine.stepping import StepInput, Stepper
 from inference_svc.runtime.kv.kv_pool import KVPool

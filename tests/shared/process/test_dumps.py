@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from inference_svc.cli.client import turn_request
-from inference_svc.runtime.kv.page_population import allocate_region
+from inference_svc.runtime.memory import allocate_region
 from kvd.tiers.staging import Staging
 from shared.kvd_client.arena_map import ArenaMap
 from shared.pb.inference.v1 import inference_pb2

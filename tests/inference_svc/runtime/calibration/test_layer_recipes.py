@@ -6,14 +6,18 @@ from typing import Any
 import pytest
 import torch
 
-from inference_svc.runtime.calibration.frozen_rope import freeze_rotary
-from inference_svc.runtime.calibration.layer_recipes import _check_recipe, free_rows, layer_recipes
+from inference_svc.runtime.calibration.layer_recipes import (
+    _check_recipe,
+    find_scale,
+    free_rows,
+    layer_recipes,
+)
 from inference_svc.runtime.calibration.probe import Probe, run_probe
+from inference_svc.runtime.calibration.rope_tables import freeze_rotary
 from inference_svc.runtime.model import capture
 from inference_svc.runtime.model.model_loader import LoadedModel, describe_model
 from inference_svc.runtime.model.refusals import ModelModeMissingError
 from inference_svc.runtime.positions.recipes import ComponentRecipe, LayerRecipe
-from inference_svc.runtime.positions.scaled_rotary import find_scale
 from tests.zoo.architectures import architectures
 from tests.zoo.models import build_model
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from inference_svc.runtime.compute.model_runner import Chunk
+from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from shared.kvd_client.progress_words import LoadFailedError

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from inference_svc.runtime.compute.model_runner import Chunk
+from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.transfer.layer_load import LayerLoader
 from inference_svc.runtime.transfer.layer_store import store_blocks
 

@@ -5,8 +5,8 @@ import torch
 
 from inference_svc.runtime.attention.attention import AttentionOptions
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper
-from inference_svc.runtime.compute.gathered_forward import attend_uneven, block_causal_mask
-from inference_svc.runtime.compute.model_runner import Chunk
+from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.compute.step_forward import attend_uneven, block_causal_mask
 from inference_svc.runtime.kv.copy_stream import StepClock
 
 CPU = torch.device("cpu")

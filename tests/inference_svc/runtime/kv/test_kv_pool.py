@@ -11,9 +11,8 @@ import torch
 
 from inference_svc.core.scheduling.row_space import RowSpace
 from inference_svc.runtime.kv.kv_pool import KVPool
-from inference_svc.runtime.kv.kv_slab import LayerShape
-from inference_svc.runtime.kv.page_population import HUGE_PAGE_BYTES, allocate_region, populate
-from inference_svc.runtime.kv.row_hold import RowHold
+from inference_svc.runtime.kv.kv_slab import LayerShape, RowHold
+from inference_svc.runtime.memory import HUGE_PAGE_BYTES, allocate_region, populate
 
 CPU = torch.device("cpu")
 SHAPES = [LayerShape((2, 4), (2, 4)), LayerShape((1, 8), (1, 6)), LayerShape((2, 4), (1, 6))]

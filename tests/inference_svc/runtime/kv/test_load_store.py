@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from inference_svc.runtime.compute.model_runner import Chunk
+from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.layer_gate import LayerGate
 from inference_svc.runtime.transfer.layer_load import LayerLoader, check_spans, move_layer

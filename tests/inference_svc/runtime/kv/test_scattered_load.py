@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from inference_svc.core.discards import kept_runs, num_in
-from inference_svc.runtime.compute.model_runner import Chunk
+from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.kv.arena_rows import ScatteredRows, SlotRun
 from inference_svc.runtime.transfer.layer_load import LayerLoader, _runs, check_spans
 from inference_svc.runtime.transfer.layer_store import store_blocks

@@ -5,8 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from inference_svc.runtime.positions.pairing import RotaryNotLinearError, find_pairing
-from inference_svc.runtime.positions.rotary import RotaryTable
+from inference_svc.runtime.positions.rotary import RotaryNotLinearError, RotaryTable, find_pairing
 from inference_svc.runtime.positions.rotation import MAX_RUNS, element_runs
 from tests.ropes import (
     DIM,

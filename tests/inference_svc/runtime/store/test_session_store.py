@@ -11,7 +11,8 @@ from inference_svc.core.discards import kept_runs
 from inference_svc.core.rates.load_or_recompute import LoadPolicy
 from inference_svc.core.rates.rates import Rates, pairs
 from inference_svc.runtime.calibration.calibration import calibrate
-from inference_svc.runtime.compute.model_runner import Chunk, ModelRunner
+from inference_svc.runtime.compute.chunk import Chunk
+from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.engine.engine_job import as_token_bytes
 from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.kv.kv_pool import KVPool

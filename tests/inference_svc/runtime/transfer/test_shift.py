@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inference_svc.core.discards import kept_runs, num_in
-from inference_svc.runtime.compute.model_runner import Chunk
+from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.positions.recipes import PostRotary
 from inference_svc.runtime.transfer import shift
 from inference_svc.runtime.transfer.shift import SlabShifts, can_shift, num_left, shift_rows

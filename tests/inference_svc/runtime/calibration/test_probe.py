@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from inference_svc.runtime.calibration.mask_probe import Mask, describe_mask
+from inference_svc.runtime.calibration.probe import Mask, describe_mask
 
 HORIZON = 96
 CPU = torch.device("cpu")

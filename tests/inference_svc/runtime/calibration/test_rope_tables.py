@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-from inference_svc.runtime.calibration.frozen_rope import freeze_rotary
 from inference_svc.runtime.calibration.layer_recipes import layer_recipes
 from inference_svc.runtime.calibration.probe import run_probe
+from inference_svc.runtime.calibration.rope_tables import freeze_rotary
 from inference_svc.runtime.model import capture
 from inference_svc.runtime.model.model_loader import describe_model
 from inference_svc.runtime.model.refusals import RopeVariesError

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from inference_svc.runtime.positions.pairing import find_pairing
-from inference_svc.runtime.positions.rotary import RotaryTable
+from inference_svc.runtime.positions.rotary import RotaryTable, find_pairing
 from tests.ropes import (
     DIM,
     halves,

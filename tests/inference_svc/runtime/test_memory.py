@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from inference_svc.runtime.heap import HEAP_BYTES, keep_freed_memory
+from inference_svc.runtime.memory import HEAP_BYTES, keep_freed_memory
 
 PROGRAM = f"""
 import ctypes, sys
 from pathlib import Path
-from inference_svc.runtime.heap import keep_freed_memory
+from inference_svc.runtime.memory import keep_freed_memory
 
 if sys.argv[1] == "keep":
     assert keep_freed_memory()

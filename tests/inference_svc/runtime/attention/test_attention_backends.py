@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from inference_svc.runtime.attention.attention import AttentionOptions, Part
-from inference_svc.runtime.attention.attention_backends import make_attention
+from inference_svc.runtime.attention.attention_backends import TorchAttention, make_attention
 from inference_svc.runtime.attention.softmax_attention import attend
-from inference_svc.runtime.attention.torch_attention import TorchAttention
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.kv_slab import LayerShape
 from shared.types.errors import ConfigError
