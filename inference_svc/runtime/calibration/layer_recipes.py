@@ -63,11 +63,10 @@ def _layer_recipe(seen: SeenLayer, tables: RopeTables) -> LayerRecipe:
 def _component_recipe(seen: SeenLayer, cached: Tensor, tables: RopeTables) -> ComponentRecipe:
     """Find the recipe of one component, cached as [1, heads, tokens, dim]."""
     for turned, post in _before_norms(seen, cached):
-        found = _find_source(seen.calls, turned)
-        if found is not None:
-            source, result_index = found
+        source = _find_source(seen.calls, turned)
+        if source is not None:
             free = source.free_rows([(call.args, None) for call in seen.calls], turned)
-            table = tables.find(seen.calls[source.call_index], source, result_index, free, turned)
+            table = tables.find(seen.calls[source.call_index], source, free, turned)
             recipe = ComponentRecipe(source, table, post and _with_scale(post, table, free))
             _check_recipe(tables.loaded, recipe, free, cached)
             return recipe
@@ -87,12 +86,11 @@ def _before_norms(seen: SeenLayer, cached: Tensor) -> Iterator[tuple[Tensor, Pos
                 yield taken, PostRotary(call.norm)
 
 
-def _find_source(calls: Sequence[ApplyCall], turned: Tensor) -> tuple[KeySource, int] | None:
-    """Find the apply call whose result the component is, or begins with, and the result's index."""
+def _find_source(calls: Sequence[ApplyCall], turned: Tensor) -> KeySource | None:
+    """Find the apply call whose result the component is, or begins with."""
     num_tokens, width = turned.shape[2:]
     for call_index, call in enumerate(calls):
-        for result_index, result in enumerate(call.results):
-            argument = call.args[result_index] if result_index < len(call.args) else None
+        for arg_index, (argument, result) in enumerate(zip(call.args, call.results, strict=False)):
             if (
                 not isinstance(argument, Tensor)
                 or argument.dim() != 4
@@ -107,7 +105,7 @@ def _find_source(calls: Sequence[ApplyCall], turned: Tensor) -> tuple[KeySource,
                 and by_head.shape == part.shape
                 and torch.equal(by_head, part)
             ):
-                return KeySource(call_index, result_index, seq_dim, by_head.shape[-1]), result_index
+                return KeySource(call_index, arg_index, seq_dim, by_head.shape[-1])
     return None
 
 

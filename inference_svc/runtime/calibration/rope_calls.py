@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from inference_svc.runtime.model.capture import CaptureCache, ForwardCall, RotaryTap, under
+from inference_svc.runtime.positions.recipes import KeySource
 from inference_svc.runtime.positions.rotary import Rope
 
 RUN_TOKENS = 512  # at once; attention masks grow with their square
@@ -69,24 +70,21 @@ class NormCall:
         return self.taken.transpose(1, 2), self.made.transpose(1, 2)
 
 
-def rope_of(
-    call: ApplyCall,
-    *,
-    result_index: int,
-    seq_dim: int,
-    width: int,
-    rotary_calls: Sequence[RotaryCall],
-) -> Rope:
+def rope_of(call: ApplyCall, source: KeySource, rotary_calls: Sequence[RotaryCall]) -> Rope:
     """Make a function that sends other keys and positions through a call that was seen.
 
     Tensors of the call are replaced by where they came from: results of a rotary module by what it
     answers for the new positions, other floating-point tensors (the key, the query) by the new
     keys, integers by the positions.
+
+    Args:
+        call: that was seen.
+        source: which argument of it is a key, and which result the same after RoPE.
+        rotary_calls: those whose results went into the call.
     """
 
     def rope(keys: Tensor, positions: Tensor) -> Tensor:
-        turning = keys[..., :width]
-        probe = turning if seq_dim == 2 else turning.transpose(1, 2)
+        turning = _with_tokens_at(source.seq_dim, keys[..., : source.width])
         made: dict[int, Any] = {}
         for rotary_call in rotary_calls:
             answers = rotary_call.at(positions)
@@ -100,13 +98,11 @@ def rope_of(
             if _address(value) in made:
                 return made[_address(value)]
             is_number = value.is_floating_point() or value.is_complex()
-            return probe if is_number else positions[None]
+            return turning if is_number else positions[None]
 
         args = [replaced(value) for value in call.args]
         options = {name: replaced(value) for name, value in call.options.items()}
-        turned: Tensor = as_tuple(call.apply(*args, **options))[result_index]
-        turned = turned if seq_dim == 2 else turned.transpose(1, 2)
-        return torch.cat((turned, keys[..., width:]), dim=-1)
+        return _turned(call, source, args, options, keys)
 
     return rope
 
@@ -118,23 +114,15 @@ class RopeOutOfReachError(Exception):
 class ReplayedRope:
     """As `rotary.Rope`: applies the model's RoPE to keys [1, heads, n, dim] at n positions."""
 
-    def __init__(
-        self, model: Any, *, call_index: int, arg_index: int, result_index: int, seq_dim: int
-    ) -> None:
+    def __init__(self, model: Any, source: KeySource) -> None:
         """Store what to look for.
 
         Args:
             model: with our hooks installed.
-            call_index: which apply call of the first layer.
-            arg_index: which of its arguments is the key.
-            result_index: which of its results is the key after RoPE.
-            seq_dim: the dimension of that argument that counts tokens.
+            source: of the first layer's key.
         """
         self._model = model
-        self._call_index = call_index
-        self._arg_index = arg_index
-        self._result_index = result_index
-        self._seq_dim = seq_dim
+        self._source = source
 
     def __call__(self, keys: Tensor, positions: Tensor) -> Tensor:
         """Apply it; elements beyond those that the model passes to its function stay.
@@ -148,17 +136,13 @@ class ReplayedRope:
 
     def _apply(self, keys: Tensor, positions: Tensor) -> Tensor:
         call = self._seen_at(positions)
-        width = call.args[self._arg_index].shape[-1]
-        turning = keys[..., :width]
-        args = list(call.args)
-        args[self._arg_index] = turning if self._seq_dim == 2 else turning.transpose(1, 2)
-        turned: Tensor = as_tuple(call.apply(*args, **call.options))[self._result_index]
-        turned = turned if self._seq_dim == 2 else turned.transpose(1, 2)
-        return torch.cat((turned, keys[..., width:]), dim=-1)
+        source, args = self._source, list(call.args)
+        args[source.arg_index] = _with_tokens_at(source.seq_dim, keys[..., : source.width])
+        return _turned(call, source, args, call.options, keys)
 
     def _seen_at(self, positions: Tensor) -> ApplyCall:
         """Run the model at these positions until it makes the call."""
-        search = _Search(self._call_index)
+        search = _Search(self._source.call_index)
         try:
             with under(search):
                 ForwardCall(self._model)(
@@ -204,6 +188,24 @@ class _Search:
 
     def masked(self, _allowed: Any) -> None:
         """Nothing is attended to."""
+
+
+def _turned(
+    call: ApplyCall,
+    source: KeySource,
+    args: Sequence[Any],
+    options: dict[str, Any],
+    keys: Tensor,
+) -> Tensor:
+    """Repeat a call with other arguments; returns all elements of `keys`, [1, heads, n, dim]."""
+    turned: Tensor = as_tuple(call.apply(*args, **options))[source.arg_index]
+    turned = _with_tokens_at(source.seq_dim, turned)
+    return torch.cat((turned, keys[..., source.width :]), dim=-1)
+
+
+def _with_tokens_at(seq_dim: int, keys: Tensor) -> Tensor:
+    """Bring keys from the order that counts tokens in dimension 2 to another one, or back."""
+    return keys if seq_dim == 2 else keys.transpose(1, 2)
 
 
 def used_rotary_calls(call: ApplyCall, rotary_calls: Sequence[RotaryCall]) -> list[RotaryCall]:

@@ -50,25 +50,22 @@ class RopeTables:
         self._rotary_calls = rotary_calls
         self._tables: dict[tuple[Any, ...], RotaryTable] = {}
 
-    def find(
-        self, call: ApplyCall, source: KeySource, result_index: int, free: Tensor, turned: Tensor
-    ) -> RotaryTable:
+    def find(self, call: ApplyCall, source: KeySource, free: Tensor, turned: Tensor) -> RotaryTable:
         """Return the table that turns `free` into `turned`, as this call did.
 
         Args:
             call: of an apply function.
-            source: which of its arguments.
-            result_index: which of its results.
+            source: which of its arguments, and of its results.
             free: [tokens, heads, dim], before.
             turned: [1, heads, tokens, dim], after.
         """
         used = used_rotary_calls(call, self._rotary_calls)
         dim = turned.shape[3]
-        identity = (call.apply, source, result_index, dim, *(id(u) for u in used))
+        identity = (call.apply, source, dim, *(id(u) for u in used))
         if identity not in self._tables:
             for rotary_call in used:
                 _check_fixed(self.loaded, rotary_call)
-            table = _compile(self.loaded, call, source, result_index, dim, used)
+            table = _compile(self.loaded, call, source, dim, used)
             self._tables[identity] = _best_dtype(self.loaded, table, free, turned)
         return self._tables[identity]
 
@@ -108,30 +105,15 @@ def _compile(
     loaded: LoadedModel,
     call: ApplyCall,
     source: KeySource,
-    result_index: int,
     dim: int,
     used: Sequence[RotaryCall],
 ) -> RotaryTable:
     """Compile the RoPE of a call to a table for rows of `dim` elements."""
     if used:
-        rope = rope_of(
-            call,
-            result_index=result_index,
-            seq_dim=source.seq_dim,
-            width=source.width,
-            rotary_calls=used,
-        )
-        return _table(loaded, rope, dim, loaded.dtype)
-    replayed = ReplayedRope(
-        loaded.model,
-        call_index=source.call_index,
-        arg_index=source.arg_index,
-        result_index=result_index,
-        seq_dim=source.seq_dim,
-    )
+        return _table(loaded, rope_of(call, source, used), dim, loaded.dtype)
     # Else the model would run for longer tables in the middle of a turn.
-    rope = _table(loaded, replayed, dim, torch.float32).as_rope()
-    return _table(loaded, rope, dim, loaded.dtype)
+    replayed = _table(loaded, ReplayedRope(loaded.model, source), dim, torch.float32)
+    return _table(loaded, replayed.as_rope(), dim, loaded.dtype)
 
 
 def _table(loaded: LoadedModel, rope: Rope, dim: int, dtype: torch.dtype) -> RotaryTable:

@@ -29,7 +29,7 @@ class KeySource:
 
     Attributes:
         call_index: which call since the layer before.
-        arg_index: which positional argument of it.
+        arg_index: which positional argument of it, and which of its results after RoPE.
         seq_dim: the dimension of that argument that counts tokens.
         width: elements that the apply call gets; those after them are never rotated.
     """

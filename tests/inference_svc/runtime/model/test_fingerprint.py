@@ -48,7 +48,7 @@ def cache_at(directory):
 def fingerprint_of(directory, cache):
     """The fingerprint, and how many bytes were hashed for it."""
     with Fingerprint(directory, cache) as fingerprint:
-        return fingerprint.result(), fingerprint.weights.read_bytes
+        return fingerprint.result(), fingerprint.read_bytes
 
 
 def flip(path, offset):
