@@ -6,7 +6,7 @@ attends to its own slab only. How many chunks a forward takes, and how they atte
 (`Calibration.mode`):
 
     paged   all chunks; attention reads the slabs              `step_forward.py`
-    gather  all chunks; attention reads gathered rows          `gathered_forward.py`
+    gather  all chunks; attention reads gathered rows          `step_forward.py`
     masked  as many as a context window holds the rows of; the model's own attention, under a mask
     single  one; the model's own attention, masks and positions
 
@@ -27,8 +27,7 @@ from inference_svc.runtime.attention.attention_backends import TorchAttention
 from inference_svc.runtime.compute.chunk import Chunk, check_chunks, commit_chunks
 from inference_svc.runtime.compute.step_forward import (
     GatheredForward,
-    PagedForward,
-    ScoredForward,
+    RaggedForward,
     StepForward,
     block_causal_mask,
 )
@@ -126,7 +125,6 @@ class ModelRunner:
 
     def _forward(self, chunks: Sequence[Chunk], clock: StepClock | None) -> StepForward:
         """Make what the capture hooks report to."""
-        if self._calibration.mode != "paged":
-            return GatheredForward(self._calibration, chunks, clock)
-        make = PagedForward if all(chunk.scores is None for chunk in chunks) else ScoredForward
-        return make(self._calibration, self._attention, chunks, clock)
+        if self._calibration.mode == "paged":
+            return RaggedForward(self._calibration, self._attention, chunks, clock)
+        return GatheredForward(self._calibration, chunks, clock)

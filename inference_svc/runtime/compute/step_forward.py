@@ -5,7 +5,6 @@ its clock, so that a save may follow it, 3. waits for the gates of sequences tha
 loaded, 4. attends. How it attends is what the classes differ in:
 
     RaggedForward    each part to its own sequence's KV, where it lies
-    ScoredForward    the same, and each attention call is reported to who keeps scores
     GatheredForward  to history and new tokens as tensors, gathered from all sequences
 
 Gathering is for models that make something of what they cache before they attend to it (latent
@@ -28,7 +27,7 @@ from inference_svc.runtime.attention.softmax_attention import Masks, attend
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.kv.copy_stream import StepClock
 from inference_svc.runtime.model.capture import RotaryTap
-from inference_svc.runtime.positions.recipes import Calibration
+from inference_svc.runtime.positions.recipes import AttentionCall, Calibration
 
 
 class StepForward:
@@ -38,6 +37,8 @@ class StepForward:
         self, calibration: Calibration, chunks: Sequence[Chunk], clock: StepClock | None
     ) -> None:
         """Cut where new rows go; nothing is written yet."""
+        self._chunks = chunks
+        self._is_scored = any(chunk.scores is not None for chunk in chunks)
         self._layers = calibration.layers
         self._attention_calls = calibration.attention_calls
         self._clock = clock
@@ -88,9 +89,31 @@ class StepForward:
         """Never called."""
         raise AssertionError("our attention name has no mask function")
 
+    def _next_call(self, given: dict[str, Any]) -> tuple[AttentionCall, AttentionOptions]:
+        """Return the attention call that is made now, and what it asks for."""
+        call = self._attention_calls[self._num_attended]
+        self._num_attended += 1
+        return call, call.options(given)
 
-class PagedForward(StepForward):
-    """Attends each part to its own slab, where its rows lie."""
+    def _report(
+        self, queries: Sequence[Tensor], keys: Sequence[Tensor], asked: AttentionOptions
+    ) -> None:
+        """Report the attention call that was made to those who keep scores.
+
+        Args:
+            queries: per chunk [1, heads, n, dim].
+            keys: per chunk [1, kv_heads, length, dim].
+            asked: options of the call.
+        """
+        for chunk, query, key in zip(self._chunks, queries, keys, strict=True):
+            if chunk.scores is not None:
+                chunk.scores.note(
+                    self._num_attended - 1, query[0], key[0], asked, chunk.slab.num_tokens
+                )
+
+
+class RaggedForward(StepForward):
+    """Attends each part to its own slab, where it lies."""
 
     def __init__(
         self,
@@ -104,54 +127,32 @@ class PagedForward(StepForward):
         self._step_attention = attention.prepare(
             [Part(chunk.slab, len(chunk.token_ids)) for chunk in chunks]
         )
+        self._keys = [
+            chunk.slab.keys.cut(0, chunk.end_token) for chunk in chunks if self._is_scored
+        ]
 
     def attend(
         self, query: Tensor, _key: Tensor, _value: Tensor, _mask: Any, options: dict[str, Any]
     ) -> Tensor:
         """Attend each part to its own slab; returns [1, tokens, heads, value_dim]."""
-        call = self._attention_calls[self._num_attended]
-        self._num_attended += 1
+        call, asked = self._next_call(options)
         for gate in self._gates:
             gate.wait(call.layer_index)
-        return self._step_attention.attend(query, call.layer_index, call.options(options))
-
-
-class ScoredForward(PagedForward):
-    """A paged forward that also tells of its attention calls."""
-
-    def __init__(
-        self,
-        calibration: Calibration,
-        attention: AttentionBackend,
-        chunks: Sequence[Chunk],
-        clock: StepClock | None,
-    ) -> None:
-        """Plan the step."""
-        super().__init__(calibration, attention, chunks, clock)
-        self._chunks = chunks
-        self._keys = [chunk.slab.keys.cut(0, chunk.end_token) for chunk in chunks]
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
-    ) -> Tensor:
-        """Attend as a paged forward does, then tell who asked."""
-        attended = super().attend(query, key, value, mask, options)
-        call = self._attention_calls[self._num_attended - 1]
-        keys = [cut[call.layer_index][0] for cut in self._keys]
-        queries = query.split_with_sizes(self._sizes, 2)
-        tell(self._chunks, self._num_attended - 1, queries, keys, call.options(options))
+        attended = self._step_attention.attend(query, call.layer_index, asked)
+        if self._is_scored:
+            keys = [cut[call.layer_index] for cut in self._keys]
+            self._report(query.split_with_sizes(self._sizes, 2), keys, asked)
         return attended
 
 
 class GatheredForward(StepForward):
-    """See the module docstring."""
+    """Attends to history and new tokens as tensors; see the module docstring."""
 
     def __init__(
         self, calibration: Calibration, chunks: Sequence[Chunk], clock: StepClock | None
     ) -> None:
         """Cut what each part's last token sees."""
         super().__init__(calibration, chunks, clock)
-        self._chunks = chunks
         self._lengths = [chunk.end_token for chunk in chunks]
         self._keys = [chunk.slab.keys.cut(0, chunk.end_token) for chunk in chunks]
         self._values = [chunk.slab.values.cut(0, chunk.end_token) for chunk in chunks]
@@ -179,8 +180,7 @@ class GatheredForward(StepForward):
         Returns:
             [1, tokens, heads, value_dim]
         """
-        asked = self._attention_calls[self._num_attended].options(options)
-        self._num_attended += 1
+        _, asked = self._next_call(options)
         queries = query.split_with_sizes(self._sizes, 2)
         keys = key.split_with_sizes(self._lengths, 2)
         values = value.split_with_sizes(self._lengths, 2)
@@ -188,9 +188,8 @@ class GatheredForward(StepForward):
             attend_uneven(*part, asked, self._masks).transpose(1, 2)
             for part in zip(queries, keys, values, strict=True)
         ]
-        if any(chunk.scores is not None for chunk in self._chunks):
-            rows = [part[0] for part in keys]
-            tell(self._chunks, self._num_attended - 1, queries, rows, asked)
+        if self._is_scored:
+            self._report(queries, keys, asked)
         return torch.cat(attended, dim=1)
 
 
@@ -236,27 +235,6 @@ def causal_block(size: int, length: int, dtype: torch.dtype, device: torch.devic
     hidden = torch.finfo(dtype).min
     block = torch.full((size, length), hidden, dtype=dtype, device=device)
     return block.triu(length - size + 1)
-
-
-def tell(
-    chunks: Sequence[Chunk],
-    call_index: int,
-    queries: Sequence[Tensor],
-    keys: Sequence[Tensor],
-    options: AttentionOptions,
-) -> None:
-    """Tell those who keep scores of an attention call.
-
-    Args:
-        chunks: of the forward.
-        call_index: of the call in it.
-        queries: per chunk [1, heads, n, dim].
-        keys: per chunk [kv_heads, length, dim].
-        options: of the call.
-    """
-    for chunk, query, rows in zip(chunks, queries, keys, strict=True):
-        if chunk.scores is not None:
-            chunk.scores.note(call_index, query[0], rows, options, chunk.slab.num_tokens)
 
 
 def _places(chunks: Sequence[Chunk]) -> list[tuple[Tensor, ...]]:
