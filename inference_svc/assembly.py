@@ -33,8 +33,8 @@ from inference_svc.runtime.store.kvd_loads import CopyThreads
 from inference_svc.runtime.store.kvd_session_store import KvdSessionStore
 from inference_svc.runtime.store.saves import Saves
 from inference_svc.runtime.store.session_store import NoSessionStore, SessionStore
-from inference_svc.runtime.transfer.resident_slabs import ResidentSlabs
-from inference_svc.runtime.transfer.shift import SlabShifts
+from inference_svc.runtime.transfer.compaction import Compactor
+from inference_svc.runtime.transfer.resident_sequences import ResidentSequences
 from inference_svc.runtime.turns.chat_text import TurnText
 from inference_svc.runtime.turns.transcript import TranscriptStore
 from inference_svc.runtime.turns.turn_prompt import PromptMaker, TurnLimits
@@ -55,7 +55,7 @@ from shared.version import __version__
 SWITCH_INTERVAL_S = 0.0005
 KV_SHARE = 4  # the working KV may take one part in four of the memory that is free at the start
 ROWS_PER_TOKEN = (
-    2  # a token that is going to be saved has a row in a slab and one in a write buffer
+    2  # a token that is going to be saved has a row in a sequence's KV and one in a write buffer
 )
 
 
@@ -157,7 +157,7 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
         device=loaded.device,
         dtype=loaded.dtype,
     )
-    residents = ResidentSlabs(pool, layout.block_tokens)
+    residents = ResidentSequences(pool, layout.block_tokens)
     attention = make_attention(settings.model.attention, loaded.device)
     loads = Loads(
         pool,
@@ -182,7 +182,7 @@ def assemble_engine(settings: InferenceSettings, model: Model) -> EngineParts:
             group_tokens=cache.save_group_tokens,
         ),
         residents,
-        SlabShifts(calibration, load_thread),
+        Compactor(calibration, load_thread),
         pool,
         store,
         counters,

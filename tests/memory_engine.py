@@ -25,8 +25,8 @@ from inference_svc.runtime.kv.layer_gate import StepNotDoneError
 from inference_svc.runtime.model.model_loader import load_model
 from inference_svc.runtime.store.saves import Saves
 from inference_svc.runtime.store.session_store import BegunLoad
-from inference_svc.runtime.transfer.resident_slabs import ResidentSlabs
-from inference_svc.runtime.transfer.shift import SlabShifts
+from inference_svc.runtime.transfer.compaction import Compactor
+from inference_svc.runtime.transfer.resident_sequences import ResidentSequences
 from inference_svc.runtime.worker_thread import WorkerThread
 from shared.kvd_client.grants import LoadGrant, Lookup
 from shared.kvd_client.progress_words import LoadFailedError
@@ -103,7 +103,7 @@ class MemoryStore:
         self.begun_key = request.key
         return begun
 
-    async def finish_load(self, begun, slab, tail, gate, layers):
+    async def finish_load(self, begun, kv, tail, gate, layers):
         if self.num_failing_loads:
             self.num_failing_loads -= 1
             gate.fail(LoadFailedError("it broke off", "compute"))
@@ -112,10 +112,10 @@ class MemoryStore:
         for layer in layers:
             rotary = self.calibration.layers[layer].key.rotary
             free = keys[layer][: begun.end_token]
-            slab.keys[layer][0, :, : begun.end_token] = rotary.rotate(free, 0).transpose(0, 1)
-            slab.values[layer][0, :, : begun.end_token] = values[layer][
-                : begun.end_token
-            ].transpose(0, 1)
+            kv.keys[layer][0, :, : begun.end_token] = rotary.rotate(free, 0).transpose(0, 1)
+            kv.values[layer][0, :, : begun.end_token] = values[layer][: begun.end_token].transpose(
+                0, 1
+            )
             count = begun.end_token - begun.tail_from
             for kept, rows in ((tail.keys, keys), (tail.values, values)):
                 kept[layer][:count] = rows[layer][begun.tail_from : begun.end_token]
@@ -238,7 +238,7 @@ class Engine:
             device=loaded.device,
             dtype=loaded.dtype,
         )
-        residents = ResidentSlabs(self.pool, BLOCK_TOKENS)
+        residents = ResidentSequences(self.pool, BLOCK_TOKENS)
         saves = Saves(store, self.counters, block_tokens=BLOCK_TOKENS, group_tokens=32)
         loads = Loads(
             *(self.pool, store, residents, self.threads[1], self.counters),
@@ -246,7 +246,7 @@ class Engine:
             policy=LoadPolicy.ALWAYS,
             preload=preload or PreloadPolicy(is_layerwise=True, buffer_layers=num_layers),
         )
-        shifts = SlabShifts(calibration, self.threads[1])
+        shifts = Compactor(calibration, self.threads[1])
         stepper = Stepper(
             FaultyRunner(*model), self.threads[0], self.counters, rates, TurnMeasures()
         )

@@ -11,7 +11,7 @@ ATTEMPTS = 3  # at a measurement whose history was not where it should have been
 class BenchSession:
     """See the module docstring.
 
-    Every measured turn brings new random tokens, and leaves kvd and the resident slab with the
+    Every measured turn brings new random tokens, and leaves kvd and the resident sequence with the
     history alone, which is whole blocks (see turn_times.whole_blocks).
 
     Attributes:

@@ -26,7 +26,7 @@ ATTACH_S = 60.0
 STORE_WAIT_S = 120.0  # for kvd, in one load or save: a slow disk is to be measured
 TENANT = "bench"
 POLICIES: Mapping[Source, LoadPolicy | None] = {
-    "resident": LoadPolicy.NEVER,  # whatever the slab has not is computed, and then noticed
+    "resident": LoadPolicy.NEVER,  # what the session's KV has not is computed, and then noticed
     "kvd": LoadPolicy.ALWAYS,
     "auto": LoadPolicy.AUTO,
     "none": LoadPolicy.NEVER,
@@ -106,8 +106,8 @@ class LocalEngine:
             key: whose.
             prompt_ids: history and new tokens.
             max_tokens: of the answer, which has that length.
-            source: where the history is to come from; a resident slab that it is not to come from
-                is released first.
+            source: where the history is to come from; a resident sequence that it is not to come
+                from is released first.
             keep_tokens: of the prompt and the answer, that the session has afterwards; 0: all of
                 it is given up, and the session stays as kvd has it.
             history_tokens: for kvd's look-ahead; as `keep_tokens` if not given.

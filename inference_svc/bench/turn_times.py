@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-# Where a turn's history is to come from: its slab, kvd, kvd if it pays, nowhere, wherever it is.
+# Where a turn's history is to come from: its KV, kvd, kvd if it pays, nowhere, wherever it is.
 Source = Literal["resident", "kvd", "auto", "none", "any"]
 SSD_SHARE = 0.95  # of the history that must come from SSD where a case says so
 

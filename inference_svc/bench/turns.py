@@ -1,8 +1,8 @@
 """Part `turns`: what a turn costs, by where its history is (paper: Fig. 18, preprint: Fig. 23).
 
 re         nothing is reused: history and new tokens are computed
-ca         the history is in kvd's DRAM; the resident slab is released before each turn
-resident   the history is in the session's slab: the floor
+ca         the history is in kvd's DRAM; the resident sequence is released before each turn
+resident   the history is in the session's KV: the floor
 """
 
 from inference_svc.bench.bench_session import (

@@ -19,11 +19,11 @@ from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.model.model_loader import LoadedModel, load_model
 from inference_svc.runtime.positions.recipes import Calibration
-from inference_svc.runtime.transfer.shift import can_shift
+from inference_svc.runtime.transfer.compaction import can_compact
 from inference_svc.runtime.turns.chat_text import TurnText
 from shared.types.errors import ConfigError, InvalidInputError
 
-SEQUENCES = 2  # that have rows at a time, each in a slab and a write buffer
+SEQUENCES = 2  # that have rows at a time, each in a sequence's KV and a write buffer
 
 
 class NoTokenizerError(ConfigError):
@@ -122,7 +122,7 @@ def _check_calibrations(
     loaded: LoadedModel, calibrations: dict[Positions, Calibration], methods: Sequence[Method]
 ) -> None:
     """Refuse methods that this model cannot be measured by, or not in one run."""
-    if "ca-shift" in methods and not can_shift(calibrations["decoupled"]):
+    if "ca-shift" in methods and not can_compact(calibrations["decoupled"]):
         raise UnsupportedModelError(
             f"keys of {loaded.architecture} cannot be turned once they are cached",
             "leave ca-shift out of --methods",

@@ -41,7 +41,7 @@ class TorchStepAttention:
         self._masks: Masks = {}
 
     def attend(self, query: Tensor, layer_index: int, options: AttentionOptions) -> Tensor:
-        """Attend each part to its own slab; see the protocol."""
+        """Attend each part to its own KV; see the protocol."""
         if self._is_decode:
             rows = self._visible_rows(options)
             if attends_one(query, rows[0][1][layer_index], options):
@@ -76,8 +76,8 @@ class TorchStepAttention:
             cuts = []
             for part in self._parts:
                 first = options.first_visible(part.length - 1)
-                num_rows, slab = part.length - first, part.slab
-                cuts.append((slab.keys.cut(first, num_rows), slab.values.cut(first, num_rows)))
+                num_rows, kv = part.length - first, part.kv
+                cuts.append((kv.keys.cut(first, num_rows), kv.values.cut(first, num_rows)))
             self._visible[kind] = cuts
         return self._visible[kind]
 

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 from inference_svc.core.errors import UnsupportedModelError
-from inference_svc.runtime.calibration.layer_recipes import free_rows, layer_recipes
+from inference_svc.runtime.calibration.layer_recipes import before_rope, layer_recipes
 from inference_svc.runtime.calibration.mode_probe import (
     REPEATED_TOKENS,
     probe_mode,
@@ -41,7 +41,7 @@ from inference_svc.runtime.calibration.stock import (
     stock_logits,
     use_attention,
 )
-from inference_svc.runtime.kv.kv_slab import LayerShape
+from inference_svc.runtime.kv.sequence_kv import LayerShape
 from inference_svc.runtime.model import capture
 from inference_svc.runtime.model.capture import ForwardCall
 from inference_svc.runtime.model.model_loader import LoadedModel
@@ -191,7 +191,7 @@ def _as_cached(seen: SeenLayer) -> LayerRecipe:
 
 def _check_decoupled(loaded: LoadedModel, layers: Sequence[LayerRecipe], probe: Probe) -> None:
     """Refuse a model that adds positions before its attention."""
-    for rows in free_rows(layers[0], probe.layers[0]):  # [tokens, heads, dim]
+    for rows in before_rope(layers[0], probe.layers[0]):  # [tokens, heads, dim]
         if distance(rows[-REPEATED_TOKENS:], rows[:REPEATED_TOKENS]) > SAME:
             raise NotDecoupledError(
                 f"keys of {loaded.architecture} depend on absolute positions, not on rotary ones",

@@ -13,7 +13,7 @@ from inference_svc.runtime.calibration.probe import Probe, SeenLayer
 from inference_svc.runtime.calibration.rope_calls import ApplyCall
 from inference_svc.runtime.calibration.rope_tables import RopeTables
 from inference_svc.runtime.calibration.stock import SAME, distance
-from inference_svc.runtime.kv.kv_slab import LayerShape
+from inference_svc.runtime.kv.sequence_kv import LayerShape
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.model.refusals import REMEDY, ModelModeMissingError
 from inference_svc.runtime.positions.recipes import (
@@ -40,10 +40,10 @@ def layer_recipes(loaded: LoadedModel, probe: Probe) -> tuple[LayerRecipe, ...]:
     return tuple(_layer_recipe(probe.layers[index], tables) for index in range(len(probe.layers)))
 
 
-def free_rows(recipe: LayerRecipe, seen: SeenLayer) -> tuple[Tensor, Tensor]:
+def before_rope(recipe: LayerRecipe, seen: SeenLayer) -> tuple[Tensor, Tensor]:
     """Return a probed layer's keys and values before RoPE, [tokens, kv_heads, dim] each."""
     calls = [(call.args, None) for call in seen.calls]
-    return recipe.key.free_rows(calls, seen.key), recipe.value.free_rows(calls, seen.value)
+    return recipe.key.before_rope(calls, seen.key), recipe.value.before_rope(calls, seen.value)
 
 
 def _layer_recipe(seen: SeenLayer, tables: RopeTables) -> LayerRecipe:
@@ -65,7 +65,7 @@ def _component_recipe(seen: SeenLayer, cached: Tensor, tables: RopeTables) -> Co
     for turned, post in _before_norms(seen, cached):
         source = _find_source(seen.calls, turned)
         if source is not None:
-            free = source.free_rows([(call.args, None) for call in seen.calls], turned)
+            free = source.before_rope([(call.args, None) for call in seen.calls], turned)
             table = tables.find(seen.calls[source.call_index], source, free, turned)
             recipe = ComponentRecipe(source, table, post and _with_scale(post, table, free))
             _check_recipe(tables.loaded, recipe, free, cached)

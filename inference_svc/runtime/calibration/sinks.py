@@ -25,7 +25,7 @@ from inference_svc.core.truncation import USUAL_SINKS
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.compute.model_runner import ModelRunner
 from inference_svc.runtime.kv.kv_pool import KVPool
-from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
+from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.model.model_loader import LoadedModel
 from inference_svc.runtime.positions.recipes import Calibration
 
@@ -99,39 +99,39 @@ def sink_distances(
     shapes = [layer.shape for layer in calibration.layers]
     num_rows = (2 + len(CANDIDATES)) * len(token_ids)
     pool = KVPool(shapes, num_rows, device=loaded.device, dtype=loaded.dtype)
-    whole, stored = pool.new_slab(len(token_ids)), pool.new_write_buffer(0, num_tokens)
+    whole, stored = pool.new_kv(len(token_ids)), pool.new_write_buffer(0, num_tokens)
     runner.step([Chunk(whole, text_ids, want_logits=False, write_buffer=stored)])
-    slabs = [whole]
+    kvs = [whole]
     for number in CANDIDATES:
-        slabs.append(pool.new_slab(len(token_ids)))
+        kvs.append(pool.new_kv(len(token_ids)))
         kept = [(0, number), (number + num_tokens // 2, num_tokens)]
-        embed_kept(stored, kept, slabs[-1], calibration)
-    chunks = [Chunk(slab, next_ids, want_logits=True, want_all=True) for slab in slabs]
+        embed_kept(stored, kept, kvs[-1], calibration)
+    chunks = [Chunk(kv, next_ids, want_logits=True, want_all=True) for kv in kvs]
     predicted = torch.split(runner.step(chunks).log_softmax(dim=-1), NEXT_TOKENS)
     return [_divergence(predicted[0], other) for other in predicted[1:]]
 
 
 @torch.inference_mode()
 def embed_kept(
-    stored: WriteBuffer, kept: Sequence[Range], slab: KVSlab, calibration: Calibration
+    stored: WriteBuffer, kept: Sequence[Range], kv: SequenceKv, calibration: Calibration
 ) -> None:
-    """Fill a slab with kept rows of a buffer as a load does: embedded at positions from 0 on.
+    """Fill KV with kept tokens of a buffer as a load does: embedded at positions from 0 on.
 
     Args:
         stored: keys before RoPE, and values, from position 0 on.
         kept: ranges of its rows, in order.
-        slab: with room for them; what it held is gone.
+        kv: with room for them; what it held is gone.
         calibration: with decoupled positions.
     """
     index = torch.cat([torch.arange(start, end) for start, end in kept] or [torch.arange(0)])
     index = index.to(stored.device)
     for layer_index, recipe in enumerate(calibration.layers):
         rows = (stored.keys[layer_index], stored.values[layer_index])  # [capacity, kv_heads, dim]
-        places = (slab.keys[layer_index], slab.values[layer_index])  # [1, kv_heads, capacity, dim]
+        places = (kv.keys[layer_index], kv.values[layer_index])  # [1, kv_heads, capacity, dim]
         for component, row, place in zip(recipe.components, rows, places, strict=True):
             embedded = component.embed(row.index_select(0, index), 0)
             place[0, :, : len(index)] = embedded.transpose(0, 1)
-    slab.num_tokens = len(index)
+    kv.num_tokens = len(index)
 
 
 def _token_ids(loaded: LoadedModel) -> list[int]:

@@ -14,7 +14,7 @@ What counts:
 
 Invariants: 1. a query counts once: a step that failed, or whose history never arrived, leaves no
 trace, as nothing counts before `commit`; nor do queries that are computed again; 2. row i of the
-scores is row i of the slab, also after a discard.
+scores is row i of the sequence's KV, also after a discard.
 """
 
 from collections.abc import Sequence

@@ -2,17 +2,19 @@
 
 A forward takes chunks one after another in a batch of one: input_ids and position_ids are
 [1, tokens]. Linear layers see one long sequence; rotary embedding goes by position_ids; each chunk
-attends to its own slab only. How many chunks a forward takes, and how they attend, is the mode
+attends to its own KV only. How many chunks a forward takes, and how they attend, is the mode
 (`Calibration.mode`):
 
-    paged   all chunks; attention reads the slabs              `step_forward.py`
-    gather  all chunks; attention reads gathered rows          `step_forward.py`
-    masked  as many as a context window holds the rows of; the model's own attention, under a mask
+    ragged  all chunks; attention reads each sequence's KV where it lies
+    gather  all chunks; attention reads KV gathered from all sequences
+    masked  as many as a context window holds the tokens of; the model's own attention, under a mask
     single  one; the model's own attention, masks and positions
 
-Invariants: 1. `num_tokens` of slabs and `end_token` of write buffers move only after all forwards
-of a step succeeded; 2. a position is a row of the slab; 3. exactly one thread calls `step`, and it
-alone appends in the meantime.
+What happens within a forward is in `step_forward.py`.
+
+Invariants: 1. `num_tokens` of sequences' KV and `end_token` of write buffers move only after all
+forwards of a step succeeded; 2. a position is a token slot of the sequence's KV; 3. exactly one
+thread calls `step`, and it alone appends in the meantime.
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,20 +56,21 @@ class ModelRunner:
 
     @torch.inference_mode()
     def step(self, chunks: Sequence[Chunk], clock: StepClock | None = None) -> Tensor:
-        """Compute all chunks and append them to their slabs and write buffers.
+        """Compute all chunks and append them to their KV and write buffers.
 
         Args:
-            chunks: of different slabs, with room for them.
+            chunks: of different sequences' KV, with room for them.
             clock: opened layer by layer, once all chunks' rows of a layer are written; left as it
                 is if the step fails.
 
         Returns:
             [wanted logits, vocab] float32 on the CPU: those after the last token of each chunk that
             wants them, or after each of its tokens (`Chunk.want_all`), chunk by chunk. To be
-            believed only once the slabs' gates are confirmed.
+            believed only once the sequences' gates are confirmed.
 
         Raises:
-            whatever the model or a gate raises; slabs and write buffers are then as they were.
+            whatever the model or a gate raises; sequences' KV and write buffers are then as they
+            were.
         """
         check_chunks(chunks)
         groups = list(self._groups(chunks))
@@ -100,9 +103,7 @@ class ModelRunner:
         ends = list(accumulate(len(chunk.token_ids) for chunk in chunks))
         token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
         positions = [
-            position
-            for chunk in chunks
-            for position in range(chunk.slab.num_tokens, chunk.end_token)
+            position for chunk in chunks for position in range(chunk.kv.num_tokens, chunk.end_token)
         ]
         wanted = [
             index
@@ -112,7 +113,7 @@ class ModelRunner:
         options: dict[str, Any] = {}
         if mode == "masked":
             options["attention_mask"] = block_causal_mask(chunks, self._loaded.dtype, device)
-        cache = CaptureCache(chunks[0].slab.num_tokens if mode == "single" else 0)
+        cache = CaptureCache(chunks[0].kv.num_tokens if mode == "single" else 0)
         with under(self._forward(chunks, clock)):
             logits = self._call(
                 torch.tensor([token_ids], device=device),

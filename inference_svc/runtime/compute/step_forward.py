@@ -43,10 +43,10 @@ class StepForward:
         self._attention_calls = calibration.attention_calls
         self._clock = clock
         self._sizes = [len(chunk.token_ids) for chunk in chunks]
-        self._gates = [chunk.slab.gate for chunk in chunks if chunk.slab.gate is not None]
+        self._gates = [chunk.kv.gate for chunk in chunks if chunk.kv.gate is not None]
         # Of chunks with tokens for a write buffer: index and how many tokens come before these.
         self._written = [
-            (index, chunk.first_written_token - chunk.slab.num_tokens)
+            (index, chunk.first_written_token - chunk.kv.num_tokens)
             for index, chunk in enumerate(chunks)
             if chunk.first_written_token < chunk.end_token
         ]
@@ -71,7 +71,7 @@ class StepForward:
         if self._written:
             recipe = self._layers[layer_index]
             for component, made in zip(recipe.components, (key, value), strict=True):
-                pieces = component.free_rows(self._calls, made).split_with_sizes(sizes)
+                pieces = component.before_rope(self._calls, made).split_with_sizes(sizes)
                 rows += [pieces[i][skip:] if skip else pieces[i] for i, skip in self._written]
         torch._foreach_copy_(self._places[layer_index], rows)
         self._calls.clear()
@@ -108,12 +108,12 @@ class StepForward:
         for chunk, query, key in zip(self._chunks, queries, keys, strict=True):
             if chunk.scores is not None:
                 chunk.scores.note(
-                    self._num_attended - 1, query[0], key[0], asked, chunk.slab.num_tokens
+                    self._num_attended - 1, query[0], key[0], asked, chunk.kv.num_tokens
                 )
 
 
 class RaggedForward(StepForward):
-    """Attends each part to its own slab, where it lies."""
+    """Attends each part to its own KV, where it lies."""
 
     def __init__(
         self,
@@ -125,16 +125,14 @@ class RaggedForward(StepForward):
         """Plan the step."""
         super().__init__(calibration, chunks, clock)
         self._step_attention = attention.prepare(
-            [Part(chunk.slab, len(chunk.token_ids)) for chunk in chunks]
+            [Part(chunk.kv, len(chunk.token_ids)) for chunk in chunks]
         )
-        self._keys = [
-            chunk.slab.keys.cut(0, chunk.end_token) for chunk in chunks if self._is_scored
-        ]
+        self._keys = [chunk.kv.keys.cut(0, chunk.end_token) for chunk in chunks if self._is_scored]
 
     def attend(
         self, query: Tensor, _key: Tensor, _value: Tensor, _mask: Any, options: dict[str, Any]
     ) -> Tensor:
-        """Attend each part to its own slab; returns [1, tokens, heads, value_dim]."""
+        """Attend each part to its own KV; returns [1, tokens, heads, value_dim]."""
         call, asked = self._next_call(options)
         for gate in self._gates:
             gate.wait(call.layer_index)
@@ -154,8 +152,8 @@ class GatheredForward(StepForward):
         """Cut what each part's last token sees."""
         super().__init__(calibration, chunks, clock)
         self._lengths = [chunk.end_token for chunk in chunks]
-        self._keys = [chunk.slab.keys.cut(0, chunk.end_token) for chunk in chunks]
-        self._values = [chunk.slab.values.cut(0, chunk.end_token) for chunk in chunks]
+        self._keys = [chunk.kv.keys.cut(0, chunk.end_token) for chunk in chunks]
+        self._values = [chunk.kv.values.cut(0, chunk.end_token) for chunk in chunks]
         self._masks: Masks = {}
 
     def cached(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -239,7 +237,7 @@ def causal_block(size: int, length: int, dtype: torch.dtype, device: torch.devic
 
 def _places(chunks: Sequence[Chunk]) -> list[tuple[Tensor, ...]]:
     """Return per layer where new rows go: keys, values, then those of write buffers."""
-    slabs = [(chunk.slab, chunk.slab.num_tokens, len(chunk.token_ids)) for chunk in chunks]
+    kvs = [(chunk.kv, chunk.kv.num_tokens, len(chunk.token_ids)) for chunk in chunks]
     written = [
         chunk.write_buffer.cut(first, chunk.end_token - first)
         for chunk in chunks
@@ -247,8 +245,8 @@ def _places(chunks: Sequence[Chunk]) -> list[tuple[Tensor, ...]]:
     ]
     return list(
         zip(
-            *[slab.keys.cut(first, num_tokens) for slab, first, num_tokens in slabs],
-            *[slab.values.cut(first, num_tokens) for slab, first, num_tokens in slabs],
+            *[kv.keys.cut(first, num_tokens) for kv, first, num_tokens in kvs],
+            *[kv.values.cut(first, num_tokens) for kv, first, num_tokens in kvs],
             *[keys for keys, _ in written],
             *[values for _, values in written],
             strict=True,

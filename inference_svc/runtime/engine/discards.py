@@ -1,7 +1,7 @@
 """Dropping tokens of a session's context: of its rows in memory, and of what the store has.
 
     between turns   `discard`: the session's resident closes up in place, and the store is told
-    mid-turn        `truncate`: a turn whose window is full waits until its slab has closed up; then
+    mid-turn        `truncate`: a turn whose window is full waits until its KV has closed up; then
                     it is admitted again and goes on
 
 The store is told in the background, behind the saves of what was computed before; the session's
@@ -22,8 +22,8 @@ from inference_svc.core.discards import OVERFLOW, Discard, Range, kept_runs, mer
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.runtime.engine.engine_job import EngineJob, as_token_bytes
 from inference_svc.runtime.engine.job_memory import JobMemory
-from inference_svc.runtime.transfer.resident_slabs import ResidentSlabs
-from inference_svc.runtime.transfer.shift import SlabShifts
+from inference_svc.runtime.transfer.compaction import Compactor
+from inference_svc.runtime.transfer.resident_sequences import ResidentSequences
 from shared.process.log import get_logger
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
@@ -58,8 +58,8 @@ class Discards:
         self,
         scheduler: Scheduler,
         memory: JobMemory,
-        residents: ResidentSlabs,
-        shifts: SlabShifts,
+        residents: ResidentSequences,
+        shifts: Compactor,
         counters: Counters,
         tasks: asyncio.TaskGroup,
         changed: Callable[[], None],
@@ -125,7 +125,7 @@ class Discards:
         return not job.to_drop
 
     def truncate(self, job: EngineJob) -> None:
-        """Drop that of a job that overflowed, whose request waits: its slab is resident now."""
+        """Drop that of a job that overflowed, whose request waits: its KV is resident now."""
         ranges, job.to_drop = job.to_drop, ()
         request, num_computed = job.request, job.request.computed_tokens
         computed_ids = request.token_ids[:num_computed]

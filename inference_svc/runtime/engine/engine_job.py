@@ -13,8 +13,8 @@ from inference_svc.core.rates.load_or_recompute import LoadPolicy
 from inference_svc.core.scheduling.request import Request
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper
 from inference_svc.runtime.compute.sampling import Sampled, Sampler
-from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
 from inference_svc.runtime.kv.layer_gate import LayerGate
+from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.store.save_stream import SaveStream
 from shared.types.block_key import TOKEN_BYTES
 from shared.types.lineage import Lineage
@@ -26,7 +26,7 @@ class LoadOutcome:
     """What a turn found of its history; filled in as it is known.
 
     Attributes:
-        tokens: rows of the slab that need not be computed.
+        tokens: rows of the sequence's KV that need not be computed.
         tier_tokens: of them, by the tier where they were: "hbm", "dram", "ssd".
         load_s: from asking to the last row's arrival.
         stall_s: of that, how long the model waited for a layer.
@@ -67,7 +67,7 @@ class EngineJob:
         input_tokens: how many of the prompt's tokens are the turn's own.
         discards: what `truncate` made it drop, in order.
         to_drop: what it is about to.
-        slab: from the start of loading until it is released or becomes a resident.
+        kv: from the start of loading until it is released or becomes a resident.
         write_buffer: of this admission; None if nothing is saved.
         saves: stores the write buffer.
         in_batch: set when its first step is planned.
@@ -88,7 +88,7 @@ class EngineJob:
     input_tokens: int = 0
     discards: list[Discard] = field(default_factory=list)
     to_drop: tuple[Range, ...] = ()
-    slab: KVSlab | None = None
+    kv: SequenceKv | None = None
     write_buffer: WriteBuffer | None = None
     saves: SaveStream | None = None
     outcome: LoadOutcome = field(default_factory=LoadOutcome)
@@ -112,7 +112,7 @@ class EngineJob:
     @property
     def gate(self) -> LayerGate | None:
         """Of the load under way, if there is one."""
-        return None if self.slab is None else self.slab.gate
+        return None if self.kv is None else self.kv.gate
 
     def token_bytes(self, num_tokens: int) -> bytes:
         """The request's first tokens as kvd takes them: little-endian uint32."""
@@ -137,7 +137,7 @@ class EngineJob:
 
     def detach(self) -> None:
         """Forget the memory, which goes its own way; the job waits for another admission."""
-        self.slab = self.write_buffer = self.saves = None
+        self.kv = self.write_buffer = self.saves = None
         self.in_batch.clear()
 
     def end(self, error: Exception | None = None) -> None:

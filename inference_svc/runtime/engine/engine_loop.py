@@ -33,8 +33,8 @@ from inference_svc.runtime.engine.stepping import StepOutput, Stepper
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.store.saves import Saves
 from inference_svc.runtime.store.session_store import SessionStore
-from inference_svc.runtime.transfer.resident_slabs import ResidentSlabs
-from inference_svc.runtime.transfer.shift import SlabShifts
+from inference_svc.runtime.transfer.compaction import Compactor
+from inference_svc.runtime.transfer.resident_sequences import ResidentSequences
 from shared.kvd_client.progress_words import LoadFailedError
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
@@ -55,8 +55,8 @@ class EngineLoop:
         stepper: Stepper,
         loads: Loads,
         saves: Saves,
-        residents: ResidentSlabs,
-        shifts: SlabShifts,
+        residents: ResidentSequences,
+        shifts: Compactor,
         pool: KVPool,
         store: SessionStore,
         counters: Counters,
@@ -208,7 +208,7 @@ class EngineLoop:
         await self._store.end_session(key)
 
     def release_resident(self, key: SessionKey) -> None:
-        """Give up a session's resident slab, if it has one that is not in use."""
+        """Give up a session's resident sequence, if it has one that is not in use."""
         self._memory.release_resident(key)
 
     def drop(self, job: EngineJob) -> None:

@@ -1,6 +1,6 @@
 """What memory a job has, and how it goes back; the scheduler's account of it.
 
-    slab          released when the job ends without an answer, or given to a resident
+    sequence KV   released when the job ends without an answer, or given to a resident
     write buffer  released when its save is over, which may be long after the job's end
     resident      released when the scheduler evicts it or its session ends
 
@@ -18,11 +18,11 @@ from inference_svc.core.discards import Range
 from inference_svc.core.scheduling.scheduler import Scheduler
 from inference_svc.runtime.engine.engine_job import EngineJob
 from inference_svc.runtime.kv.kv_pool import KVPool
-from inference_svc.runtime.kv.kv_slab import WriteBuffer
+from inference_svc.runtime.kv.sequence_kv import WriteBuffer
 from inference_svc.runtime.store.save_stream import SaveStream
 from inference_svc.runtime.store.saves import DiscardLink, Saves
 from inference_svc.runtime.store.session_store import SessionStore
-from inference_svc.runtime.transfer.resident_slabs import ResidentSlabs
+from inference_svc.runtime.transfer.resident_sequences import ResidentSequences
 from shared.types.lineage import Lineage
 from shared.types.session_key import SessionKey
 
@@ -44,7 +44,7 @@ class JobMemory:
         self,
         scheduler: Scheduler,
         pool: KVPool,
-        residents: ResidentSlabs,
+        residents: ResidentSequences,
         saves: Saves,
         store: SessionStore,
         counters: Counters,
@@ -111,10 +111,10 @@ class JobMemory:
         self.num_saving -= 1
         self._changed()
 
-    # ------------------------------------------------------------------------------------ slabs
+    # ----------------------------------------------------------------------------- sequence KV
 
     def keep(self, job: EngineJob, token_ids: Sequence[int]) -> None:
-        """The job is over: save the first of its tokens; its slab may stay as a resident.
+        """The job is over: save the first of its tokens; its KV may stay as a resident.
 
         Of a session that has ended nothing stays, and the store is told once the save is over.
         """
@@ -129,7 +129,7 @@ class JobMemory:
         self.release_slab(job)
 
     def preempt(self, job: EngineJob) -> None:
-        """The job waits again: its slab is a resident now, and all of it is saved."""
+        """The job waits again: its KV is a resident now, and all of it is saved."""
         self._leave_resident(job, job.write_buffer)
 
     def overflow(self, job: EngineJob) -> None:
@@ -145,8 +145,8 @@ class JobMemory:
 
     def void(self, job: EngineJob) -> None:
         """What the job computed cannot be believed: nothing of it is kept or saved."""
-        if job.slab is not None:
-            self._pool.release(job.slab)
+        if job.kv is not None:
+            self._pool.release(job.kv)
         if job.saves is not None:
             job.saves.abandon()
         job.detach()
@@ -154,7 +154,7 @@ class JobMemory:
     def give_up(self, job: EngineJob) -> None:
         """The job has no answer: nothing more is saved, its memory goes back.
 
-        What its slab has of the session's history is as good as it was, and stays if it may: not
+        What its KV has of the session's history is as good as it was, and stays if it may: not
         if the turn has dropped something while it was answered, which no other turn will.
         """
         num_tokens = min(job.request.computed_tokens, job.request.history_tokens)
@@ -169,23 +169,23 @@ class JobMemory:
             self.release_resident(job.key)
 
     def release_slab(self, job: EngineJob) -> None:
-        """Give the slab back, if it is still the job's."""
-        if job.slab is not None:
-            self._pool.release(job.slab)
-            job.slab = None
+        """Give the sequence's KV back, if it is still the job's."""
+        if job.kv is not None:
+            self._pool.release(job.kv)
+            job.kv = None
         self._scheduler.release_slab(job.request)
         self._changed()
 
     # -------------------------------------------------------------------------------- residents
 
     def _keep_resident(self, job: EngineJob, token_ids: Sequence[int]) -> None:
-        """Let the slab of a job that is over stay with its rows of these tokens, if it may.
+        """Let the KV of a job that is over stay with its rows of these tokens, if it may.
 
         Not if some of them may never arrive, nor if the position-free rows of the last block are
         gone with an earlier write buffer: its growth could not be stored.
         """
-        slab, buffer = job.slab, job.write_buffer
-        is_whole = slab is not None and slab.gate is None and 0 < len(token_ids) <= slab.num_tokens
+        kv, buffer = job.kv, job.write_buffer
+        is_whole = kv is not None and kv.gate is None and 0 < len(token_ids) <= kv.num_tokens
         has_tail = buffer is None or buffer.first_token <= len(token_ids)
         if not is_whole or not has_tail:
             return
@@ -195,9 +195,9 @@ class JobMemory:
                 self.evict(key)
 
     def _become_resident(self, job: EngineJob, num_tokens: int, buffer: WriteBuffer | None) -> None:
-        assert job.slab is not None, "a job that has computed has a slab"  # noqa: S101
-        self._residents.put(job.key, job.slab, num_tokens, buffer)
-        job.slab = None
+        assert job.kv is not None, "a job that has computed has a sequence's KV"  # noqa: S101
+        self._residents.put(job.key, job.kv, num_tokens, buffer)
+        job.kv = None
 
     def evict(self, key: SessionKey) -> None:
         """The scheduler evicted a resident."""
@@ -205,7 +205,7 @@ class JobMemory:
         self._residents.release(key)
 
     def end_move(self, job: EngineJob) -> None:
-        """A resident's rows are in the job's slab, or nobody wants them: the old ones can go."""
+        """A resident's rows are in the job's KV, or nobody wants them: the old ones can go."""
         self._scheduler.resident_moved(job.request)
         self._residents.release(job.key)
         self._changed()

@@ -1,4 +1,4 @@
-"""The engine's jobs, until their slab is given up, and how they end without an answer.
+"""The engine's jobs, until their KV is given up, and how they end without an answer.
 
 Invariants: 1. a job is here from its submission until it is kept or released, once; 2. memory that
 a load uses is released by that load, when it ends.

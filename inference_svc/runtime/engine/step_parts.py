@@ -16,14 +16,14 @@ from inference_svc.runtime.kv.copy_stream import StepClock
 def step_input(job: EngineJob, chunk: PlannedChunk) -> StepInput:
     """A planned chunk as the runner takes it; its job is in the batch from now on."""
     request = chunk.request
-    assert job.slab is not None, "a running request has a slab"  # noqa: S101
+    assert job.kv is not None, "a running request has a sequence's KV"  # noqa: S101
     job.in_batch.set()
     if job.gate is not None:
         job.gate.on_change = None  # who is in the batch waits in the forward
     start = request.computed_tokens
     token_ids = request.token_ids[start : start + chunk.num_tokens]
     return StepInput(
-        job, Chunk(job.slab, token_ids, chunk.sample, job.write_buffer, scores=job.scores)
+        job, Chunk(job.kv, token_ids, chunk.sample, job.write_buffer, scores=job.scores)
     )
 
 
@@ -31,22 +31,22 @@ def follow_step(inputs: Sequence[StepInput], num_layers: int) -> StepClock | Non
     """Have saves follow a step layer by layer, where history is certain; None: nobody does."""
     clock = None
     for part in inputs:
-        job, slab = part.job, part.chunk.slab
-        end_token = slab.num_tokens + len(part.chunk.token_ids)
-        if job.saves is not None and slab.gate is None and job.saves.wants(end_token):
-            clock = clock or StepClock(num_layers, slab.device)
+        job, kv = part.job, part.chunk.kv
+        end_token = kv.num_tokens + len(part.chunk.token_ids)
+        if job.saves is not None and kv.gate is None and job.saves.wants(end_token):
+            clock = clock or StepClock(num_layers, kv.device)
             job.saves.follow(job.token_bytes(end_token), clock)
     return clock
 
 
 def settle_load(job: EngineJob) -> None:
     """After the first step over a load: its gate has done its duty, and saving may begin."""
-    slab = job.slab
-    if slab is None or slab.gate is None or not slab.gate.is_settled:
+    kv = job.kv
+    if kv is None or kv.gate is None or not kv.gate.is_settled:
         return
-    job.outcome.stall_s += slab.gate.waited_s
-    if slab.gate.error is not None:
+    job.outcome.stall_s += kv.gate.waited_s
+    if kv.gate.error is not None:
         return
-    slab.gate = None
-    if job.saves is not None and job.saves.wants(slab.num_tokens):
-        job.saves.follow(job.token_bytes(slab.num_tokens), None)
+    kv.gate = None
+    if job.saves is not None and job.saves.wants(kv.num_tokens):
+        job.saves.follow(job.token_bytes(kv.num_tokens), None)

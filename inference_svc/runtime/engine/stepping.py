@@ -73,7 +73,7 @@ class Stepper:
     async def step(
         self, inputs: Sequence[StepInput], clock: StepClock | None = None
     ) -> list[StepOutput]:
-        """Compute; slabs of parts without error have advanced, the others are as they were.
+        """Compute; sequences' KV of parts without error have advanced, the others are as they were.
 
         `clock` opens with each layer whose rows are in the write buffers, and fails with the pass.
         """
@@ -104,13 +104,13 @@ class Stepper:
         """Runs on the compute thread. Once the pass is done, nothing raises any more."""
         with ExitStack() as held:
             for part in inputs:
-                held.enter_context(part.chunk.slab.hold())
+                held.enter_context(part.chunk.kv.hold())
                 if part.chunk.write_buffer is not None:
                     held.enter_context(part.chunk.write_buffer.hold())
-            starts = [part.chunk.slab.num_tokens for part in inputs]
+            starts = [part.chunk.kv.num_tokens for part in inputs]
             # A step that is repeated must find everything as it was: rows are appended once.
             assert starts == [part.job.request.computed_tokens for part in inputs]  # noqa: S101
-            gates = [gate for part in inputs if (gate := part.chunk.slab.gate) is not None]
+            gates = [gate for part in inputs if (gate := part.chunk.kv.gate) is not None]
             waited_s = sum(gate.waited_s for gate in gates)
             began_s = time.monotonic()
             logits = self._runner.step([part.chunk for part in inputs], clock)
@@ -130,7 +130,7 @@ class _Computed:
     """A step that succeeded.
 
     Attributes:
-        starts: tokens that each part's slab had before.
+        starts: tokens that each part's KV had before.
         seconds: spent computing, not waiting for layers.
     """
 
@@ -150,7 +150,7 @@ def _answer(part: StepInput, logits_row: Tensor | None) -> StepOutput:
     """Sample, if a token is wanted and the history it came from can be believed."""
     job = part.job
     try:
-        gate = part.chunk.slab.gate
+        gate = part.chunk.kv.gate
         if gate is not None:
             gate.wait_confirmed()
         if part.chunk.scores is not None:

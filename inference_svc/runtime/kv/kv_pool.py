@@ -1,14 +1,16 @@
-"""KVPool: lends the memory of slabs and write buffers, in rows of one token.
+"""KVPool: lends the memory of sequences' KV and write buffers, in token slots.
 
 One region, allocated and faulted in once, since fresh pages cost a load more than its copies do.
-Where the region has no contiguous room, rows get memory of their own: slower, never a failure; how
-many rows there may be altogether is the scheduler's business.
+Where the region has no contiguous room, a piece gets memory of its own: slower, never a failure;
+how many token slots there may be altogether is the scheduler's business.
 
-    region = row | row | ...      a row: K and V of one token, all layers, padded to 64 bytes
-    slab   = capacity rows        keys [layers of a shape, 1, heads, capacity, dim] ..., values ...
-    write buffer = capacity rows  keys [layers of a shape, capacity, heads, dim] ..., values ...
+    region       = slot | slot | ...  a slot: K and V of one token, all layers, padded to 64 bytes
+    sequence KV  = capacity slots     keys [layers of a shape, 1, kv_heads, capacity, head_dim] ...,
+                                      values [..., value_dim] ...
+    write buffer = capacity slots     keys [layers of a shape, capacity, kv_heads, head_dim] ...,
+                                      values [..., value_dim] ...
 
-Owns the region and which rows of it are lent; knows nothing of sequences.
+Owns the region and which slots of it are lent; knows nothing of sequences.
 
 Invariants: 1. no two lent pieces overlap; 2. a piece is lent again only after its owner released
 it and every holder left.
@@ -21,7 +23,13 @@ import torch
 from torch import Tensor
 
 from inference_svc.core.scheduling.row_space import RowSpace
-from inference_svc.runtime.kv.kv_slab import KVSlab, LayerRows, LayerShape, RowHold, WriteBuffer
+from inference_svc.runtime.kv.sequence_kv import (
+    LayerShape,
+    LayerTensors,
+    MemoryHold,
+    SequenceKv,
+    WriteBuffer,
+)
 from inference_svc.runtime.memory import allocate_region, populate
 from shared.types.units import align_up
 
@@ -43,7 +51,7 @@ class KVPool:
 
         Args:
             shapes: of all layers.
-            num_rows: tokens that slabs and write buffers hold together.
+            num_rows: tokens that sequences' KV and write buffers hold together.
             device: of the tensors.
             dtype: of the tensors.
         """
@@ -72,11 +80,11 @@ class KVPool:
         """How often the region had no room for rows so far."""
         return self._num_outside
 
-    def new_slab(self, capacity_tokens: int) -> KVSlab:
-        """Lend an empty slab; `release` it once its sequence does not need it."""
+    def new_kv(self, capacity_tokens: int) -> SequenceKv:
+        """Lend an empty sequence KV; `release` it once its sequence does not need it."""
         flat, memory = self._lend(capacity_tokens, from_top=False)
         keys, values = self._rows(flat, capacity_tokens, is_head_major=True)
-        return KVSlab(keys, values, capacity_tokens, memory=memory)
+        return SequenceKv(keys, values, capacity_tokens, memory=memory)
 
     def new_write_buffer(self, first_token: int, capacity_tokens: int) -> WriteBuffer:
         """Lend an empty write buffer for tokens from `first_token` on; `release` it once stored."""
@@ -84,7 +92,7 @@ class KVPool:
         keys, values = self._rows(flat, capacity_tokens, is_head_major=False)
         return WriteBuffer(keys, values, first_token, capacity_tokens, memory=memory)
 
-    def release(self, rows: KVSlab | WriteBuffer) -> None:
+    def release(self, rows: SequenceKv | WriteBuffer) -> None:
         """Take rows back: now, or when the last who holds them lets go.
 
         Raises:
@@ -105,7 +113,7 @@ class KVPool:
         with self._lock:
             self._space.check()
 
-    def _lend(self, num_rows: int, *, from_top: bool) -> tuple[Tensor, RowHold]:
+    def _lend(self, num_rows: int, *, from_top: bool) -> tuple[Tensor, MemoryHold]:
         """Return memory of `num_rows` rows, flat, and what releases it."""
         if num_rows < 1:
             raise AssertionError(f"{num_rows} rows were asked for")
@@ -115,21 +123,21 @@ class KVPool:
             if first_row is None:
                 self._num_outside += 1
         if first_row is None:
-            return allocate_region(num_items, self._device, self._dtype), RowHold()
+            return allocate_region(num_items, self._device, self._dtype), MemoryHold()
 
         def give_back(first_row: int = first_row) -> None:
             with self._lock:
                 self._space.free(first_row)
 
-        return self._region.narrow(0, first_row * self._row_items, num_items), RowHold(give_back)
+        return self._region.narrow(0, first_row * self._row_items, num_items), MemoryHold(give_back)
 
     def _rows(
         self, flat: Tensor, capacity: int, *, is_head_major: bool
-    ) -> tuple[LayerRows, LayerRows]:
+    ) -> tuple[LayerTensors, LayerTensors]:
         """Divide memory between keys and values, and each of them between layers."""
         offset = 0
 
-        def divide(per_token: Sequence[tuple[int, int]]) -> LayerRows:
+        def divide(per_token: Sequence[tuple[int, int]]) -> LayerTensors:
             nonlocal offset
             stacks = []
             for shape in dict.fromkeys(per_token):
@@ -140,6 +148,6 @@ class KVPool:
                 stack = flat.narrow(0, offset, num_items).view(len(indices), *sizes)
                 stacks.append((stack, indices))
                 offset += num_items
-            return LayerRows(stacks, token_dim=2 if is_head_major else 0)
+            return LayerTensors(stacks, token_dim=2 if is_head_major else 0)
 
         return divide(self._keys), divide(self._values)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from inference_svc.runtime.attention.attention import AttentionOptions
-from inference_svc.runtime.kv.kv_slab import LayerShape
+from inference_svc.runtime.kv.sequence_kv import LayerShape
 from inference_svc.runtime.positions.rotary import RotaryTable
 from shared.types.kv_layout import KVLayout
 
@@ -39,7 +39,7 @@ class KeySource:
     seq_dim: int
     width: int
 
-    def free_rows(self, calls: Sequence[tuple[tuple[Any, ...], Any]], cached: Tensor) -> Tensor:
+    def before_rope(self, calls: Sequence[tuple[tuple[Any, ...], Any]], cached: Tensor) -> Tensor:
         """Return rows before RoPE, [tokens, kv_heads, dim].
 
         Args:
@@ -125,13 +125,13 @@ class ComponentRecipe:
     post: PostRotary | None = None
 
     @property
-    def can_shift(self) -> bool:
+    def can_move(self) -> bool:
         """Whether rows as they are cached can be re-embedded at other positions."""
         return self.post is None or self.post.scale is not None
 
     @property
     def mover(self) -> RotaryTable | ScaledRotary | None:
-        """What re-embeds rows as they are cached, if `can_shift`; None: they have no position."""
+        """What re-embeds rows as they are cached, if `can_move`; None: they have no position."""
         if self.rotary is None or self.post is None:
             return self.rotary
         if self.post.scale is None:
@@ -145,11 +145,11 @@ class ComponentRecipe:
             return ""
         return self.rotary.signature + ("" if self.post is None else self.post.signature)
 
-    def free_rows(self, calls: Sequence[tuple[tuple[Any, ...], Any]], cached: Tensor) -> Tensor:
-        """Return rows before RoPE, [tokens, kv_heads, dim]; see `KeySource.free_rows`."""
+    def before_rope(self, calls: Sequence[tuple[tuple[Any, ...], Any]], cached: Tensor) -> Tensor:
+        """Return rows before RoPE, [tokens, kv_heads, dim]; see `KeySource.before_rope`."""
         if self.source is None:
             return cached[0].transpose(0, 1)
-        return self.source.free_rows(calls, cached)
+        return self.source.before_rope(calls, cached)
 
     def embed(self, rows: Tensor, start: int) -> Tensor:
         """Return rows as they are cached at positions from `start` on, given those before RoPE."""
@@ -207,11 +207,11 @@ class Calibration:
     """The whole of it.
 
     Attributes:
-        mode: how attention is computed. "paged": over the slabs directly; "gather": over what the
-            model makes of gathered rows; "masked": by the model's own attention, under a mask that
-            keeps the sequences of a batch apart; "single": by the model's own, one sequence at a
-            time.
-        positions: of stored rows. "decoupled": without their position, embedded when loaded;
+        mode: how attention is computed. "paged": over each sequence's KV where it lies; "gather":
+            over what the model makes of gathered KV; "masked": by the model's own attention, under
+            a mask that keeps the sequences of a batch apart; "single": by the model's own, one
+            sequence at a time.
+        positions: of stored KV. "decoupled": without their position, embedded when loaded;
             "coupled", "naive": as they were cached, see `KVLayout.position_mode`.
         layout: of the stored KV, the same in every process that serves this model in this dtype.
         layers: by cache index, as in `layout`.

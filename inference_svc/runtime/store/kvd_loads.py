@@ -1,4 +1,4 @@
-"""Loads from kvd into a slab.
+"""Loads from kvd into a sequence's KV.
 
 Invariants: 1. a gate is confirmed only when kvd has confirmed the lease *after* all rows were
 copied; 2. every lease that was granted is completed, however the copy ends; 3. any failure is a
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from inference_svc.core.rates.load_or_recompute import LoadChooser, LoadPolicy
 from inference_svc.core.rates.rates import Rates
 from inference_svc.runtime.kv.copy_stream import CopyStream, DoneInOrder
-from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
 from inference_svc.runtime.kv.layer_gate import LayerGate
+from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.positions.recipes import Calibration
 from inference_svc.runtime.store.kvd_talk import KvdTalk
 from inference_svc.runtime.store.session_store import BegunLoad, LoadRequest
@@ -86,19 +86,19 @@ class KvdLoads:
             await self._begin(request, begun)
         except Exception as error:  # noqa: BLE001  # whatever it is, the turn can be recomputed
             await self._give_back(begun.grant)
-            request.slab.reset()
+            request.kv.reset()
             begun = BegunLoad(reason=self._talk.note_problem("load", error))
         else:
             self._talk.note_success()
         if begun.grant is None:  # nothing is left to copy, not even a tail's position-free rows
-            begun.end_token = request.slab.num_tokens = begun.tail_from
+            begun.end_token = request.kv.num_tokens = begun.tail_from
         self._talk.counters.add("load_hits" if begun.end_token else "load_misses")
         return begun
 
     async def finish(
         self,
         begun: BegunLoad,
-        slab: KVSlab,
+        kv: SequenceKv,
         tail: WriteBuffer | None,
         gate: LayerGate,
         layers: range,
@@ -107,7 +107,7 @@ class KvdLoads:
         grant = begun.grant
         assert grant is not None, "a load with nothing left to copy is not finished"  # noqa: S101
         try:
-            await self._copy(grant, slab, tail, gate, layers, self._deadline(begun))
+            await self._copy(grant, kv, tail, gate, layers, self._deadline(begun))
             if layers.stop < self._layers.stop:
                 return
             await self._client.complete_load(grant)
@@ -155,7 +155,7 @@ class KvdLoads:
                 begun.reason = self._miss_reason(begun, grant)
                 return
             begun.grant = grant
-            end_token = check_spans(request.slab, grant.spans, self._talk.layout)
+            end_token = check_spans(request.kv, grant.spans, self._talk.layout)
             is_rest_refused = dram_only and not self._wants_ssd(request, end_token)
             is_last = not grant.more or is_rest_refused
             if not is_last and not await self._copy_now(request, begun, grant):
@@ -168,7 +168,7 @@ class KvdLoads:
                     self._talk.counters.add("loads_refused")
                     begun.reason = RECOMPUTE_CHEAPER
                 return
-            request.slab.num_tokens = end_token
+            request.kv.num_tokens = end_token
 
     def _wants_ssd(self, request: LoadRequest, from_token: int) -> bool:
         """Whether the rest is worth reading from SSD, if that is where it is."""
@@ -193,7 +193,7 @@ class KvdLoads:
         """Copy a grant that is followed by another; False if kvd could not read all of it."""
         gate = LayerGate(self._layers.stop)
         try:
-            await self._copy(grant, request.slab, None, gate, self._layers, self._deadline(begun))
+            await self._copy(grant, request.kv, None, gate, self._layers, self._deadline(begun))
         except LoadFailedError as error:
             if grant.progress is None:
                 raise
@@ -209,7 +209,7 @@ class KvdLoads:
     async def _copy(
         self,
         grant: LoadGrant,
-        slab: KVSlab,
+        kv: SequenceKv,
         tail: WriteBuffer | None,
         gate: LayerGate,
         layers: range,
@@ -218,14 +218,14 @@ class KvdLoads:
         rows = self._talk.rows_of(grant.arena)
 
         def copy(wait_layer: Callable[[int], None]) -> None:
-            stream = CopyStream(slab.device)
+            stream = CopyStream(kv.device)
             loaded = DoneInOrder(lambda num_layers: gate.open(layers.start + num_layers))
             with ExitStack() as held:
-                held.enter_context(slab.hold())
+                held.enter_context(kv.hold())
                 if tail is not None:
                     held.enter_context(tail.hold())
                 held.enter_context(stream.copies(behind_computing=True))
-                loader = LayerLoader(slab, rows, grant.spans, self._calibration, tail)
+                loader = LayerLoader(kv, rows, grant.spans, self._calibration, tail)
                 for layer_index in layers:
                     wait_layer(layer_index)
                     loader.load(layer_index)

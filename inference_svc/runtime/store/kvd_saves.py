@@ -9,8 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from inference_svc.runtime.kv.copy_stream import CopyStream, StepClock
-from inference_svc.runtime.kv.kv_slab import WriteBuffer
 from inference_svc.runtime.kv.layer_gate import StepNotDoneError
+from inference_svc.runtime.kv.sequence_kv import WriteBuffer
 from inference_svc.runtime.positions.recipes import Calibration
 from inference_svc.runtime.store.kvd_talk import KvdTalk
 from inference_svc.runtime.transfer.layer_store import no_wait, store_blocks

@@ -6,8 +6,8 @@ from inference_svc.core.counters import Counters
 from inference_svc.core.discards import Range
 from inference_svc.core.rates.rates import Rates
 from inference_svc.runtime.kv.copy_stream import StepClock
-from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
 from inference_svc.runtime.kv.layer_gate import LayerGate
+from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.positions.recipes import Calibration
 from inference_svc.runtime.store.kvd_loads import CopyThreads, KvdLoads
 from inference_svc.runtime.store.kvd_saves import KvdSaves
@@ -58,13 +58,13 @@ class KvdSessionStore:
     async def finish_load(
         self,
         begun: BegunLoad,
-        slab: KVSlab,
+        kv: SequenceKv,
         tail: WriteBuffer | None,
         gate: LayerGate,
         layers: range,
     ) -> None:
         """See SessionStore."""
-        await self._loads.finish(begun, slab, tail, gate, layers)
+        await self._loads.finish(begun, kv, tail, gate, layers)
 
     async def give_up(self, begun: BegunLoad) -> None:
         """See SessionStore."""

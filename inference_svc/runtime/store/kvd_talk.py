@@ -1,7 +1,7 @@
 """What loads and saves have in common in their talk with kvd: its failures, its arena."""
 
 from inference_svc.core.counters import Counters
-from inference_svc.runtime.kv.arena_rows import ArenaRows
+from inference_svc.runtime.kv.arena_kv import ArenaKv
 from shared.kvd_client.arena_map import ArenaMap
 from shared.process.log import get_logger
 from shared.types.errors import ReportedError
@@ -17,13 +17,13 @@ class KvdTalk:
         self.layout = layout
         self.counters = counters
         self._last_problem = ""
-        self._rows: tuple[ArenaMap, ArenaRows] | None = None
+        self._rows: tuple[ArenaMap, ArenaKv] | None = None
 
-    def rows_of(self, arena: ArenaMap) -> ArenaRows:
+    def rows_of(self, arena: ArenaMap) -> ArenaKv:
         """The arena as tensors; made once per arena."""
         known = self._rows  # read once: loads and saves ask from threads of their own
         if known is None or known[0] is not arena:
-            known = self._rows = arena, ArenaRows(arena, self.layout)
+            known = self._rows = arena, ArenaKv(arena, self.layout)
         return known[1]
 
     def note_problem(self, what: str, error: Exception) -> str:

@@ -14,7 +14,7 @@ import asyncio
 from dataclasses import dataclass
 
 from inference_svc.runtime.kv.copy_stream import StepClock
-from inference_svc.runtime.kv.kv_slab import WriteBuffer
+from inference_svc.runtime.kv.sequence_kv import WriteBuffer
 from inference_svc.runtime.store.session_store import SessionStore
 from shared.serving.tracing import child_span
 from shared.types.block_key import TOKEN_BYTES

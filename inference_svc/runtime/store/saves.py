@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from inference_svc.core.counters import Counters
 from inference_svc.core.discards import Range
-from inference_svc.runtime.kv.kv_slab import WriteBuffer
+from inference_svc.runtime.kv.sequence_kv import WriteBuffer
 from inference_svc.runtime.store.save_stream import SaveStream
 from inference_svc.runtime.store.session_store import SessionStore
 from shared.types.lineage import Lineage

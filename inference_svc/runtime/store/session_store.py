@@ -13,8 +13,8 @@ from typing import Literal, Protocol
 from inference_svc.core.discards import Range
 from inference_svc.core.rates.load_or_recompute import LoadPolicy
 from inference_svc.runtime.kv.copy_stream import StepClock
-from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
 from inference_svc.runtime.kv.layer_gate import LayerGate
+from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from shared.kvd_client.grants import LoadGrant
 from shared.kvd_client.queue_feed import QueueFeed
 from shared.types.block_key import TOKEN_BYTES
@@ -30,14 +30,14 @@ class LoadRequest:
 
     Attributes:
         token_ids: little-endian uint32: all that may be loaded, from the first token on.
-        slab: empty; belongs to the load until it is over.
+        kv: empty; belongs to the load until it is over.
         may_wait: take what kvd is still reading, too.
         lineage: of the tokens: which discards they come after; None: not named.
     """
 
     key: SessionKey
     token_ids: bytes
-    slab: KVSlab
+    kv: SequenceKv
     policy: LoadPolicy
     may_wait: bool = True
     lineage: Lineage | None = None
@@ -53,7 +53,7 @@ class BegunLoad:
     """A load whose extent is known.
 
     Attributes:
-        end_token: the slab is going to hold tokens [0, end_token).
+        end_token: the sequence's KV is going to hold tokens [0, end_token).
         tail_from: where the last block begins if it is partial, else end_token: the first token
             whose position-free row the next store needs.
         tier_tokens: of these tokens, by the tier where kvd had them.
@@ -87,7 +87,7 @@ class SessionStore(Protocol):
     async def finish_load(
         self,
         begun: BegunLoad,
-        slab: KVSlab,
+        kv: SequenceKv,
         tail: WriteBuffer | None,
         gate: LayerGate,
         layers: range,
@@ -156,13 +156,13 @@ class NoSessionStore:
     async def finish_load(
         self,
         begun: BegunLoad,
-        slab: KVSlab,
+        kv: SequenceKv,
         tail: WriteBuffer | None,
         gate: LayerGate,
         layers: range,
     ) -> None:
         """Never called: there is no load."""
-        del begun, slab, tail, gate, layers
+        del begun, kv, tail, gate, layers
         raise AssertionError("nothing was begun")
 
     async def give_up(self, begun: BegunLoad) -> None:

@@ -1,9 +1,10 @@
-"""Load: arena slots -> slab, with keys embedded at the positions of this turn.
+"""Load: arena slots -> sequence KV, with keys embedded at the positions of this turn.
 
 Pure copying, layer by layer: it may run on a copy thread while `step` runs other sequences, or
-waits at the slab's gate for the very next layer. A key is read once and written once from and to
-memory: what happens between is done in pieces that fit a core's cache. Source: CachedAttention,
-sections 3.2.1 (layer-wise pre-loading) and 3.4 (positions decoupled from stored keys).
+waits at the sequence KV's gate for the very next layer. A key is read once and written once from
+and to memory: what happens between is done in pieces that fit a core's cache. Source:
+CachedAttention, sections 3.2.1 (layer-wise pre-loading) and 3.4 (positions decoupled from stored
+keys).
 """
 
 import threading
@@ -13,8 +14,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from inference_svc.runtime.kv.arena_rows import ArenaRows, ScatteredRows, SlotRun
-from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
+from inference_svc.runtime.kv.arena_kv import ArenaKv, ScatteredTokens, SlotRun
+from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
 from inference_svc.runtime.positions.recipes import Calibration, PostRotary
 from inference_svc.runtime.positions.rotary import RotaryTable
 from inference_svc.runtime.positions.rotation import Turn
@@ -25,7 +26,7 @@ PIECE_ITEMS = 1 << 18  # elements of rows turned at once: 1 MiB in float32; 16 M
 
 SHORT_RUN = 64  # tokens; a run costs as much as its rows one by one, if it is so short
 
-Run = SlotRun | ScatteredRows
+Run = SlotRun | ScatteredTokens
 
 
 class Span(Protocol):
@@ -48,41 +49,41 @@ class Span(Protocol):
         """Position in the sequence of the first row."""
 
 
-def check_spans(slab: KVSlab, spans: Sequence[Span], layout: KVLayout) -> int:
+def check_spans(kv: SequenceKv, spans: Sequence[Span], layout: KVLayout) -> int:
     """Return the position after the last span.
 
     Args:
-        slab: to append to; the first span has to begin at its `num_tokens`.
+        kv: to append to; the first span has to begin at its `num_tokens`.
         spans: in order, without gaps.
         layout: of the slots.
 
     Raises:
-        ValueError: if the spans leave a gap, leave the slot or the slab.
+        ValueError: if the spans leave a gap, leave the slot or the sequence's KV.
     """
-    end = slab.num_tokens
+    end = kv.num_tokens
     for span in spans:
         is_inside = span.start >= 0 and 0 < span.num_tokens <= layout.block_tokens - span.start
-        has_room = end + span.num_tokens <= slab.capacity_tokens
+        has_room = end + span.num_tokens <= kv.capacity_tokens
         if span.token_offset != end or not is_inside or not has_room:
             raise ValueError(
                 f"rows {span.start}+{span.num_tokens} of a slot cannot be loaded at "
-                f"{span.token_offset}; the slab has {end} of {slab.capacity_tokens} tokens"
+                f"{span.token_offset}; the sequence's KV has {end} of {kv.capacity_tokens} tokens"
             )
         end += span.num_tokens
     return end
 
 
 class LayerLoader:
-    """Loads spans into a slab, one layer at a time, in any order of layers.
+    """Loads spans into a sequence's KV, one layer at a time, in any order of layers.
 
-    Counters are the caller's: it moves `slab.num_tokens` and `tail.end_token` to the end of the
-    spans, at once if the slab has a gate, else after the last layer.
+    Counters are the caller's: it moves `kv.num_tokens` and `tail.end_token` to the end of the
+    spans, at once if the sequence's KV has a gate, else after the last layer.
     """
 
     def __init__(
         self,
-        slab: KVSlab,
-        rows: ArenaRows,
+        kv: SequenceKv,
+        rows: ArenaKv,
         spans: Sequence[Span],
         calibration: Calibration,
         tail: WriteBuffer | None = None,
@@ -90,14 +91,14 @@ class LayerLoader:
         """Prepare what all layers share.
 
         Args:
-            slab: has room for the spans; who loads holds it.
+            kv: has room for the spans; who loads holds it.
             rows: of the arena that the slots are in; the caller holds their lease.
             spans: as `check_spans` wants them.
-            calibration: of the model that the slab and the stored bytes belong to.
+            calibration: of the model that the sequence's KV and the stored bytes belong to.
             tail: begins within the last span, or at its end: the span's rows from there on are
                 kept as they are stored, since the next store replaces that block by a longer one.
         """
-        self._slab = slab
+        self._kv = kv
         self._rows = rows
         self._layers = calibration.layers
         self._tail = tail
@@ -110,10 +111,10 @@ class LayerLoader:
     @torch.inference_mode()
     def load(self, layer_index: int) -> None:
         """Load one layer of all spans, whose bytes are in the slots."""
-        slab_rows = (self._slab.keys[layer_index][0], self._slab.values[layer_index][0])
+        layer_kv = (self._kv.keys[layer_index][0], self._kv.values[layer_index][0])
         for component, recipe in enumerate(self._layers[layer_index].components):
             if recipe.rotary is None:
-                self._place(layer_index, component, slab_rows[component])
+                self._place(layer_index, component, layer_kv[component])
             else:
                 self._embed(layer_index, component, recipe.rotary, recipe.post)
         if self._tail is not None and self._tail_rows is not None:
@@ -133,7 +134,7 @@ class LayerLoader:
         self, layer_index: int, component: int, rotary: RotaryTable, post: PostRotary | None
     ) -> None:
         """Gather a component piece by piece, and write it after RoPE to its place."""
-        layer_rows = (self._slab.keys, self._slab.values)[component][layer_index][0]
+        layer_rows = (self._kv.keys, self._kv.values)[component][layer_index][0]
         for piece in self._pieces_of(layer_index, component, rotary):
             for run, place in piece.gathers:
                 self._rows.gather(layer_index, component, run, place)
@@ -150,7 +151,7 @@ class LayerLoader:
         heads, dim = self._layers[layer_index].shape[component]
         kind = (threading.get_ident(), rotary, (heads, dim))
         if kind not in self._pieces:
-            is_on_cpu = self._slab.device.type == "cpu"
+            is_on_cpu = self._kv.device.type == "cpu"
             pieces = self._pieces[kind] = []
             first = self._first
             for runs in _balanced(self._runs, self._num_tokens, PIECE_ITEMS // (heads * dim)):
@@ -162,8 +163,8 @@ class LayerLoader:
         return self._pieces[kind]
 
 
-def move_layer(source: KVSlab, target: KVSlab, layer_index: int, num_tokens: int) -> None:
-    """Copy the first rows of one layer to another slab of the same shapes."""
+def move_layer(source: SequenceKv, target: SequenceKv, layer_index: int, num_tokens: int) -> None:
+    """Copy the first rows of one layer to another sequence KV of the same shapes."""
     for old, new in ((source.keys, target.keys), (source.values, target.values)):
         new[layer_index].narrow(2, 0, num_tokens).copy_(old[layer_index].narrow(2, 0, num_tokens))
 
@@ -213,7 +214,7 @@ def _joined(short: Sequence[SlotRun]) -> Iterator[Run]:
         for _ in run.slot_ids
         for row in range(run.start, run.start + run.num_rows)
     ]
-    yield ScatteredRows(torch.tensor(slot_ids), torch.tensor(rows))
+    yield ScatteredTokens(torch.tensor(slot_ids), torch.tensor(rows))
 
 
 def _equal_runs(spans: Sequence[Span]) -> Iterator[SlotRun]:
@@ -258,7 +259,7 @@ def _places(rows: Tensor, runs: Sequence[Run]) -> Iterator[tuple[Run, Tensor]]:
 
 def _place_of(run: Run, layer_rows: Tensor, first: int) -> Tensor:
     """View tokens from `first` on of [heads, capacity, dim] as a run is gathered."""
-    if isinstance(run, ScatteredRows):
+    if isinstance(run, ScatteredTokens):
         return layer_rows.narrow(1, first, run.num_tokens).transpose(0, 1)
     per_head, per_token, per_item = layer_rows.stride()
     heads, _, dim = layer_rows.shape

@@ -1,6 +1,6 @@
 """Store: write buffer -> arena slots, keys as they were before RoPE.
 
-Pure copying: it may follow a forward layer by layer, or run long after the sequence and its slab
+Pure copying: it may follow a forward layer by layer, or run long after the sequence and its KV
 are gone.
 """
 
@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch
 
-from inference_svc.runtime.kv.arena_rows import ArenaRows, SlotRun
-from inference_svc.runtime.kv.kv_slab import WriteBuffer
+from inference_svc.runtime.kv.arena_kv import ArenaKv, SlotRun
+from inference_svc.runtime.kv.sequence_kv import WriteBuffer
 from inference_svc.runtime.positions.recipes import Calibration
 
 
@@ -37,7 +37,7 @@ def no_wait(_layer_index: int) -> None:
 @torch.inference_mode()
 def store_blocks(
     buffer: WriteBuffer,
-    rows: ArenaRows,
+    rows: ArenaKv,
     blocks: Sequence[Block],
     calibration: Calibration,
     wait_layer: Callable[[int], None] = no_wait,

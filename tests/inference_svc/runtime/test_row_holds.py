@@ -17,7 +17,7 @@ from inference_svc.runtime.engine.loads import _move_rows
 from inference_svc.runtime.engine.stepping import StepInput, Stepper
 from inference_svc.runtime.kv.kv_pool import KVPool
 from inference_svc.runtime.kv.layer_gate import LayerGate
-from inference_svc.runtime.transfer.shift import shift_rows
+from inference_svc.runtime.transfer.compaction import compact_in_place
 from inference_svc.runtime.worker_thread import WorkerThread
 
 TOKENS = list(range(3, 43))
@@ -58,30 +58,30 @@ def pool(model):
 
 
 def _computed(model, pool):
-    slab = pool.new_slab(64)
-    model.runner.step([Chunk(slab, TOKENS, want_logits=False)])
-    return slab
+    kv = pool.new_kv(64)
+    model.runner.step([Chunk(kv, TOKENS, want_logits=False)])
+    return kv
 
 
 @pytest.mark.parametrize("part", ["source", "target"])
-def test_a_move_holds_both_slabs(model, pool, part):
-    """A resident that is evicted, or a turn that is cancelled, while rows move to a larger slab."""
-    slabs = {"source": _computed(model, pool), "target": pool.new_slab(128)}
-    target = slabs["target"]
+def test_a_move_holds_both_sequence_kvs(model, pool, part):
+    """A resident that is evicted, or a turn that is cancelled, while rows move to larger KV."""
+    kvs = {"source": _computed(model, pool), "target": pool.new_kv(128)}
+    target = kvs["target"]
     target.num_tokens = len(TOKENS)
     target.gate = LayerGate(len(model.calibration.layers))
-    target.gate.on_change = let_go = LetGo(pool, slabs[part])
-    _move_rows(slabs["source"], target)
+    target.gate.on_change = let_go = LetGo(pool, kvs[part])
+    _move_rows(kvs["source"], target)
     assert let_go.num_free == [NUM_ROWS - 192, NUM_ROWS - 192]
     assert pool.num_free == NUM_ROWS - (128 if part == "source" else 64)
 
 
-def test_a_shift_holds_its_slab(model, pool):
+def test_a_shift_holds_its_sequence_kv(model, pool):
     """Its rows close up after an overflow, layer by layer."""
-    slab = _computed(model, pool)
-    let_go = LetGo(pool, slab)
+    kv = _computed(model, pool)
+    let_go = LetGo(pool, kv)
 
-    class Watched(type(slab.keys)):
+    class Watched(type(kv.keys)):
         """The same rows; whoever takes a layer of them lets go first."""
 
         def __init__(self, rows):
@@ -92,16 +92,16 @@ def test_a_shift_holds_its_slab(model, pool):
                 let_go()
             return super().__getitem__(layer_index)
 
-    slab.keys = Watched(slab.keys)
-    shift_rows(slab, ((10, 40),), model.calibration)
+    kv.keys = Watched(kv.keys)
+    compact_in_place(kv, ((10, 40),), model.calibration)
     assert let_go.num_free == [NUM_ROWS - 64, NUM_ROWS - 64]
     assert pool.num_free == NUM_ROWS
 
 
-@pytest.mark.parametrize("part", ["slab", "write_buffer"])
+@pytest.mark.parametrize("part", ["kv", "write_buffer"])
 async def test_a_step_holds_what_it_computes_into(model, pool, part):
     """A turn that is cancelled in the middle of a forward."""
-    lent = {"slab": pool.new_slab(64), "write_buffer": pool.new_write_buffer(0, 64)}
+    lent = {"kv": pool.new_kv(64), "write_buffer": pool.new_write_buffer(0, 64)}
     let_go = LetGo(pool, lent[part])
 
     class Runner(ModelRunner):
@@ -113,7 +113,7 @@ async def test_a_step_holds_what_it_computes_into(model, pool, part):
     stepper = Stepper(
         Runner(model.loaded, model.calibration), thread, Counters(), Rates(), TurnMeasures()
     )
-    chunk = Chunk(lent["slab"], TOKENS, want_logits=False, write_buffer=lent["write_buffer"])
+    chunk = Chunk(lent["kv"], TOKENS, want_logits=False, write_buffer=lent["write_buffer"])
     job = SimpleNamespace(request=SimpleNamespace(computed_tokens=0))
     try:
         (output,) = await stepper.step([StepInput(job, chunk)])

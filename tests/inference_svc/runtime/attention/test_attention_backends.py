@@ -1,4 +1,4 @@
-"""Attention over slabs: each part sees its own rows, whatever is beside it."""
+"""Attention over sequences' KV: each part sees its own rows, whatever is beside it."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from inference_svc.runtime.attention.attention import AttentionOptions, Part
 from inference_svc.runtime.attention.attention_backends import TorchAttention, make_attention
 from inference_svc.runtime.attention.softmax_attention import attend
 from inference_svc.runtime.kv.kv_pool import KVPool
-from inference_svc.runtime.kv.kv_slab import LayerShape
+from inference_svc.runtime.kv.sequence_kv import LayerShape
 from shared.types.errors import ConfigError
 
 HEADS, KV_HEADS, DIM, NUM_LAYERS = 4, 2, 8, 2
@@ -22,17 +22,17 @@ OPTIONS = {
 
 
 def filled_parts(sizes, value_dim=DIM):
-    """Return parts of these (tokens before, new tokens), their slabs full of random rows."""
+    """Return parts of these (tokens before, new tokens), their KV full of random rows."""
     shapes = [LayerShape((KV_HEADS, DIM), (KV_HEADS, value_dim))] * NUM_LAYERS
     pool = KVPool(shapes, 500, device=CPU, dtype=torch.float32)
     torch.manual_seed(4)
     parts = []
     for num_past, num_tokens in sizes:
-        slab = pool.new_slab(num_past + num_tokens + 3)
-        for tensor in (*slab.keys.layers, *slab.values.layers):
+        kv = pool.new_kv(num_past + num_tokens + 3)
+        for tensor in (*kv.keys.layers, *kv.values.layers):
             tensor.normal_()
-        slab.num_tokens = num_past
-        parts.append(Part(slab, num_tokens))
+        kv.num_tokens = num_past
+        parts.append(Part(kv, num_tokens))
     return parts
 
 
@@ -63,7 +63,7 @@ def test_a_part_is_attended_alone(name, sizes, value_dim):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_part_sees_its_rows_and_no_others(name):
-    """A part sees the rows of its slab up to its length: as if these were all there are."""
+    """A part sees the rows of its KV up to its length: as if these were all there are."""
     parts = filled_parts([(6, 3), (11, 1)])
     query = query_for(parts)
     attended = TorchAttention().prepare(parts).attend(query, 1, OPTIONS[name])
@@ -71,8 +71,7 @@ def test_a_part_sees_its_rows_and_no_others(name):
         parts, query.split([3, 1], 2), attended.split([3, 1], 1), strict=True
     ):
         rows = [
-            tensors[1][:, :, : part.length].clone()
-            for tensors in (part.slab.keys, part.slab.values)
+            tensors[1][:, :, : part.length].clone() for tensors in (part.kv.keys, part.kv.values)
         ]
         expected = attend(own, *rows, OPTIONS[name], {}).transpose(1, 2)
         torch.testing.assert_close(piece, expected)

@@ -247,8 +247,8 @@ async def test_a_turn_that_drops_what_it_must_not_fails(model, ranges):
 
 async def test_others_decode_while_rows_close_up(model, stock):
     """The load thread is busy; steps of others go on, and the turn waits for its rows."""
-    engine_of_big_slabs = running_engine(model, answer_tokens=256)
-    async with engine_of_big_slabs as engine, held(engine.threads[1]) as may_go_on:
+    engine_of_big_sequences = running_engine(model, answer_tokens=256)
+    async with engine_of_big_sequences as engine, held(engine.threads[1]) as may_go_on:
         cut = engine.job(PROMPT, 60, window_tokens=WINDOW, truncate=oldest_half, session="cut")
         answer = asyncio.create_task(finished(engine, cut))
         long = engine.job(range(30, 60), 200, session="long")
@@ -317,7 +317,7 @@ async def test_rows_that_cannot_be_moved_are_loaded_or_computed_again(model, sto
             def fail(*_arguments):
                 raise RuntimeError("out of memory")
 
-            monkeypatch.setattr("inference_svc.runtime.transfer.shift.Shift.run", fail)
+            monkeypatch.setattr("inference_svc.runtime.transfer.compaction.Compaction.run", fail)
             engine.store.is_away = is_away
             job = engine.job(PROMPT, 60, window_tokens=WINDOW, truncate=oldest_half)
             await finished(engine, job)

@@ -43,7 +43,7 @@ async def test_a_cancelled_job_gives_its_memory_back(model, times):
 
 @pytest.mark.parametrize("residents", [True, False])
 async def test_a_turn_goes_on_where_the_one_before_it_ended(model, residents):
-    """From the resident slab or from the store: the answer is that of computing everything."""
+    """From the resident sequence or from the store: the answer is that of computing everything."""
     async with running_engine(model, keeps_residents=residents) as engine:
         prompt = list(range(20, 60))
         for tier_tokens in (0, 47, 97):
@@ -70,7 +70,7 @@ async def test_a_load_waits_for_the_save_of_its_sessions_previous_turn(model):
 
 
 async def test_rows_that_are_still_being_saved_are_not_reused(model):
-    """The slab goes on to others at once, the write buffer only after the save."""
+    """The sequence's KV goes on to others at once, the write buffer only after the save."""
     async with running_engine(model, kv_rows=200, keeps_residents=False) as engine:
         engine.store.may_end.clear()
         first = await engine.run(range(20, 60))
@@ -266,7 +266,7 @@ async def test_a_deleted_session_is_gone_from_memory_too(model):
 
 @pytest.mark.parametrize("saves", [True, False])
 async def test_the_end_of_a_session_is_told_after_its_last_save(model, saves):
-    """Once, and its slab is not kept: nobody comes back to it."""
+    """Once, and its KV is not kept: nobody comes back to it."""
     async with running_engine(model, saves=saves) as engine:
         engine.store.saves = saves
         await engine.run(range(20, 60), session="other")

@@ -26,7 +26,7 @@ async def stored_turn(engine):
 
 @pytest.mark.parametrize("is_stored", [True, False])
 async def test_a_turn_that_is_cancelled_while_its_load_begins_gives_all_back(model, is_stored):
-    """Slab and write buffer; the store need not keep what it found."""
+    """Sequence KV and write buffer; the store need not keep what it found."""
     async with running_engine(model, keeps_residents=False) as engine:
         following = await stored_turn(engine) if is_stored else FIRST
         engine.store.order.clear()

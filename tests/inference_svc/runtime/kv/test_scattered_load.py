@@ -5,7 +5,7 @@ import torch
 
 from inference_svc.core.discards import kept_runs, num_in
 from inference_svc.runtime.compute.chunk import Chunk
-from inference_svc.runtime.kv.arena_rows import ScatteredRows, SlotRun
+from inference_svc.runtime.kv.arena_kv import ScatteredTokens, SlotRun
 from inference_svc.runtime.transfer.layer_load import LayerLoader, _runs, check_spans
 from inference_svc.runtime.transfer.layer_store import store_blocks
 from shared.types.kv_layout import Component, KVLayout, Layer
@@ -27,12 +27,12 @@ RANGES = {
 def stored(model, make_arena, rows):
     """Rows of a history before RoPE, and the same in slots."""
     token_ids = [3 + index * 11 % 90 for index in range(NUM_TOKENS)]
-    slab, buffer = model.new_slab(NUM_TOKENS), model.new_buffer(NUM_TOKENS)
-    model.runner.step([Chunk(slab, token_ids, False, buffer)])
-    _, arena_rows = make_arena(model.calibration.layout, num_slots=len(SLOTS))
+    kv, buffer = model.new_kv(NUM_TOKENS), model.new_buffer(NUM_TOKENS)
+    model.runner.step([Chunk(kv, token_ids, False, buffer)])
+    _, arena_kv = make_arena(model.calibration.layout, num_slots=len(SLOTS))
     blocks = [rows(slot, n * BLOCK_TOKENS, BLOCK_TOKENS) for n, slot in enumerate(SLOTS)]
-    store_blocks(buffer, arena_rows, blocks, model.calibration)
-    return buffer, arena_rows
+    store_blocks(buffer, arena_kv, blocks, model.calibration)
+    return buffer, arena_kv
 
 
 def spans_of(rows, ranges):
@@ -52,15 +52,15 @@ def spans_of(rows, ranges):
 def test_every_row_that_is_left_comes_to_its_place(tiny, make_arena, rows, name, ranges):
     """Bit for bit what embedding the kept rows in one piece gives."""
     model = tiny(name)
-    buffer, arena_rows = stored(model, make_arena, rows)
+    buffer, arena_kv = stored(model, make_arena, rows)
     spans = spans_of(rows, ranges)
-    slab = model.new_slab(NUM_TOKENS)
-    assert check_spans(slab, spans, model.calibration.layout) == NUM_TOKENS - num_in(ranges)
-    loader = LayerLoader(slab, arena_rows, spans, model.calibration)
+    kv = model.new_kv(NUM_TOKENS)
+    assert check_spans(kv, spans, model.calibration.layout) == NUM_TOKENS - num_in(ranges)
+    loader = LayerLoader(kv, arena_kv, spans, model.calibration)
     for layer_index, layer in enumerate(model.calibration.layers):
         loader.load(layer_index)
         for recipe, free, embedded in zip(
-            layer.components, (buffer.keys, buffer.values), (slab.keys, slab.values), strict=True
+            layer.components, (buffer.keys, buffer.values), (kv.keys, kv.values), strict=True
         ):
             kept = [free[layer_index][start:end] for start, end in kept_runs(ranges, NUM_TOKENS)]
             expected = recipe.embed(torch.cat(kept), 0).transpose(0, 1)
@@ -70,7 +70,7 @@ def test_every_row_that_is_left_comes_to_its_place(tiny, make_arena, rows, name,
 def test_short_runs_are_gathered_together(rows):
     """However many there are; runs of whole blocks, and one short run alone, stay as they were."""
     many = list(_runs(spans_of(rows, EVERY_THIRD)))
-    assert [type(run) for run in many] == [ScatteredRows]
+    assert [type(run) for run in many] == [ScatteredTokens]
     assert many[0].num_tokens == NUM_TOKENS - num_in(EVERY_THIRD)
     whole = [rows(slot, 16 * n, 16) for n, slot in enumerate(SLOTS)]
     tail = rows(11, 160, 3)
@@ -84,14 +84,14 @@ def test_rows_are_found_where_slots_are_no_whole_number_of_rows_apart(make_arena
     """A row of 60 bytes does not divide a slot."""
     components = (Component("k", (3, 5), "float32"), Component("v", (2, 8), "float32"))
     layout = KVLayout("5e" * 16, (Layer(components),), BLOCK_TOKENS)
-    arena, arena_rows = make_arena(layout, num_slots=10)
+    arena, arena_kv = make_arena(layout, num_slots=10)
     generator = torch.Generator().manual_seed(3)
     arena.memory[:] = bytes(range(256)) * (len(arena.memory) // 256)
     slots = torch.randint(0, 10, (50,), generator=generator)
     which = torch.randint(0, BLOCK_TOKENS, (50,), generator=generator)
     for index, component in enumerate(components):
-        view = arena_rows.view(0, index)
+        view = arena_kv.view(0, index)
         assert (view.stride(0) % view.stride(1) == 0) == (index == 1)
         out = torch.empty(50, *component.shape)
-        arena_rows.gather(0, index, ScatteredRows(slots, which), out)
+        arena_kv.gather(0, index, ScatteredTokens(slots, which), out)
         assert torch.equal(out.view(torch.int32), view[slots, which].view(torch.int32))

@@ -79,17 +79,17 @@ def test_pieces_are_the_whole(rope):
     for apply in (rotary.unrotate_into, lambda keys, at, out: rotary.move_into(keys, at, at, out)):
         whole = torch.empty_like(rotated)
         apply(rotated, 300, whole)
-        slab = torch.zeros(3, 90, DIM, dtype=torch.bfloat16)  # head-major
+        kv = torch.zeros(3, 90, DIM, dtype=torch.bfloat16)  # head-major
         for first in range(0, 90, 40):
             piece = rotated[first : first + 40]
-            apply(piece, 300 + first, slab[:, first : first + 40].transpose(0, 1))
-        assert torch.equal(slab.transpose(0, 1), whole)
+            apply(piece, 300 + first, kv[:, first : first + 40].transpose(0, 1))
+        assert torch.equal(kv.transpose(0, 1), whole)
 
 
 @pytest.mark.parametrize("rope", [halves, partial])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_move_forward_over_themselves(rope, dtype):
-    """The result may overlap the keys, as when a slab's rows move up by less than their number."""
+    """The result may overlap the keys, as when rows move up by less than their number."""
     rotary = table(rope, dtype)
     rotated = rotary.rotate(random_keys(60, dtype), 0)
     expected = torch.empty_like(rotated[7:])

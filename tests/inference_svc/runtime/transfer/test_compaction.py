@@ -1,4 +1,4 @@
-"""Rows that close up in a slab are those that a load would have embedded at their new positions."""
+"""Tokens compacted in place are those that a load would have embedded at their new positions."""
 
 import dataclasses
 
@@ -8,8 +8,13 @@ import torch
 from inference_svc.core.discards import kept_runs, num_in
 from inference_svc.runtime.compute.chunk import Chunk
 from inference_svc.runtime.positions.recipes import PostRotary
-from inference_svc.runtime.transfer import shift
-from inference_svc.runtime.transfer.shift import SlabShifts, can_shift, num_left, shift_rows
+from inference_svc.runtime.transfer import compaction
+from inference_svc.runtime.transfer.compaction import (
+    Compactor,
+    can_compact,
+    compact_in_place,
+    num_left,
+)
 from inference_svc.runtime.worker_thread import WorkerThread
 
 NUM_TOKENS = 120
@@ -39,10 +44,10 @@ MODELS = [
 
 
 def computed(model):
-    """A slab of a sequence's rows after RoPE, and a buffer of those before it."""
-    slab, buffer = model.new_slab(NUM_TOKENS + 30), model.new_buffer(NUM_TOKENS)
-    model.runner.step([Chunk(slab, TOKENS, False, buffer)])
-    return slab, buffer
+    """A sequence's KV of a sequence's rows after RoPE, and a buffer of those before it."""
+    kv, buffer = model.new_kv(NUM_TOKENS + 30), model.new_buffer(NUM_TOKENS)
+    model.runner.step([Chunk(kv, TOKENS, False, buffer)])
+    return kv, buffer
 
 
 def kept_rows(rows, ranges):
@@ -61,11 +66,10 @@ def loaded(model, buffer, ranges):
     ]
 
 
-def in_slab(slab, layer_index):
-    """The slab's rows in use, keys and values, [tokens, heads, dim]."""
+def in_kv(kv, layer_index):
+    """The sequence KV's rows in use, keys and values, [tokens, heads, dim]."""
     return [
-        rows[layer_index][0, :, : slab.num_tokens].transpose(0, 1)
-        for rows in (slab.keys, slab.values)
+        rows[layer_index][0, :, : kv.num_tokens].transpose(0, 1) for rows in (kv.keys, kv.values)
     ]
 
 
@@ -74,12 +78,12 @@ def in_slab(slab, layer_index):
 def test_shifted_rows_are_those_a_load_would_bring(tiny, name, ranges):
     """To the last but one bit: what was embedded is taken back first."""
     model = tiny(name)
-    slab, buffer = computed(model)
+    kv, buffer = computed(model)
     expected = loaded(model, buffer, ranges)
-    shift_rows(slab, kept_runs(ranges, NUM_TOKENS), model.calibration)
-    assert slab.num_tokens == NUM_TOKENS - num_in(ranges)
+    compact_in_place(kv, kept_runs(ranges, NUM_TOKENS), model.calibration)
+    assert kv.num_tokens == NUM_TOKENS - num_in(ranges)
     for layer_index, (keys, values) in enumerate(expected):
-        shifted_keys, shifted_values = in_slab(slab, layer_index)
+        shifted_keys, shifted_values = in_kv(kv, layer_index)
         torch.testing.assert_close(shifted_keys, keys, rtol=1e-5, atol=3e-6)
         torch.testing.assert_close(shifted_values, values, rtol=1e-5, atol=3e-6)
 
@@ -90,12 +94,12 @@ def test_a_shift_is_the_same_whatever_its_pieces(tiny, monkeypatch, piece_rows):
     model = tiny("llama")
     heads, dim = model.calibration.layers[0].shape.key
     for ranges in RANGES.values():
-        slab, buffer = computed(model)
+        kv, buffer = computed(model)
         expected = loaded(model, buffer, ranges)
-        monkeypatch.setattr(shift, "PIECE_ITEMS", piece_rows * heads * dim)
-        shift_rows(slab, kept_runs(ranges, NUM_TOKENS), model.calibration)
+        monkeypatch.setattr(compaction, "PIECE_ITEMS", piece_rows * heads * dim)
+        compact_in_place(kv, kept_runs(ranges, NUM_TOKENS), model.calibration)
         for layer_index, (keys, values) in enumerate(expected):
-            shifted_keys, shifted_values = in_slab(slab, layer_index)
+            shifted_keys, shifted_values = in_kv(kv, layer_index)
             torch.testing.assert_close(shifted_keys, keys, rtol=1e-5, atol=3e-6)
             assert torch.equal(shifted_values, values)
 
@@ -103,31 +107,31 @@ def test_a_shift_is_the_same_whatever_its_pieces(tiny, monkeypatch, piece_rows):
 def test_rows_in_bfloat16_are_rounded_once(tiny):
     """Not to pre-RoPE keys in between: as near to the exact key as the type allows."""
     model = tiny("llama", torch.bfloat16)
-    slab, _ = computed(model)
+    kv, _ = computed(model)
     ranges = RANGES["some here and there"]
     rotary = model.calibration.layers[0].key.rotary
-    before = in_slab(slab, 0)[0].float()
+    before = in_kv(kv, 0)[0].float()
     free = torch.empty_like(before)
     rotary.unrotate_into(before, 0, free)
     exact = kept_rows(free, ranges)
     wide = torch.empty_like(exact)
     rotary.with_dtypes(torch.bfloat16, torch.float32).rotate_into(exact, 0, wide)
-    shift_rows(slab, kept_runs(ranges, NUM_TOKENS), model.calibration)
-    torch.testing.assert_close(in_slab(slab, 0)[0], wide.bfloat16(), rtol=0.008, atol=1e-6)
+    compact_in_place(kv, kept_runs(ranges, NUM_TOKENS), model.calibration)
+    torch.testing.assert_close(in_kv(kv, 0)[0], wide.bfloat16(), rtol=0.008, atol=1e-6)
 
 
 def test_the_answer_goes_on_from_shifted_rows_as_from_loaded_ones(tiny):
     """What attends to them attends to the same."""
     model = tiny("llama")
     ranges = RANGES["behind the first four"]
-    slab, buffer = computed(model)
-    other = model.new_slab(NUM_TOKENS)
+    kv, buffer = computed(model)
+    other = model.new_kv(NUM_TOKENS)
     for layer_index, (keys, values) in enumerate(loaded(model, buffer, ranges)):
         other.keys[layer_index][0, :, : len(keys)] = keys.transpose(0, 1)
         other.values[layer_index][0, :, : len(values)] = values.transpose(0, 1)
     other.num_tokens = NUM_TOKENS - num_in(ranges)
-    shift_rows(slab, kept_runs(ranges, NUM_TOKENS), model.calibration)
-    logits = model.runner.step([Chunk(slab, [5, 6, 7], True), Chunk(other, [5, 6, 7], True)])
+    compact_in_place(kv, kept_runs(ranges, NUM_TOKENS), model.calibration)
+    logits = model.runner.step([Chunk(kv, [5, 6, 7], True), Chunk(other, [5, 6, 7], True)])
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
 
 
@@ -135,42 +139,42 @@ def test_coupled_rows_stay_where_they_are(tiny):
     """Only those before the first dropped one are of any use."""
     model = tiny("llama")
     coupled = dataclasses.replace(model.calibration, positions="coupled")
-    slab, _ = computed(model)
-    before = in_slab(slab, 0)[0].clone()
+    kv, _ = computed(model)
+    before = in_kv(kv, 0)[0].clone()
     kept = kept_runs(((50, 60),), NUM_TOKENS)
     assert num_left(kept, coupled) == 50
-    shift_rows(slab, kept, coupled)
-    assert slab.num_tokens == 50
-    assert torch.equal(in_slab(slab, 0)[0], before[:50])
-    shift_rows(slab, kept_runs(((0, 1),), 50), coupled)
-    assert slab.num_tokens == 0
+    compact_in_place(kv, kept, coupled)
+    assert kv.num_tokens == 50
+    assert torch.equal(in_kv(kv, 0)[0], before[:50])
+    compact_in_place(kv, kept_runs(((0, 1),), 50), coupled)
+    assert kv.num_tokens == 0
 
 
 def test_naive_rows_move_as_they_are(tiny):
     """With the embedding of their old positions."""
     model = tiny("llama")
     naive = dataclasses.replace(model.calibration, positions="naive")
-    slab, _ = computed(model)
-    before = in_slab(slab, 1)[0].clone()
+    kv, _ = computed(model)
+    before = in_kv(kv, 1)[0].clone()
     ranges = RANGES["some here and there"]
-    shift_rows(slab, kept_runs(ranges, NUM_TOKENS), naive)
-    assert torch.equal(in_slab(slab, 1)[0], kept_rows(before, ranges))
+    compact_in_place(kv, kept_runs(ranges, NUM_TOKENS), naive)
+    assert torch.equal(in_kv(kv, 1)[0], kept_rows(before, ranges))
 
 
 async def test_what_cannot_be_re_embedded_is_not_shifted(tiny):
-    """A norm behind RoPE cannot be taken back: no row is left, and the slab is as it was."""
+    """A norm behind RoPE cannot be taken back: no row is left, and the KV is as it was."""
     model = tiny("llama")
     first, *others = model.calibration.layers
     normed = dataclasses.replace(first.key, post=PostRotary(torch.nn.LayerNorm(8)))
     layers = (dataclasses.replace(first, key=normed), *others)
     calibration = dataclasses.replace(model.calibration, layers=layers)
-    assert can_shift(model.calibration)
-    assert not can_shift(calibration)
-    slab, _ = computed(model)
+    assert can_compact(model.calibration)
+    assert not can_compact(calibration)
+    kv, _ = computed(model)
     thread = WorkerThread("shift")
     try:
-        assert await SlabShifts(calibration, thread).shift(slab, [(0, 5)]) == 0
-        assert slab.num_tokens == NUM_TOKENS
-        assert await SlabShifts(model.calibration, thread).shift(slab, [(7, 12)]) == 5
+        assert await Compactor(calibration, thread).shift(kv, [(0, 5)]) == 0
+        assert kv.num_tokens == NUM_TOKENS
+        assert await Compactor(model.calibration, thread).shift(kv, [(7, 12)]) == 5
     finally:
         thread.close()

@@ -1,15 +1,15 @@
-"""Shift: rows of a slab close up after a discard, keys re-embedded at their new positions.
+"""Compaction in place: after a discard a sequence's tokens move up, re-embedded at new positions.
 
-In place and in one pass, layer by layer, piece by piece from the front: a row never moves up, so
-that a piece may overwrite what has been read before it. A piece's rows go through scratch that
-fits a core's cache, in float32 whatever the slab's dtype: what was embedded at the old positions is
-taken back and embedded anew, rounded once.
+In one pass, layer by layer, piece by piece from the front: a token never moves to a higher slot, so
+that a piece may overwrite what has been read before it. A piece goes through scratch that fits a
+core's cache, in float32 whatever the KV's dtype: what was embedded at the old positions is taken
+back and embedded anew, rounded once.
 
 What the modes of a model's positions make of it (`recipes.Calibration.positions`):
 
-    decoupled   rows move and are re-embedded
-    coupled     rows do not move: those behind the first dropped one are lost
-    naive       rows move as they are, at the price of wrong positions (for comparison only)
+    decoupled   tokens move and are re-embedded
+    coupled     tokens do not move: those behind the first dropped one are lost
+    naive       tokens move as they are, at the price of wrong positions (for comparison only)
 
 Source: CachedAttention, section 3.4 (positions decoupled from stored keys).
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from inference_svc.core.discards import Range, num_in
 from inference_svc.runtime.kv.copy_stream import CopyStream
-from inference_svc.runtime.kv.kv_slab import KVSlab
+from inference_svc.runtime.kv.sequence_kv import SequenceKv
 from inference_svc.runtime.memory import ThreadScratch
 from inference_svc.runtime.positions.recipes import Calibration, ScaledRotary
 from inference_svc.runtime.positions.rotary import RotaryTable
@@ -32,74 +32,74 @@ PIECE_ITEMS = 1 << 18  # elements moved at once: 1 MiB in float32
 MOST_GAP = 64  # rows dropped in a row that are taken along: they cost less than a piece more
 
 
-def can_shift(calibration: Calibration) -> bool:
+def can_compact(calibration: Calibration) -> bool:
     """Whether rows as they are cached can go to other positions."""
     if calibration.positions != "decoupled":
         return True
-    return all(part.can_shift for layer in calibration.layers for part in layer.components)
+    return all(part.can_move for layer in calibration.layers for part in layer.components)
 
 
-class SlabShifts:
-    """Shifts slabs of one model on a thread of copies, beside the steps of others."""
+class Compactor:
+    """Shifts sequences' KV of one model on a thread of copies, beside the steps of others."""
 
     def __init__(self, calibration: Calibration, thread: WorkerThread) -> None:
         """Store the parts."""
         self._calibration = calibration
         self._thread = thread
 
-    async def shift(self, slab: KVSlab, kept: Sequence[Range]) -> int:
-        """See `shift_rows`; returns how many rows are left: 0 also if none can be moved."""
-        if not can_shift(self._calibration):
+    async def shift(self, kv: SequenceKv, kept: Sequence[Range]) -> int:
+        """See `compact_in_place`; returns how many rows are left: 0 also if none can be moved."""
+        if not can_compact(self._calibration):
             return 0
-        await self._thread.run(shift_rows, slab, kept, self._calibration)
-        return slab.num_tokens
+        await self._thread.run(compact_in_place, kv, kept, self._calibration)
+        return kv.num_tokens
 
 
 def num_left(kept: Sequence[Range], calibration: Calibration) -> int:
-    """How many rows `shift_rows` leaves."""
+    """How many rows `compact_in_place` leaves."""
     if calibration.positions == "coupled":
         return kept[0][1] if kept and kept[0][0] == 0 else 0
     return num_in(kept)
 
 
 @torch.inference_mode()
-def shift_rows(slab: KVSlab, kept: Sequence[Range], calibration: Calibration) -> None:
-    """Move the rows of the kept runs to the front; moves `slab.num_tokens` at the end.
+def compact_in_place(kv: SequenceKv, kept: Sequence[Range], calibration: Calibration) -> None:
+    """Move the rows of the kept runs to the front; moves `kv.num_tokens` at the end.
 
-    If it raises, the slab is not to be used any more.
+    If it raises, the sequence's KV is not to be used any more.
 
     Args:
-        slab: nobody else uses it; its rows are those of one sequence from position 0 on.
+        kv: nobody else uses it; its rows are those of one sequence from position 0 on.
         kept: runs of its rows, in order, not touching.
-        calibration: of the model that computed them; `can_shift`.
+        calibration: of the model that computed them; `can_compact`.
     """
     left = num_left(kept, calibration)
     if calibration.positions != "coupled":
-        stream = CopyStream(slab.device)
-        with slab.hold(), stream.copies(behind_computing=True):
-            Shift(slab, kept, calibration).run()
-    slab.num_tokens = left
+        stream = CopyStream(kv.device)
+        with kv.hold(), stream.copies(behind_computing=True):
+            Compaction(kv, kept, calibration).run()
+    kv.num_tokens = left
 
 
-class Shift:
-    """One shift of one slab; see the module docstring."""
+class Compaction:
+    """One shift of one sequence KV; see the module docstring."""
 
-    def __init__(self, slab: KVSlab, kept: Sequence[Range], calibration: Calibration) -> None:
+    def __init__(self, kv: SequenceKv, kept: Sequence[Range], calibration: Calibration) -> None:
         """Store the parts."""
-        self._slab = slab
+        self._kv = kv
         self._kept = kept
         self._layers = calibration.layers
         self._embeds = calibration.positions == "decoupled"
-        self._scratch = ThreadScratch(slab.device, torch.float32)
-        self._plain = ThreadScratch(slab.device, slab.keys[0].dtype)
+        self._scratch = ThreadScratch(kv.device, torch.float32)
+        self._plain = ThreadScratch(kv.device, kv.keys[0].dtype)
         self._pieces: dict[int, list[_Piece]] = {}  # by how many rows one has
 
     def run(self) -> None:
         """Move the rows of all layers."""
         for layer_index, layer in enumerate(self._layers):
-            slab_rows = (self._slab.keys[layer_index][0], self._slab.values[layer_index][0])
+            layer_kv = (self._kv.keys[layer_index][0], self._kv.values[layer_index][0])
             for rows, recipe, (heads, dim) in zip(
-                slab_rows, layer.components, layer.shape, strict=True
+                layer_kv, layer.components, layer.shape, strict=True
             ):
                 mover = recipe.mover if self._embeds else None
                 for piece in self._pieces_of(max(1, PIECE_ITEMS // (heads * dim))):
@@ -133,7 +133,7 @@ class Shift:
 
     def _pieces_of(self, num_rows: int) -> "list[_Piece]":
         if num_rows not in self._pieces:
-            self._pieces[num_rows] = list(_pieces(self._kept, num_rows, self._slab.device))
+            self._pieces[num_rows] = list(_pieces(self._kept, num_rows, self._kv.device))
         return self._pieces[num_rows]
 
 

@@ -1,9 +1,9 @@
-"""ArenaRows: the mapped arena of one layout as tensors, and copies of rows from and to its slots.
+"""ArenaKv: the mapped arena of one layout as tensors, and copies of rows from and to its slots.
 
 One tensor per layer and component spans all slots, so that rows of many slots move in one call
 instead of one per slot.
 
-Owns the views; knows no slabs and no positions.
+Owns the views; knows no sequences' KV and no positions.
 
 Invariant: the views keep the arena mapped (`shared.kvd_client.arena_map`): what they show stays
 readable for as long as they live, though it means something only under a lease.
@@ -76,7 +76,7 @@ class SlotRun:
         return first >= 0 and list(self.slot_ids) == list(range(first, first + len(self.slot_ids)))
 
 
-class ScatteredRows:
+class ScatteredTokens:
     """Rows here and there, one by one: many short runs, as a discard leaves them."""
 
     num_rows = 1
@@ -91,10 +91,12 @@ class ScatteredRows:
         """Rows there are."""
         return len(self.rows)
 
-    def split(self, max_tokens: int) -> "list[ScatteredRows]":
+    def split(self, max_tokens: int) -> "list[ScatteredTokens]":
         """Cut into parts of at most so many."""
         return [
-            ScatteredRows(self.slot_ids[first : first + max_tokens], self.rows[first:][:max_tokens])
+            ScatteredTokens(
+                self.slot_ids[first : first + max_tokens], self.rows[first:][:max_tokens]
+            )
             for first in range(0, self.num_tokens, max_tokens)
         ]
 
@@ -103,7 +105,7 @@ class ScatteredRows:
         return rows
 
 
-class ArenaRows:
+class ArenaKv:
     """See the module docstring; any thread may copy rows that its lease covers."""
 
     def __init__(self, arena: Arena, layout: KVLayout) -> None:
@@ -148,10 +150,10 @@ class ArenaRows:
         return self._scratch[component.dtype].take(num_tokens, *component.shape)
 
     def gather(
-        self, layer_index: int, component_index: int, run: SlotRun | ScatteredRows, out: Tensor
+        self, layer_index: int, component_index: int, run: SlotRun | ScatteredTokens, out: Tensor
     ) -> None:
         """Copy a run's rows to `out`, shaped as by `run.placed`, with any strides."""
-        if isinstance(run, ScatteredRows):
+        if isinstance(run, ScatteredTokens):
             self._gather_scattered(self._views[layer_index][component_index], run, out)
             return
         rows = self._rows(layer_index, component_index, run)
@@ -160,7 +162,7 @@ class ArenaRows:
         else:
             out.copy_(rows.index_select(0, run.indices))
 
-    def _gather_scattered(self, view: Tensor, run: ScatteredRows, out: Tensor) -> None:
+    def _gather_scattered(self, view: Tensor, run: ScatteredTokens, out: Tensor) -> None:
         """Copy rows one by one; as one index where slots are a whole number of rows apart."""
         rows_apart, odd = divmod(view.stride(0), view.stride(1))
         if odd or self.num_slots == 0:

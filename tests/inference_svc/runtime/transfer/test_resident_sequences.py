@@ -1,12 +1,12 @@
-"""Resident slabs: what a session's next turn can build on, and what goes back to the pool."""
+"""Resident sequences: what a session's next turn can build on, and what goes back to the pool."""
 
 import pytest
 import torch
 
 from inference_svc.runtime.kv.kv_pool import KVPool
-from inference_svc.runtime.kv.kv_slab import LayerShape
-from inference_svc.runtime.transfer.resident_slabs import ResidentSlabs
-from inference_svc.runtime.transfer.shift import SlabShifts
+from inference_svc.runtime.kv.sequence_kv import LayerShape
+from inference_svc.runtime.transfer.compaction import Compactor
+from inference_svc.runtime.transfer.resident_sequences import ResidentSequences
 from inference_svc.runtime.worker_thread import WorkerThread
 from shared.types.session_key import SessionKey
 
@@ -44,9 +44,9 @@ def positions(buffer, first_token, end_token):
 @pytest.mark.parametrize(("first_token", "end_token"), [(0, 10), (3, 13), (0, 8), (6, 7)])
 def test_the_next_buffer_begins_with_the_rows_of_the_partial_block(pool, first_token, end_token):
     """Growing that block stores its tokens again; the old buffer may be long gone by then."""
-    residents = ResidentSlabs(pool, BLOCK_TOKENS)
+    residents = ResidentSequences(pool, BLOCK_TOKENS)
     buffer = numbered_buffer(pool, first_token, end_token)
-    residents.put(KEY, pool.new_slab(60), end_token, buffer)
+    residents.put(KEY, pool.new_kv(60), end_token, buffer)
     pool.release(buffer)
     numbered_buffer(pool, 100, 140)  # reuses its memory
     resident = residents.take(KEY)
@@ -60,8 +60,8 @@ def test_the_next_buffer_begins_with_the_rows_of_the_partial_block(pool, first_t
 
 def test_rows_whose_position_free_keys_are_gone_are_not_built_on(pool):
     """Fewer tokens than the tail has are rounded down to a block."""
-    residents = ResidentSlabs(pool, BLOCK_TOKENS)
-    residents.put(KEY, pool.new_slab(60), 14, numbered_buffer(pool, 0, 14))
+    residents = ResidentSequences(pool, BLOCK_TOKENS)
+    residents.put(KEY, pool.new_kv(60), 14, numbered_buffer(pool, 0, 14))
     resident = residents.get(KEY)
     assert [residents.usable_tokens(resident, n) for n in (14, 13, 12, 11, 8, 5, 3)] == [
         *(14, 13, 12),
@@ -72,16 +72,16 @@ def test_rows_whose_position_free_keys_are_gone_are_not_built_on(pool):
 
 def test_without_saving_there_is_no_tail(pool):
     """All rows can be built on."""
-    residents = ResidentSlabs(pool, BLOCK_TOKENS)
-    residents.put(KEY, pool.new_slab(60), 14, None)
+    residents = ResidentSequences(pool, BLOCK_TOKENS)
+    residents.put(KEY, pool.new_kv(60), 14, None)
     assert residents.usable_tokens(residents.get(KEY), 14) == 14
 
 
 def test_a_released_resident_gives_everything_back(pool):
-    """Slab and tail."""
-    residents = ResidentSlabs(pool, BLOCK_TOKENS)
+    """Sequence KV and tail."""
+    residents = ResidentSequences(pool, BLOCK_TOKENS)
     buffer = numbered_buffer(pool, 0, 10)
-    residents.put(KEY, pool.new_slab(60), 10, buffer)
+    residents.put(KEY, pool.new_kv(60), 10, buffer)
     pool.release(buffer)
     residents.release(KEY)
     assert pool.num_free == NUM_ROWS
@@ -91,7 +91,7 @@ def test_a_released_resident_gives_everything_back(pool):
 def shifts(tiny):
     """Of a model, on a thread of their own."""
     thread = WorkerThread("shift")
-    yield SlabShifts(tiny("llama").calibration, thread)
+    yield Compactor(tiny("llama").calibration, thread)
     thread.close()
 
 
@@ -103,13 +103,13 @@ async def test_after_a_discard_the_next_buffer_begins_behind_what_is_left(tiny, 
         device=torch.device("cpu"),
         dtype=torch.float32,
     )
-    residents = ResidentSlabs(pool, BLOCK_TOKENS)
+    residents = ResidentSequences(pool, BLOCK_TOKENS)
     buffer = pool.new_write_buffer(0, 14)
     buffer.end_token = 14
-    residents.put(KEY, pool.new_slab(60), 14, buffer)
+    residents.put(KEY, pool.new_kv(60), 14, buffer)
     pool.release(buffer)
     assert await residents.discard(KEY, [(2, 5), (8, 14)], shifts) == 9
     resident = residents.get(KEY)
-    assert (resident.slab.num_tokens, resident.tail_from, resident.tail) == (9, 9, None)
+    assert (resident.kv.num_tokens, resident.tail_from, resident.tail) == (9, 9, None)
     assert residents.next_buffer(resident, 9, 60).first_token == 9
     residents.release(KEY)

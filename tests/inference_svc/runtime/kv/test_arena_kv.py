@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from inference_svc.runtime.kv.arena_rows import ArenaRows, SlotRun
+from inference_svc.runtime.kv.arena_kv import ArenaKv, SlotRun
 from shared.kvd_client.arena_map import ArenaMap
 from shared.types.kv_layout import Component, KVLayout, Layer
 
@@ -63,7 +63,7 @@ def test_views_lie_where_the_layout_says(dtype):
     """What is written through a view is found at the component's offset of that slot."""
     layout = mixed_layout(dtype)
     arena = make_arena_map(layout)
-    rows = ArenaRows(arena, layout)
+    rows = ArenaKv(arena, layout)
     for number, (layer_index, component_index) in enumerate(components_of(layout)):
         view = rows.view(layer_index, component_index)
         view.copy_(torch.arange(view.numel()).remainder(97).view(view.shape) + number)
@@ -81,7 +81,7 @@ def test_components_of_other_dtypes_share_an_arena():
         "test", (layer(("k", (2, 3), "float32"), ("v", (2, 3), "bfloat16")),), block_tokens=5
     )
     arena = make_arena_map(layout)
-    rows = ArenaRows(arena, layout)
+    rows = ArenaKv(arena, layout)
     rows.view(0, 0).fill_(1.5)
     rows.view(0, 1).fill_(2.5)
     assert (by_offsets(arena, layout, 5, 0, 0) == 1.5).all()
@@ -96,7 +96,7 @@ def test_scatter_changes_the_rows_of_the_run_alone(slot_ids, start, num_rows):
     """After scatter exactly the named rows of the named slots differ; gather reads them back."""
     layout = mixed_layout("float32")
     arena = make_arena_map(layout)
-    rows = ArenaRows(arena, layout)
+    rows = ArenaKv(arena, layout)
     torch.frombuffer(arena.memory, dtype=torch.float32).normal_()
     before = torch.frombuffer(bytearray(arena.memory), dtype=torch.float32).clone()
     run = SlotRun(slot_ids, start, num_rows)
@@ -129,7 +129,7 @@ def test_runs_split_between_slots():
 def test_slots_outside_the_arena_are_refused():
     """A slot id that kvd never had cannot reach other memory."""
     layout = mixed_layout("float32")
-    rows = ArenaRows(make_arena_map(layout), layout)
+    rows = ArenaKv(make_arena_map(layout), layout)
     for slot_ids in ([0, NUM_SLOTS], [0, -1], [NUM_SLOTS - 1, NUM_SLOTS], [-1], [-1, 0]):
         out = torch.zeros(len(slot_ids), 5, 2, 4)
         with pytest.raises((IndexError, RuntimeError)):
@@ -144,18 +144,18 @@ def test_slots_smaller_than_blocks_are_refused():
     arena = make_arena_map(layout)
     arena.slot_bytes -= 4096
     with pytest.raises(ValueError, match="slots of"):
-        ArenaRows(arena, layout)
+        ArenaKv(arena, layout)
 
 
 def test_rows_stay_readable_after_the_arena_is_closed():
     """The mapping lives as long as somebody views it, though the arena hands out no more."""
     layout = mixed_layout("float32")
     arena = make_arena_map(layout)
-    rows = ArenaRows(arena, layout)
+    rows = ArenaKv(arena, layout)
     rows.view(2, 0).fill_(4.0)
     arena.close()
     with pytest.raises(ValueError, match="closed"):
-        ArenaRows(arena, layout)
+        ArenaKv(arena, layout)
     del arena
     gc.collect()
     assert (rows.view(2, 0) == 4.0).all()

@@ -1,4 +1,4 @@
-"""KVSlab and WriteBuffer: the working KV of one running sequence, and what is to be stored of it.
+"""SequenceKv and WriteBuffer: the KV of one running sequence, and what is to be stored of it.
 
 A sequence's KV is what attention reads: contiguous per layer and head, since decode reads one
 head's tokens after another, twice as fast from memory as tokens of all heads interleaved. A write
@@ -14,7 +14,7 @@ Invariants:
 2. token slots [0, end_token - first_token) of a write buffer are the same tokens' keys before RoPE,
    and values;
 3. slots beyond are garbage: a failed step or load leaves both as they were;
-4. `RowHold` calls `give_back` exactly once, by whoever lets go last: the owner or a holder;
+4. `MemoryHold` calls `give_back` exactly once, by whoever lets go last: the owner or a holder;
 5. nobody takes hold of memory that was released, even while others still hold it.
 """
 
@@ -34,7 +34,7 @@ def _leave_to_garbage_collection() -> None:
     """Memory of its own goes with the last tensor that views it."""
 
 
-class RowHold:
+class MemoryHold:
     """Whether lent memory may be reused: not while its owner or a copy still needs it.
 
     Every method may be called from any thread.
@@ -89,7 +89,7 @@ class LayerShape(NamedTuple):
     value: tuple[int, int]
 
 
-class LayerRows:
+class LayerTensors:
     """One tensor per layer; layers of equal shape lie in one stack, to be cut at once."""
 
     def __init__(self, stacks: Sequence[tuple[Tensor, Sequence[int]]], token_dim: int) -> None:
@@ -127,7 +127,7 @@ class LayerRows:
 
 
 @dataclass(eq=False)
-class KVSlab:
+class SequenceKv:
     """See the module docstring.
 
     Attributes:
@@ -139,12 +139,12 @@ class KVSlab:
         memory: the rows' hold, which the pool that lent them releases.
     """
 
-    keys: LayerRows
-    values: LayerRows
+    keys: LayerTensors
+    values: LayerTensors
     capacity_tokens: int
     num_tokens: int = 0
     gate: LayerGate | None = None
-    memory: RowHold = field(default_factory=RowHold, repr=False)
+    memory: MemoryHold = field(default_factory=MemoryHold, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -177,15 +177,15 @@ class WriteBuffer:
         first_token: position in the sequence of row 0.
         capacity_tokens: rows there are.
         end_token: position after the last row in use.
-        memory: as a slab's.
+        memory: as a sequence's KV's.
     """
 
-    keys: LayerRows
-    values: LayerRows
+    keys: LayerTensors
+    values: LayerTensors
     first_token: int
     capacity_tokens: int
     end_token: int = -1  # becomes first_token
-    memory: RowHold = field(default_factory=RowHold, repr=False)
+    memory: MemoryHold = field(default_factory=MemoryHold, repr=False)
 
     def __post_init__(self) -> None:
         if self.end_token < 0:

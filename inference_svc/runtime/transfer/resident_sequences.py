@@ -1,6 +1,6 @@
-"""Slabs of sessions whose turn is over: the HBM-resident tail. The scheduler decides who stays.
+"""KV of sessions whose turn is over: the HBM-resident tail. The scheduler decides who stays.
 
-A resident keeps, beside its slab, the position-free rows of its last partial block: growing that
+A resident keeps, beside its KV, the position-free rows of its last partial block: growing that
 block means to store these tokens again (D9). After a discard none are needed: what a discard has
 touched never grows, so that the next store begins behind it.
 
@@ -14,81 +14,83 @@ import torch
 
 from inference_svc.core.discards import Range
 from inference_svc.runtime.kv.kv_pool import KVPool
-from inference_svc.runtime.kv.kv_slab import KVSlab, WriteBuffer
-from inference_svc.runtime.transfer.shift import SlabShifts
+from inference_svc.runtime.kv.sequence_kv import SequenceKv, WriteBuffer
+from inference_svc.runtime.transfer.compaction import Compactor
 from shared.types.session_key import SessionKey
 
 
 @dataclass(eq=False)
-class Resident:
+class ResidentSequence:
     """One session's rows.
 
     Attributes:
-        tail_from: the block boundary at or before slab.num_tokens; after a discard blocks are
+        tail_from: the block boundary at or before sequence KV.num_tokens; after a discard blocks
+        are
             counted from there.
-        tail: position-free rows [tail_from, slab.num_tokens); None: there are none, or nothing is
+        tail: position-free rows [tail_from, sequence KV.num_tokens); None: there are none, or
+        nothing is
             saved.
     """
 
-    slab: KVSlab
+    kv: SequenceKv
     tail_from: int
     tail: WriteBuffer | None
 
 
-class ResidentSlabs:
+class ResidentSequences:
     """See the module docstring."""
 
     def __init__(self, pool: KVPool, block_tokens: int) -> None:
         self._pool = pool
         self._block_tokens = block_tokens
-        self._residents: dict[SessionKey, Resident] = {}
+        self._residents: dict[SessionKey, ResidentSequence] = {}
 
     def put(
-        self, key: SessionKey, slab: KVSlab, num_tokens: int, buffer: WriteBuffer | None
+        self, key: SessionKey, kv: SequenceKv, num_tokens: int, buffer: WriteBuffer | None
     ) -> None:
-        """Keep the first rows of a slab, which belongs to us from now on.
+        """Keep the first rows of a sequence's KV, which belongs to us from now on.
 
         `buffer`, of the turn that ends, holds the position-free rows of the last block.
         """
         assert key not in self._residents, f"{key} has a resident already"  # noqa: S101
-        slab.num_tokens, slab.gate = num_tokens, None
+        kv.num_tokens, kv.gate = num_tokens, None
         tail_from, tail = num_tokens, None
         if buffer is not None:
             tail_from = self._boundary(buffer.first_token, num_tokens)
             tail = self._copy_tail(buffer, tail_from, num_tokens - tail_from)
-        self._residents[key] = Resident(slab, tail_from, tail)
+        self._residents[key] = ResidentSequence(kv, tail_from, tail)
 
-    def get(self, key: SessionKey) -> Resident:
+    def get(self, key: SessionKey) -> ResidentSequence:
         """A session's resident, which stays."""
         return self._residents[key]
 
-    def take(self, key: SessionKey) -> Resident:
+    def take(self, key: SessionKey) -> ResidentSequence:
         """A session's resident, which is the caller's from now on."""
         return self._residents.pop(key)
 
     def release(self, key: SessionKey) -> None:
         """Give a resident's memory back."""
         resident = self._residents.pop(key)
-        self._pool.release(resident.slab)
+        self._pool.release(resident.kv)
         self.release_tail(resident)
 
-    def release_tail(self, resident: Resident) -> None:
+    def release_tail(self, resident: ResidentSequence) -> None:
         """Give the memory of a tail back, once its rows are in the next write buffer."""
         if resident.tail is not None:
             self._pool.release(resident.tail)
             resident.tail = None
 
-    async def discard(self, key: SessionKey, kept: Sequence[Range], shifts: SlabShifts) -> int:
+    async def discard(self, key: SessionKey, kept: Sequence[Range], shifts: Compactor) -> int:
         """Drop all rows but the kept runs, and close up; returns how many are left.
 
         Meanwhile nobody uses the resident. With 0 rows, or if it raises, it is owed a `release`.
         """
         resident = self._residents[key]
         self.release_tail(resident)
-        resident.tail_from = await shifts.shift(resident.slab, kept)
+        resident.tail_from = await shifts.shift(resident.kv, kept)
         return resident.tail_from
 
-    def usable_tokens(self, resident: Resident, num_tokens: int) -> int:
+    def usable_tokens(self, resident: ResidentSequence, num_tokens: int) -> int:
         """How many of the first `num_tokens` rows can be built on.
 
         Rows of a block of which we no longer have the position-free rows cannot: its growth could
@@ -98,7 +100,9 @@ class ResidentSlabs:
             return num_tokens
         return max(0, self._boundary(resident.tail_from, num_tokens))
 
-    def next_buffer(self, resident: Resident, num_tokens: int, capacity_tokens: int) -> WriteBuffer:
+    def next_buffer(
+        self, resident: ResidentSequence, num_tokens: int, capacity_tokens: int
+    ) -> WriteBuffer:
         """The write buffer of the session's next turn, which goes on at `num_tokens`."""
         first_token = min(resident.tail_from, num_tokens)
         buffer = self._pool.new_write_buffer(first_token, capacity_tokens - first_token)

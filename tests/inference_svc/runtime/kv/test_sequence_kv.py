@@ -1,11 +1,11 @@
-"""Slabs and write buffers: layers of several shapes, in order; counters and bounds."""
+"""Sequences' KV and write buffers: layers of several shapes, in order; counters and bounds."""
 
 import pytest
 import torch
 
 from inference_svc.runtime.kv.kv_pool import KVPool
-from inference_svc.runtime.kv.kv_slab import LayerShape
 from inference_svc.runtime.kv.layer_gate import LayerGate
+from inference_svc.runtime.kv.sequence_kv import LayerShape
 
 SHAPES = [LayerShape((2, 4), (2, 4)), LayerShape((1, 8), (1, 6)), LayerShape((2, 4), (1, 6))]
 
@@ -17,27 +17,27 @@ def pool():
 
 def test_layers_of_several_shapes_keep_their_order(pool):
     """Cutting all layers at once gives views of each layer's own rows."""
-    slab = pool.new_slab(10)
-    assert [tuple(rows.shape) for rows in slab.keys.cut(3, 5)] == [
+    kv = pool.new_kv(10)
+    assert [tuple(rows.shape) for rows in kv.keys.cut(3, 5)] == [
         (1, 2, 5, 4),
         (1, 1, 5, 8),
         (1, 2, 5, 4),
     ]
-    assert [tuple(rows.shape) for rows in slab.values.cut(0, 2)] == [
+    assert [tuple(rows.shape) for rows in kv.values.cut(0, 2)] == [
         (1, 2, 2, 4),
         (1, 1, 2, 6),
         (1, 1, 2, 6),
     ]
-    for layer_index, rows in enumerate(slab.keys.cut(4, 2)):
+    for layer_index, rows in enumerate(kv.keys.cut(4, 2)):
         rows.fill_(layer_index)
     for layer_index in range(len(SHAPES)):
-        assert (slab.keys[layer_index][:, :, 4:6] == layer_index).all()
+        assert (kv.keys[layer_index][:, :, 4:6] == layer_index).all()
 
 
 def test_rows_of_a_head_are_contiguous(pool):
     """Attention reads one head's rows after another: a head's tokens are one memory run."""
-    slab = pool.new_slab(7)
-    for rows in (*slab.keys.layers, *slab.values.layers):
+    kv = pool.new_kv(7)
+    for rows in (*kv.keys.layers, *kv.values.layers):
         assert rows[0, 0].is_contiguous()
         assert rows.is_contiguous()
 
@@ -65,9 +65,9 @@ def test_a_cut_outside_the_buffer_is_a_mistake(pool, first, count):
 
 
 def test_reset_forgets_rows_and_gate(pool):
-    """A slab whose load failed begins again, waiting for nothing."""
-    slab = pool.new_slab(10)
-    slab.num_tokens, slab.gate = 6, LayerGate(3)
-    assert slab.free_tokens == 4
-    slab.reset()
-    assert (slab.num_tokens, slab.gate, slab.free_tokens) == (0, None, 10)
+    """A sequence's KV whose load failed begins again, waiting for nothing."""
+    kv = pool.new_kv(10)
+    kv.num_tokens, kv.gate = 6, LayerGate(3)
+    assert kv.free_tokens == 4
+    kv.reset()
+    assert (kv.num_tokens, kv.gate, kv.free_tokens) == (0, None, 10)
