@@ -1,8 +1,8 @@
-"""The engine around a scheduler, in memory: slabs whose rows are tokens, copies that end when told.
+"""The engine around a scheduler, in memory: KV whose rows are tokens, copies that end when told.
 
-A slab's row is the token it was computed from, VOID if it came of a load that has failed. Whoever
-computes on a slab must find the rows of exactly its own tokens, and memory in use never exceeds
-what the scheduler was given.
+A sequence's KV's row is the token it was computed from, VOID if it came of a load that has failed.
+Whoever computes on a sequence's KV must find the rows of exactly its own tokens, and memory in use
+never exceeds what the scheduler was given.
 """
 
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ KEYS = tuple(SessionKey(tenant, "0f", str(i)) for tenant in ("a", "b") for i in 
 
 
 @dataclass(eq=False)
-class Slab:
+class SequenceKv:
     """Rows, and whether the scheduler counts more of them than are here."""
 
     capacity: int
@@ -47,10 +47,10 @@ class Job:
 
     request: Request
     admission: Admission | None = None
-    slab: Slab | None = None
+    kv: SequenceKv | None = None
     layers: int | None = None
     fails: bool = False
-    source: Slab | None = None
+    source: SequenceKv | None = None
     writes: list[int] = field(default_factory=list)
     is_writing: bool = False
     is_rigid: bool = False
@@ -89,7 +89,7 @@ class SchedulerWorld:
         self.scheduler = Scheduler(limits, self.rates, NUM_LAYERS, {"b": 2.0})
         self.now_ns = 1
         self.jobs: dict[int, Job] = {}  # every one ever submitted
-        self.residents: dict[SessionKey, Slab] = {}
+        self.residents: dict[SessionKey, SequenceKv] = {}
         self.shifts: dict[SessionKey, tuple[Job | None, tuple[Range, ...]]] = {}  # under way
         self.conversations: dict[SessionKey, list[int]] = {key: [] for key in KEYS}
         self.num_sampled = 0
@@ -99,12 +99,12 @@ class SchedulerWorld:
     def check(self) -> None:
         """The scheduler's invariants, and that its account covers what is in use."""
         self.scheduler.check()
-        slabs = [job.slab.capacity for job in self.jobs.values() if job.slab is not None]
-        slabs += [slab.capacity for slab in self.residents.values()]
-        in_use = sum(slabs) + sum(sum(job.writes) for job in self.jobs.values())
+        kvs = [job.kv.capacity for job in self.jobs.values() if job.kv is not None]
+        kvs += [kv.capacity for kv in self.residents.values()]
+        in_use = sum(kvs) + sum(sum(job.writes) for job in self.jobs.values())
         assert in_use <= self.scheduler.reserved_rows + self.scheduler.resident_rows
         assert self.scheduler.num_resident == len(self.residents)
-        resident_rows = sum(slab.capacity for slab in self.residents.values())
+        resident_rows = sum(kv.capacity for kv in self.residents.values())
         assert self.scheduler.resident_rows == resident_rows
         self.scheduler.feed.check()
         assert sorted(self.scheduler.feed._jobs) == sorted(number for number, _ in self.queue())
@@ -112,7 +112,7 @@ class SchedulerWorld:
     def queue(self) -> list[tuple[int, Rank | None]]:
         """What kvd should know: numbers of jobs that run, then of those that wait with ranks.
 
-        A turn runs from its admission until its slab is given up, unless it waits again.
+        A turn runs from its admission until its KV is given up, unless it waits again.
         """
         running = [
             job.request.number
@@ -182,7 +182,7 @@ class SchedulerWorld:
             job = self.jobs[admission.request.number]
             job.admission = admission
             if admission.in_place:
-                job.slab = self.residents.pop(job.request.key)
+                job.kv = self.residents.pop(job.request.key)
         for request in plan.expired:
             assert request.deadline_ns <= self.now_ns
             self._give_up(self.jobs[request.number])
@@ -207,13 +207,13 @@ class SchedulerWorld:
         assert bool(plan.chunks) == any(r.unused_rows for r in running), "the batch goes on"
 
     def _preempt(self, job: Job) -> None:
-        request, slab = job.request, job.slab
-        assert slab is not None
-        assert slab.rows == request.token_ids[: len(slab.rows)], "a resident's rows are good"
-        assert len(slab.rows) == request.computed_tokens
+        request, kv = job.request, job.kv
+        assert kv is not None
+        assert kv.rows == request.token_ids[: len(kv.rows)], "a resident's rows are good"
+        assert len(kv.rows) == request.computed_tokens
         assert request.key not in self.residents
-        self.residents[request.key] = slab
-        job.slab, job.layers, job.is_writing = None, None, False
+        self.residents[request.key] = kv
+        job.kv, job.layers, job.is_writing = None, None, False
 
     # ------------------------------------------------------------------------------- discards
 
@@ -265,19 +265,19 @@ class SchedulerWorld:
         job.admission = None
         if admission.resident_tokens:
             found = admission.resident_tokens
-            source = job.slab if admission.in_place else self.residents[request.key]
+            source = job.kv if admission.in_place else self.residents[request.key]
             assert source.rows[:found] == request.token_ids[:found]
         found = min(found, len(request.token_ids) - 1)
         if admission.in_place:
             layers = NUM_LAYERS
-            assert job.slab.capacity >= request.capacity_tokens
+            assert job.kv.capacity >= request.capacity_tokens
         else:
-            job.slab = Slab(request.capacity_tokens)
+            job.kv = SequenceKv(request.capacity_tokens)
             if admission.resident_tokens:
                 job.source, layers = source, min(layers, NUM_LAYERS - 1)
         if not found:
             layers = NUM_LAYERS
-        job.slab.rows = request.token_ids[:found]
+        job.kv.rows = request.token_ids[:found]
         job.layers = None if layers == NUM_LAYERS else layers
         job.fails = fails and job.layers is not None and job.source is None
         first_token = max(0, found - write_back)
@@ -285,14 +285,14 @@ class SchedulerWorld:
             job.writes.append(request.capacity_tokens - first_token)
             job.is_writing = True
         if job.fails:
-            job.slab.rows = [VOID] * found
+            job.kv.rows = [VOID] * found
         self.scheduler.announced(
             request, found, first_token, self.now_ns, layers_ready=layers, tier="dram"
         )
 
     def admit_in_vain(self, job: Job) -> None:
         """An admitted job's load cannot be had."""
-        job.admission = job.slab = None
+        job.admission = job.kv = None
         self.scheduler.restart(job.request, self.tick())
 
     def progress(self, job: Job, layers: int) -> None:
@@ -326,17 +326,17 @@ class SchedulerWorld:
             if job.fails:
                 restarted.append(job)
                 continue
-            assert job.slab.rows[:start] == chunk.request.token_ids[:start]
-            del job.slab.rows[start:]
-            job.slab.rows += chunk.request.token_ids[start : start + chunk.num_tokens]
-            assert len(job.slab.rows) <= job.slab.capacity
+            assert job.kv.rows[:start] == chunk.request.token_ids[:start]
+            del job.kv.rows[start:]
+            job.kv.rows += chunk.request.token_ids[start : start + chunk.num_tokens]
+            assert len(job.kv.rows) <= job.kv.capacity
             computed.append(chunk)
             if chunk.sample:
                 self.num_sampled += 1
                 sampled[chunk.request.number] = 1_000_000 + self.num_sampled
         self.scheduler.apply(StepResult(computed, sampled), self.tick())
         for job in restarted:
-            job.slab, job.fails, job.is_writing = None, False, False
+            job.kv, job.fails, job.is_writing = None, False, False
             self.scheduler.restart(job.request, self.now_ns)
         for number in failing:
             self.stop(self.jobs[number], RequestState.FAILED)
@@ -344,14 +344,14 @@ class SchedulerWorld:
 
     def finish(self, job: Job, *, keeps: bool) -> None:
         """A job's answer is complete."""
-        request, slab = job.request, job.slab
+        request, kv = job.request, job.kv
         assert request.num_sampled <= request.max_tokens
         self.scheduler.finish(request, self.tick())
         token_ids = request.token_ids[: request.computed_tokens]
         if keeps and self.scheduler.keep_resident(request, token_ids, self.now_ns):
             assert request.key not in self.residents
-            self.residents[request.key] = slab
-            job.slab = None
+            self.residents[request.key] = kv
+            job.kv = None
         if keeps:
             self.conversations[request.key] = list(request.token_ids)
         self._give_up(job)
@@ -362,15 +362,15 @@ class SchedulerWorld:
         self._give_up(job)
 
     def _give_up(self, job: Job) -> None:
-        """Release the slab of a job that is over, unless it is being copied to."""
+        """Release the sequence's KV of a job that is over, unless it is being copied to."""
         job.is_writing = False
         if job.layers is not None:
             return  # `settle` follows
-        job.admission = job.slab = None
-        self.scheduler.release_slab(job.request)
+        job.admission = job.kv = None
+        self.scheduler.release_kv(job.request)
 
     def settle(self, job: Job, *, moves: bool) -> None:
-        """The copy of a job that is over has ended; a move with or without its old slab."""
+        """The copy of a job that is over has ended; a move with or without its old sequence KV."""
         job.layers = None
         if job.source is not None and moves:
             self._end_move(job)

@@ -1,8 +1,8 @@
-"""Whether and how a request gets its rows: on its session's resident, or on a slab of its own.
+"""Whether and how a request gets its rows: on its session's resident, or on KV of its own.
 
     resident large enough      in place: only a write buffer is needed
-    resident too small         moved to a new slab, if old and new fit together …
-    … or they do not, or it    … on a new slab; a resident of the session is evicted
+    resident too small         moved to a new sequence KV, if old and new fit together …
+    … or they do not, or it    … on a new sequence KV; a resident of the session is evicted
       is of no use, or none
 
 Other residents are evicted for it, never more than it takes, and none if it cannot be had anyway.
@@ -24,20 +24,20 @@ class Terms:
 
     Attributes:
         capacity_tokens: rows it may fill.
-        slab_rows: of a new slab; 0 if it takes the resident's.
+        kv_slots: of a new sequence KV; 0 if it takes the resident's.
         write_rows: of its write buffer, in the worst case.
         resident_tokens: it has from the resident, which must stay for that; 0: it need not.
     """
 
     capacity_tokens: int
-    slab_rows: int
+    kv_slots: int
     write_rows: int
     resident_tokens: int = 0
 
     @property
     def new_rows(self) -> int:
         """Rows that must be free."""
-        return self.slab_rows + self.write_rows
+        return self.kv_slots + self.write_rows
 
 
 class Admissions:
@@ -85,12 +85,12 @@ class Admissions:
         for key in self._residents.victims(missing, self._queue.rank, request.key):
             evicted.append(key)
             self._residents.take(key)
-        in_place = bool(terms.resident_tokens) and not terms.slab_rows
+        in_place = bool(terms.resident_tokens) and not terms.kv_slots
         if in_place:
             self._rows.take_resident(request)
         elif terms.resident_tokens:
             self._residents.begin_move(request)
-        self._rows.reserve(request, terms.slab_rows, terms.write_rows)
+        self._rows.reserve(request, terms.kv_slots, terms.write_rows)
         request.move(RequestState.LOADING)
         request.capacity_tokens = terms.capacity_tokens
         request.admitted_ns = request.admitted_ns or now_ns

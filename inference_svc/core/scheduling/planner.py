@@ -8,7 +8,7 @@
        if that is not enough, requests of lower priority are preempted, if that is.
 
 Preemption costs little: what was computed stays as the session's resident while there is room,
-and is saved besides. Never preempted is a request to whose slab a copy is under way, or whose
+and is saved besides. Never preempted is a request to whose KV a copy is under way, or whose
 rows may yet turn out to be void. Plans are made between steps; what they say is already noted.
 """
 
@@ -146,12 +146,12 @@ class Planner:
                 return None
             victims.append(ready[0])
             candidates.remove(ready[0])
-        rows = sum(map(self._rows.slab_rows, victims))
+        rows = sum(map(self._rows.kv_slots, victims))
         while not self._admissions.fits(head, terms, rows):
             if not candidates:
                 return None
             victims.append(candidates.pop(0))
-            rows += self._rows.slab_rows(victims[-1])
+            rows += self._rows.kv_slots(victims[-1])
         for victim in victims:
             self._preempt(victim, draft)
         return terms
@@ -197,7 +197,7 @@ class Planner:
         self._queue.put_back(request)
 
     def _evict_left_over(self, draft: _Draft) -> None:
-        """Without residents, only what was preempted and waits keeps its slab."""
+        """Without residents, only what was preempted and waits keeps its KV."""
         for key in self._residents.unqueued(self._queue.rank):
             self._residents.take(key)
             draft.evicted.append(key)

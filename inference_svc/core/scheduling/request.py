@@ -66,11 +66,11 @@ class Request:
         deadline_ns: when it fails if it is not finished; None: never.
         lineage: which discards its context comes after; None: not named, for engines without
             discards. Only KV of the same one is of use to it.
-        computed_tokens: how many of token_ids have KV in the request's slab. From a preemption
+        computed_tokens: how many of token_ids have KV in the request's KV. From a preemption
             until the next load is announced: how many its session's resident was left with,
             and are not discarded.
         loaded_tokens: how many were found rather than computed, when it was first admitted.
-        capacity_tokens: rows it may fill, set at each admission; its slab has as many or more.
+        capacity_tokens: rows it may fill, set at each admission; its KV has as many or more.
         num_sampled: tokens of the answer so far.
         num_preemptions: how often it was sent back to the queue with its KV kept.
         num_overflows: how often it was sent there because its window was full.

@@ -1,9 +1,9 @@
-"""Sessions whose slab is kept after their turn: a hit there needs no load (the HBM-resident tail).
+"""Sessions whose KV is kept after their turn: a hit there needs no load (the HBM-resident tail).
 
 Knows which tokens a resident's rows are of, after which discards, and who must go first when room
 is needed. Rows of another lineage than a request's are of no use to it, whatever their tokens.
-While a resident is moved to a larger slab, or its rows are shifted because tokens between them were
-dropped, it stays, is of no use to others, and is no victim.
+While a resident is moved to a larger sequence KV, or its rows are shifted because tokens between
+them were dropped, it stays, is of no use to others, and is no victim.
 
 Invariants (`check`): 1. a session has one resident at most; 2. num_rows is the sum of their
 capacities; 3. only a resident is moved, by one request, or shifted, not both.
@@ -22,7 +22,7 @@ from shared.types.session_key import SessionKey
 
 @dataclass(frozen=True, eq=False)
 class Resident:
-    """A slab that nobody computes on.
+    """A sequence's KV that nobody computes on.
 
     Attributes:
         token_ids: of its first rows.
@@ -48,7 +48,7 @@ class Residents:
     def __init__(self) -> None:
         self.num_rows = 0
         self._residents: dict[SessionKey, Resident] = {}
-        self._movers: dict[SessionKey, int] = {}  # by the request that has the new slab
+        self._movers: dict[SessionKey, int] = {}  # by the request that has the new sequence KV
         self._shifts: dict[SessionKey, bool] = {}  # whether it is still wanted
         self._last_match: tuple[Request | None, Resident | None, int] = (None, None, 0)
 
@@ -161,11 +161,11 @@ class Residents:
         return key in self._movers or key in self._shifts
 
     def is_moved_by(self, request: Request) -> bool:
-        """Whether a request's session has a resident that is being moved to its slab."""
+        """Whether a request's session has a resident that is being moved to its KV."""
         return self._movers.get(request.key) == request.number
 
     def begin_move(self, request: Request) -> None:
-        """The rows of the session's resident are to go to a request's slab."""
+        """The rows of the session's resident are to go to a request's KV."""
         assert request.key in self._residents, f"{request.key} has no resident"
         assert not self.is_busy(request.key), f"the resident of {request.key} is being moved"
         self._movers[request.key] = request.number
@@ -177,7 +177,7 @@ class Residents:
         self.take(request.key)
 
     def cancel_move(self, request: Request) -> None:
-        """The request gives its slab up; its session's resident stays, if it was being moved."""
+        """The request gives its KV up; its session's resident stays, if it was being moved."""
         if self.is_moved_by(request):
             del self._movers[request.key]
 

@@ -1,9 +1,9 @@
 """Who holds which rows of working KV; no row is counted twice, none is lost.
 
-A row holds K and V of one token, all layers. They are held by requests, as slabs and as write
-buffers, and by residents. What happens to them:
+A row holds K and V of one token, all layers. They are held by requests, as sequences' KV and as
+write buffers, and by residents. What happens to them:
 
-    event                 slab                              write buffer
+    event                 sequence KV                       write buffer
     ───────────────────   ───────────────────────────────   ─────────────────────────────────────
     admitted, fresh       + capacity                        + capacity promised, the worst case
     admitted, in place    the resident's become its own     + capacity promised
@@ -14,7 +14,7 @@ buffers, and by residents. What happens to them:
     ended                 stay                              stay
     kept                  become a resident's               stay
     restarted, or         free; a move under way is         a promise is void; others stay
-      release_slab          off, and the resident stays
+      release_kv            off, and the resident stays
     release_write                                           the oldest one's are free
     resident shifted      stay, however few are in use
     resident evicted      the resident's are free
@@ -23,8 +23,8 @@ buffers, and by residents. What happens to them:
 A request that was preempted and admitted again may have several write buffers: the last one is its
 own, the others are being saved. Without saving there are none.
 
-Invariants (`check`): 1. what requests and residents hold fits; 2. only who has a slab is promised
-a write buffer.
+Invariants (`check`): 1. what requests and residents hold fits; 2. only who has a sequence's KV is
+promised a write buffer.
 """
 
 from collections import deque
@@ -38,7 +38,7 @@ class RowBudget:
     """See the module docstring.
 
     Args:
-        num_rows: of slabs, write buffers and residents together.
+        num_rows: of sequences' KV, write buffers and residents together.
         residents: may also be taken directly, when a resident is given up.
 
     Attributes:
@@ -49,7 +49,7 @@ class RowBudget:
         self.reserved_rows = 0
         self._num_rows = num_rows
         self._residents = residents
-        self._slabs: dict[int, int] = {}  # rows, by request number
+        self._kvs: dict[int, int] = {}  # rows, by request number
         self._promises: dict[int, int] = {}  # rows of a write buffer that is not there yet
         self._writes: dict[int, deque[int]] = {}  # rows of each, oldest first
 
@@ -58,30 +58,30 @@ class RowBudget:
         """Rows nobody holds."""
         return self._num_rows - self.reserved_rows - self._residents.num_rows
 
-    def slab_rows(self, request: Request) -> int:
-        """Rows of a request's slab; 0 if it has none."""
-        return self._slabs.get(request.number, 0)
+    def kv_slots(self, request: Request) -> int:
+        """Rows of a request's KV; 0 if it has none."""
+        return self._kvs.get(request.number, 0)
 
-    def reserve(self, request: Request, slab_rows: int, write_rows: int) -> None:
-        """Give a request a slab, unless it has one, and promise a write buffer, if it has rows."""
-        if slab_rows:
-            assert request.number not in self._slabs, f"request {request.number} has a slab"
-            self._slabs[request.number] = slab_rows
+    def reserve(self, request: Request, kv_slots: int, write_rows: int) -> None:
+        """Give a request KV, unless it has some, and promise a write buffer, if it has rows."""
+        if kv_slots:
+            assert request.number not in self._kvs, f"request {request.number} has a sequence's KV"
+            self._kvs[request.number] = kv_slots
         if write_rows:
             assert request.number not in self._promises, f"request {request.number} was promised"
             self._promises[request.number] = write_rows
-        self.reserved_rows += slab_rows + write_rows
+        self.reserved_rows += kv_slots + write_rows
         assert self.free_rows >= 0, "more is reserved than there is"
 
     def take_resident(self, request: Request) -> Resident:
-        """Make the rows of a session's resident its request's slab."""
+        """Make the rows of a session's resident its request's sequence KV."""
         resident = self._residents.take(request.key)
         self.reserve(request, resident.capacity_tokens, 0)
         return resident
 
     def become_resident(self, request: Request, token_ids: Sequence[int], now_ns: int) -> None:
-        """Make the rows of a request's slab its session's resident."""
-        rows = self._slabs.pop(request.number)
+        """Make the rows of a request's KV its session's resident."""
+        rows = self._kvs.pop(request.number)
         self.reserved_rows -= rows
         self._residents.put(Resident(request.key, tuple(token_ids), rows, now_ns, request.lineage))
 
@@ -93,9 +93,9 @@ class RowBudget:
             self.reserved_rows -= promised - write_rows
             self._writes.setdefault(request.number, deque()).append(write_rows)
 
-    def release_slab(self, request: Request) -> None:
-        """Free a request's slab, if it has one, and what it was only promised."""
-        self.reserved_rows -= self._slabs.pop(request.number, 0)
+    def release_kv(self, request: Request) -> None:
+        """Free a request's KV, if it has one, and what it was only promised."""
+        self.reserved_rows -= self._kvs.pop(request.number, 0)
         self.reserved_rows -= self._promises.pop(request.number, 0)
         self._residents.cancel_move(request)
 
@@ -115,10 +115,10 @@ class RowBudget:
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         self._residents.check()
-        slab_rows = sum(self._slabs.values())
+        kv_slots = sum(self._kvs.values())
         write_rows = sum(map(sum, self._writes.values())) + sum(self._promises.values())
-        assert self.reserved_rows == slab_rows + write_rows
+        assert self.reserved_rows == kv_slots + write_rows
         assert self.free_rows >= 0
-        assert all(rows > 0 for rows in self._slabs.values())
-        assert set(self._promises) <= set(self._slabs)
+        assert all(rows > 0 for rows in self._kvs.values())
+        assert set(self._promises) <= set(self._kvs)
         assert all(writes and min(writes) >= 0 for writes in self._writes.values())

@@ -1,7 +1,7 @@
 """Which rows of the working KV's region are taken: contiguous pieces of one numbered space.
 
-Knows offsets and lengths, nothing of memory. Slabs come from the bottom (best fit), write buffers
-from the top: the short-lived ones do not split the room that a long slab will need.
+Knows offsets and lengths, nothing of memory. Sequences' KV come from the bottom (best fit), write
+buffers from the top: the short-lived ones do not split the room that a long sequence KV will need.
 
 Invariants (`check`):
     1. pieces do not overlap, and lie within the space;

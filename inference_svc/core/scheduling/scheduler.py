@@ -1,13 +1,13 @@
 """Which requests are loaded, run, stepped and preempted: iteration-level batching over KV rows.
 
-Owns the order of requests and the account of rows; knows nothing of slabs, text or kvd. The engine
-calls, and no method blocks:
+Owns the order of requests and the account of rows; knows nothing of sequences' KV, text or kvd. The
+engine calls, and no method blocks:
 
     submit ─► schedule ─► plan: admitted ─► announced ─► progressed … ─► schedule ─► plan: chunks
                                                                            ▲           │
                                                          finish ◄── apply ─┴───────────┘
     and owes, for each announcement, release_write (if requests have write buffers), for a request
-    that is over, release_slab, and for one that overflowed, truncated and the end of its resident's
+    that is over, release_kv, and for one that overflowed, truncated and the end of its resident's
     shift. The life of rows: `row_budget.py`.
 
 Invariants (`check`):
@@ -52,7 +52,7 @@ class Scheduler:
 
     Attributes:
         feed: requests that wait, and those that run: from admission until they wait again, or,
-            after their end, until `release_slab`.
+            after their end, until `release_kv`.
         residents: who drops rows of one says so there.
     """
 
@@ -90,17 +90,17 @@ class Scheduler:
 
     @property
     def num_resident(self) -> int:
-        """Sessions whose slab is kept."""
+        """Sessions whose KV is kept."""
         return len(self.residents)
 
     @property
     def resident_rows(self) -> int:
-        """Rows of these slabs."""
+        """Rows of these sequences' KV."""
         return self.residents.num_rows
 
     @property
     def reserved_rows(self) -> int:
-        """Rows of requests: slabs and write buffers."""
+        """Rows of requests: sequences' KV and write buffers."""
         return self._rows.reserved_rows
 
     def waiting(self) -> list[Request]:
@@ -147,7 +147,7 @@ class Scheduler:
         tier: str | None = None,
         enough_layers: int | None = None,
     ) -> None:
-        """Note what an admitted request's slab will hold; it may start as soon as that pays.
+        """Note what an admitted request's sequence KV will hold; it may start as soon as that pays.
 
         Args:
             request: LOADING until now.
@@ -175,13 +175,13 @@ class Scheduler:
     def restart(self, request: Request, now_ns: int) -> None:
         """Send an admitted request back to its place, because its load failed or cannot be had.
 
-        Nothing is kept: its slab has been released. release_write is owed if it was announced.
+        Nothing is kept: its KV has been released. release_write is owed if it was announced.
         """
         request.move(RequestState.WAITING)
         request.computed_tokens = 0
         if not request.is_back:
             request.loaded_tokens = 0
-        self._rows.release_slab(request)
+        self._rows.release_kv(request)
         self._deactivate(request)
         self._queue.put_back(request)
         self._estimates.waits(now_ns)
@@ -194,7 +194,7 @@ class Scheduler:
                 continue
             self._gate.confirm(request)
             request.computed_tokens += chunk.num_tokens
-            assert request.computed_tokens <= request.capacity_tokens, "a slab has overflowed"
+            assert request.computed_tokens <= request.capacity_tokens, "KV has overflowed"
             if chunk.sample:
                 request.append(result.sampled[request.number])
                 request.first_token_ns = request.first_token_ns or now_ns
@@ -210,15 +210,15 @@ class Scheduler:
     # ---------------------------------------------------------------------------------- rows
 
     def keep_resident(self, request: Request, token_ids: Sequence[int], now_ns: int) -> bool:
-        """Let the slab of a request that is over stay as its session's resident, if it may.
+        """Let the KV of a request that is over stay as its session's resident, if it may.
 
         Of its rows, those of `token_ids` count, which are the first of its tokens, all computed.
-        If it may not stay (False), release_slab is owed as ever.
+        If it may not stay (False), release_kv is owed as ever.
         """
-        assert request.is_over, "the slab of a request under way is its own"
+        assert request.is_over, "the sequence's KV of a request under way is its own"
         assert len(token_ids) <= request.computed_tokens, "only what was computed is kept"
         key = request.key
-        if not (self._limits.keeps_residents and token_ids and self._rows.slab_rows(request)):
+        if not (self._limits.keeps_residents and token_ids and self._rows.kv_slots(request)):
             return False
         if key in self.residents or self._active.has_session(key):
             return False
@@ -226,16 +226,16 @@ class Scheduler:
         return True
 
     def evict_surplus(self, most: int) -> list[SessionKey]:
-        """Take out residents beyond a number; their slabs are to be released."""
+        """Take out residents beyond a number; their KV are to be released."""
         return self.residents.take_surplus(most, self._queue.rank)
 
-    def release_slab(self, request: Request) -> None:
-        """Free the slab of a request that is over; nothing if it has none (any more).
+    def release_kv(self, request: Request) -> None:
+        """Free the KV of a request that is over; nothing if it has none (any more).
 
         And the rows of its write buffer, if it was over before it was announced.
         """
-        assert request.is_over, "only an ended request gives its slab up"
-        self._rows.release_slab(request)
+        assert request.is_over, "only an ended request gives its KV up"
+        self._rows.release_kv(request)
         self.feed.left(request.number)
 
     def release_write(self, request: Request) -> None:
@@ -245,7 +245,7 @@ class Scheduler:
         self._rows.release_write(request)
 
     def resident_moved(self, request: Request) -> None:
-        """Free the slab from which rows were moved for a request."""
+        """Free the sequence's KV from which rows were moved for a request."""
         self.residents.end_move(request)
 
     def drop_resident(self, key: SessionKey) -> bool:
@@ -300,4 +300,4 @@ class Scheduler:
         assert len(self._queue) + num_active <= limits.max_waiting + most_admitted
         assert all(request.state is RequestState.WAITING for request in self._queue)
         self._active.check()
-        assert all(r.capacity_tokens <= self._rows.slab_rows(r) for r in self._active)
+        assert all(r.capacity_tokens <= self._rows.kv_slots(r) for r in self._active)

@@ -15,12 +15,12 @@ class SchedulerLimits:
         max_running: requests in a step.
         max_loading: requests that load, or are loaded and wait for the batch.
         max_waiting: requests in the queue, above which a new one is refused.
-        kv_rows: slabs, write buffers and residents together; a row is K and V of a token.
+        kv_rows: sequences' KV, write buffers and residents together; a row is K and V of a token.
         step_tokens: prompt tokens computed in one step, over all requests.
         mixed_step_tokens: the same, while an answer is under way beside them.
         answer_tokens: room for an answer that a request is first admitted with.
         saves: whether requests have write buffers.
-        keeps_residents: whether sessions keep their slab when their turn is over.
+        keeps_residents: whether sessions keep their KV when their turn is over.
     """
 
     max_running: int
@@ -53,8 +53,8 @@ class Admission:
 
     Attributes:
         resident_tokens: its first tokens, of which its session's resident has the rows.
-        in_place: that resident's slab is the request's now. Otherwise its rows are to be moved to
-            a new slab, and `resident_moved` is owed.
+        in_place: that resident's KV is the request's now. Otherwise its rows are to be moved to
+            new KV, and `resident_moved` is owed.
     """
 
     request: Request
@@ -67,12 +67,12 @@ class StepPlan:
     """What to do now, in this order: preempted, overflowed, evicted, admitted, chunks.
 
     Attributes:
-        preempted: their slabs are their sessions' residents now, with `computed_tokens` rows;
+        preempted: their KV are their sessions' residents now, with `computed_tokens` rows;
             they wait again. Their write buffers may be saved, and `release_write` is owed.
         overflowed: as preempted, because their window is full. Until their context is cut they are
             not admitted, and nobody else is whose place is behind theirs: `truncated`, then
             `end_shift` of their resident are owed.
-        evicted: sessions whose resident slab is to be released before memory is given to others.
+        evicted: sessions whose resident KV is to be released before memory is given to others.
         expired: failed because their deadline passed; release is owed.
         wake_ns: when to ask again even if nothing happens; None: not needed.
     """

@@ -126,7 +126,7 @@ class JobMemory:
         elif job.is_final:
             self.num_saving += 1
             self._tasks.create_task(self._end_session(job.key))
-        self.release_slab(job)
+        self.release_kv(job)
 
     def preempt(self, job: EngineJob) -> None:
         """The job waits again: its KV is a resident now, and all of it is saved."""
@@ -164,16 +164,16 @@ class JobMemory:
             job.saves.abandon()
         elif job.write_buffer is not None:  # it was cancelled before its save was opened
             self._pool.release(job.write_buffer)
-        self.release_slab(job)
+        self.release_kv(job)
         if job.discards:
             self.release_resident(job.key)
 
-    def release_slab(self, job: EngineJob) -> None:
+    def release_kv(self, job: EngineJob) -> None:
         """Give the sequence's KV back, if it is still the job's."""
         if job.kv is not None:
             self._pool.release(job.kv)
             job.kv = None
-        self._scheduler.release_slab(job.request)
+        self._scheduler.release_kv(job.request)
         self._changed()
 
     # -------------------------------------------------------------------------------- residents

@@ -26,7 +26,7 @@ def overflowed(scheduler, number=1, **attributes):
 
 
 def test_a_full_window_sends_a_request_back_with_its_rows_protected():
-    """Its slab is its session's resident, which nobody may have meanwhile."""
+    """Its sequence KV is its session's resident, which nobody may have meanwhile."""
     scheduler = make(kv_rows=30)
     full, plan = overflowed(scheduler)
     assert plan.overflowed == (full,)
@@ -60,7 +60,7 @@ def test_it_goes_on_in_place_once_its_context_is_cut_and_its_rows_have_closed_up
 
 
 def test_without_its_rows_it_is_admitted_to_find_them_again():
-    """On a slab of its own, from wherever they are."""
+    """On a sequence's KV of its own, from wherever they are."""
     scheduler = make()
     full, _ = overflowed(scheduler)
     scheduler.truncated(full, OLDEST_HALF)
@@ -123,7 +123,7 @@ def test_a_cancelled_request_leaves_the_queue_while_its_rows_close_up():
     full, _ = overflowed(scheduler)
     scheduler.truncated(full, OLDEST_HALF)
     scheduler.stop(full, RequestState.CANCELLED, 10)
-    scheduler.release_slab(full)
+    scheduler.release_kv(full)
     again = submit(scheduler, 2, session=1)
     assert scheduler.schedule(11).admitted == ()
     assert not scheduler.residents.end_shift(full.key, [])

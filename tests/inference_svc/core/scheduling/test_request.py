@@ -55,7 +55,7 @@ def test_room_for_an_answer_grows_with_it(answer_tokens, num_outputs, wanted):
 
 
 def test_only_a_request_that_wants_more_rows_has_outgrown_them():
-    """A full slab is enough if it is as large as the longest answer needs."""
+    """A full sequence KV is enough if it is as large as the longest answer needs."""
     full = request(prompt_tokens=10, max_tokens=4)
     full.capacity_tokens = full.computed_tokens = 12
     assert full.is_outgrown

@@ -48,27 +48,27 @@ def test_releasing_what_is_not_held_frees_nothing():
     """Whoever gives a request up need not know how far it came."""
     rows, one = RowBudget(100, Residents()), request(1)
     rows.open_write(one, 5)
-    rows.release_slab(one)
+    rows.release_kv(one)
     rows.release_write(one)
     assert rows.free_rows == 100
 
 
-def test_a_promise_is_void_when_the_slab_goes():
+def test_a_promise_is_void_when_the_sequence_kv_goes():
     """Who ended before it was announced has no write buffer; those being saved stay."""
     rows, one = RowBudget(100, Residents()), request(1)
     rows.reserve(one, 10, 30)
     rows.open_write(one, 20)
     rows.reserve(one, 0, 40)
     assert rows.reserved_rows == 70
-    rows.release_slab(one)
+    rows.release_kv(one)
     assert rows.reserved_rows == 20
     rows.check()
 
 
-@pytest.mark.parametrize("slab_rows", [0, 50])
-def test_the_budget_cannot_be_overdrawn(slab_rows):
+@pytest.mark.parametrize("kv_slots", [0, 50])
+def test_the_budget_cannot_be_overdrawn(kv_slots):
     """A bug in the planner ends here, not in memory."""
     rows = RowBudget(100, Residents())
     rows.reserve(request(1), 50, 0)
     with pytest.raises(AssertionError):
-        rows.reserve(request(1 if slab_rows else 2), slab_rows, 51 - slab_rows)
+        rows.reserve(request(1 if kv_slots else 2), kv_slots, 51 - kv_slots)

@@ -13,7 +13,7 @@ def largest_free(space):
 
 
 def test_pieces_come_from_the_shortest_hole_that_is_long_enough():
-    """Best fit keeps long holes for long slabs."""
+    """Best fit keeps long holes for long sequences' KV."""
     space = RowSpace(100)
     offsets = [space.allocate(length) for length in (10, 5, 20, 5, 60)]
     assert offsets == [0, 10, 15, 35, 40]
@@ -26,7 +26,7 @@ def test_pieces_come_from_the_shortest_hole_that_is_long_enough():
 
 
 def test_pieces_from_the_top_end_where_the_space_ends():
-    """Write buffers keep away from slabs."""
+    """Write buffers keep away from sequences' KV."""
     space = RowSpace(100)
     assert space.allocate(10, from_top=True) == 90
     assert space.allocate(10, from_top=True) == 80

@@ -80,7 +80,7 @@ def run(scheduler, number, **attributes):
 
 
 def run_to_the_end(scheduler, number, **attributes):
-    """A turn whose slab stays as a resident."""
+    """A turn whose KV stays as a resident."""
     one = run(scheduler, number, **attributes)
     while len(one.output_ids) < one.max_tokens:
         step(scheduler)
@@ -164,25 +164,25 @@ def test_first_come_first_served_even_if_a_later_one_would_fit():
 
 
 def test_rows_return_only_with_their_release():
-    """A finished request keeps its rows until its slab is given up."""
+    """A finished request keeps its rows until its KV is given up."""
     scheduler = make()
     first = run(scheduler, 1, prompt_tokens=60)
     submit(scheduler, 2, prompt_tokens=60)
     scheduler.finish(first, 4)
     assert admitted(scheduler.schedule(5)) == []
-    scheduler.release_slab(first)
+    scheduler.release_kv(first)
     assert admitted(scheduler.schedule(6)) == [2]
 
 
-@pytest.mark.parametrize("slab_first", [True, False])
-def test_a_save_that_goes_on_after_the_end_keeps_its_rows(slab_first):
-    """Slab and write buffer come back separately, in either order."""
+@pytest.mark.parametrize("kv_first", [True, False])
+def test_a_save_that_goes_on_after_the_end_keeps_its_rows(kv_first):
+    """Sequence KV and write buffer come back separately, in either order."""
     scheduler = make(saves=True)
     one = run(scheduler, 1, prompt_tokens=10, max_tokens=4)
     assert scheduler.reserved_rows == 26
     scheduler.finish(one, 4)
-    releases = [scheduler.release_slab, scheduler.release_write]
-    for release in releases if slab_first else releases[::-1]:
+    releases = [scheduler.release_kv, scheduler.release_write]
+    for release in releases if kv_first else releases[::-1]:
         release(one)
         scheduler.check()
     assert scheduler.reserved_rows == 0
@@ -205,7 +205,7 @@ def test_a_write_buffer_that_is_being_filled_is_not_released():
     with pytest.raises(AssertionError, match="being written"):
         scheduler.release_write(one)
     with pytest.raises(AssertionError, match="only an ended request"):
-        scheduler.release_slab(one)
+        scheduler.release_kv(one)
 
 
 @pytest.mark.parametrize("state", [RequestState.LOADING, RequestState.READY, RequestState.RUNNING])
@@ -221,7 +221,7 @@ def test_a_cancelled_request_keeps_its_rows_until_they_are_released(state):
     assert one.state is state
     scheduler.stop(one, RequestState.CANCELLED, 3)
     assert scheduler.reserved_rows == 26
-    scheduler.release_slab(one)
+    scheduler.release_kv(one)
     if state is not RequestState.LOADING:  # nothing can be written before it is announced
         assert scheduler.reserved_rows == 13
         scheduler.release_write(one)
@@ -241,14 +241,14 @@ def test_a_full_queue_refuses_and_says_when_to_come_back():
 
 
 def test_a_request_that_can_never_fit_is_the_callers_mistake():
-    """Slab and write buffer of one request must fit."""
+    """Sequence KV and write buffer of one request must fit."""
     submit(make(), 1, prompt_tokens=100, max_tokens=1)
     with pytest.raises(AssertionError, match="window"):
         submit(make(saves=True), 1, prompt_tokens=51, max_tokens=1)
 
 
 def test_a_request_waits_for_the_session_s_earlier_one():
-    """One request of a session at a time has a slab."""
+    """One request of a session at a time has a sequence's KV."""
     scheduler = make()
     first = run(scheduler, 1, session="s")
     submit(scheduler, 2, session="s")
@@ -265,7 +265,7 @@ def test_estimates_follow_how_often_places_become_free():
     for second in range(2, 6, 2):
         _, plan = step(scheduler)
         scheduler.finish(plan.chunks[0].request, second * 10**9)
-        scheduler.release_slab(plan.chunks[0].request)
+        scheduler.release_kv(plan.chunks[0].request)
     assert scheduler.retry_after_s() == pytest.approx(2.0, abs=0.1)
     scheduler.schedule(7 * 10**9)
     assert scheduler.feed.interval_s == pytest.approx(2.0, abs=0.1)
@@ -290,7 +290,7 @@ def test_a_deadline_ends_a_request_wherever_it_is(num_plans):
     assert plan.expired == (one,)
     assert one.state is RequestState.FAILED
     assert plan.wake_ns is None
-    scheduler.release_slab(one)
+    scheduler.release_kv(one)
     assert (scheduler.num_waiting, scheduler.reserved_rows) == (0, 0)
 
 
@@ -309,7 +309,7 @@ def next_turn(scheduler, number, before, new_tokens=5, max_tokens=4):
 
 
 def test_a_session_s_next_turn_uses_its_resident_in_place():
-    """A slab with room for the turn becomes its own; no row is reserved anew."""
+    """A sequence's KV with room for the turn becomes its own; no row is reserved anew."""
     scheduler = make()
     before = run_to_the_end(scheduler, 1, prompt_tokens=20, max_tokens=20)
     assert (scheduler.num_resident, scheduler.resident_rows) == (1, 39)
@@ -324,7 +324,7 @@ def test_a_session_s_next_turn_uses_its_resident_in_place():
 
 
 def test_a_resident_that_is_too_small_is_moved():
-    """Old and new slab are counted until the rows are in the new one."""
+    """Old and new sequence KV are counted until the rows are in the new one."""
     scheduler = make()
     before = run_to_the_end(scheduler, 1, prompt_tokens=20)
     turn = next_turn(scheduler, 2, before)
@@ -350,7 +350,7 @@ def test_a_resident_that_does_not_fit_beside_its_successor_is_evicted():
 
 @pytest.mark.parametrize("changed_at", [0, 3])
 def test_a_resident_of_little_of_the_history_is_of_no_use(changed_at):
-    """After a truncation the store has more; the old slab goes."""
+    """After a truncation the store has more; the old sequence KV goes."""
     scheduler = make()
     before = run_to_the_end(scheduler, 1, prompt_tokens=20)
     before.token_ids[changed_at] = 77
@@ -374,7 +374,7 @@ def test_residents_make_room_as_much_as_is_needed_and_only_if_it_helps():
 
 
 def test_a_move_under_way_protects_its_source():
-    """Its rows cannot be had until they are in the new slab."""
+    """Its rows cannot be had until they are in the new sequence KV."""
     scheduler = make()
     before = run_to_the_end(scheduler, 1, prompt_tokens=20)
     turn = next_turn(scheduler, 2, before)
@@ -394,7 +394,7 @@ def test_a_cancelled_move_leaves_the_resident_where_it_was():
     scheduler.stop(turn, RequestState.CANCELLED, 21)
     next_turn(scheduler, 3, before)
     assert scheduler.schedule(22).admitted == ()
-    scheduler.release_slab(turn)
+    scheduler.release_kv(turn)
     (admission,) = scheduler.schedule(23).admitted
     assert admission.resident_tokens == 23
     scheduler.check()
@@ -410,7 +410,7 @@ def test_a_resident_is_dropped_with_its_session():
 
 
 @pytest.mark.parametrize("why_not", ["config", "nothing to keep", "newer turn", "has one"])
-def test_a_slab_does_not_always_stay(why_not):
+def test_a_sequence_kv_does_not_always_stay(why_not):
     """Then its rows are released as ever."""
     scheduler = make(keeps_residents=why_not != "config")
     one = run(scheduler, 1, session="s")
@@ -424,7 +424,7 @@ def test_a_slab_does_not_always_stay(why_not):
     rows = scheduler.reserved_rows
     assert not scheduler.keep_resident(one, token_ids, 8)
     assert scheduler.reserved_rows == rows
-    scheduler.release_slab(one)
+    scheduler.release_kv(one)
     scheduler.check()
 
 
@@ -440,12 +440,12 @@ def test_only_what_was_computed_is_kept():
 
 
 def test_a_cancelled_request_may_leave_a_resident():
-    """What its slab has of the session's history is as good as before."""
+    """What its KV has of the session's history is as good as before."""
     scheduler = make()
     one = run(scheduler, 1, session="s")
     scheduler.stop(one, RequestState.CANCELLED, 5)
     assert scheduler.keep_resident(one, one.token_ids[:5], 6)
-    scheduler.release_slab(one)
+    scheduler.release_kv(one)
     assert scheduler.num_resident == 1
     scheduler.check()
 
@@ -491,7 +491,7 @@ def test_an_answer_outgrows_its_rows_a_few_times_only():
 
 
 def test_an_outgrown_answer_stays_while_its_rows_are_being_moved():
-    """Its slab is being copied to; nothing is computed until that is over."""
+    """Its sequence KV is being copied to; nothing is computed until that is over."""
     scheduler = make(answer_tokens=1)
     before = run_to_the_end(scheduler, 1, prompt_tokens=10)
     turn = next_turn(scheduler, 2, before, new_tokens=1)
@@ -616,8 +616,8 @@ def test_what_may_turn_out_to_be_void_is_not_preempted():
     assert scheduler.schedule(6).preempted == (low,)
 
 
-def test_without_residents_a_preempted_request_still_keeps_its_slab_while_it_waits():
-    """That is working memory; when the request is gone, so is the slab."""
+def test_without_residents_a_preempted_request_still_keeps_its_sequence_kv_while_it_waits():
+    """That is working memory; when the request is gone, so is the sequence's KV."""
     scheduler = make(keeps_residents=False, max_running=1, max_loading=1)
     low = run(scheduler, 1)
     high = submit(scheduler, 2, priority=1)
@@ -639,7 +639,7 @@ def test_a_preempted_request_computes_again_what_was_evicted():
     high = run(scheduler, 2, prompt_tokens=60, priority=1)
     assert low.state is RequestState.WAITING
     scheduler.finish(high, 10)
-    scheduler.release_slab(high)
+    scheduler.release_kv(high)
     while len(low.output_ids) < 3:
         step(scheduler)
     assert low.num_preemptions == 1
