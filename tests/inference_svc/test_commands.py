@@ -329,7 +329,7 @@ def test_sinks_are_those_of_the_model_unless_the_settings_say_how_many(given, sh
     flags = {"overflow.sink_tokens": given} if given != {} else {}
     settings = load_inference_settings(None, flags).settings
     assert str(settings.model_dump(mode="json")["overflow"]["sink_tokens"]) == shown
-    defaults = turn_defaults(settings, ModelTraits("paged", sink_tokens=16))
+    defaults = turn_defaults(settings, ModelTraits("ragged", sink_tokens=16))
     assert defaults.overflow.sink_tokens == kept
     assert defaults.model.sink_tokens == 16
 
@@ -343,7 +343,7 @@ def test_little_goes_at_once_where_what_is_kept_costs_nothing(given, keeps, show
     flags = {"overflow.ratio": given} if given != {} else {}
     settings = load_inference_settings(None, flags).settings
     assert str(settings.model_dump(mode="json")["overflow"]["ratio"]) == shown
-    defaults = turn_defaults(settings, ModelTraits("paged", keeps_truncated=keeps))
+    defaults = turn_defaults(settings, ModelTraits("ragged", keeps_truncated=keeps))
     assert defaults.overflow.ratio == ratio
 
 

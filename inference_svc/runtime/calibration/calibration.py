@@ -161,7 +161,7 @@ def _is_stateful(loaded: LoadedModel) -> bool:
 def _ways(loaded: LoadedModel) -> Iterator[tuple[Mode, str]]:
     """Yield modes and the names of the attention they run with, fastest first."""
     if can_set_attention(loaded.model):
-        yield "paged", capture.ATTENTION_NAME
+        yield "ragged", capture.ATTENTION_NAME
         yield "gather", capture.ATTENTION_NAME
     for attention in stock_attentions(loaded.model):
         yield "masked", attention

@@ -38,7 +38,7 @@ def probe_mode(loaded: LoadedModel, mode: Mode, attention: str) -> Probe:
     Raises:
         UnsupportedModelError: if the mode is none for this model.
     """
-    is_ours = mode in {"paged", "gather"}
+    is_ours = mode in {"ragged", "gather"}
     use_attention(loaded.model, capture.PROBE_ATTENTION_NAME if is_ours else attention)
     if mode == "masked":
         _check_reach(loaded)
@@ -115,7 +115,7 @@ def _check_attention(loaded: LoadedModel, mode: Mode, probe: Probe) -> None:
     name = loaded.architecture
     if not probe.attended:
         raise ModelModeMissingError(f"{name} does not call the attention it is set to", REMEDY)
-    if mode == "paged" and not all(seen.is_cached for seen in probe.attended):
+    if mode == "ragged" and not all(seen.is_cached for seen in probe.attended):
         raise ModelModeMissingError(f"{name} attends to other tensors than it caches", REMEDY)
     if not all(seen.mask.is_understood for seen in probe.attended):
         raise ModelModeMissingError(

@@ -84,7 +84,7 @@ class ModelRunner:
     def _groups(self, chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
         """Divide chunks into those that one forward takes."""
         mode, window = self._calibration.mode, self._loaded.context_window
-        if mode in {"paged", "gather"} or len(chunks) == 1:
+        if mode in {"ragged", "gather"} or len(chunks) == 1:
             yield chunks
             return
         group: list[Chunk] = []
@@ -126,6 +126,6 @@ class ModelRunner:
 
     def _forward(self, chunks: Sequence[Chunk], clock: StepClock | None) -> StepForward:
         """Make what the capture hooks report to."""
-        if self._calibration.mode == "paged":
+        if self._calibration.mode == "ragged":
             return RaggedForward(self._calibration, self._attention, chunks, clock)
         return GatheredForward(self._calibration, chunks, clock)

@@ -16,7 +16,7 @@ from inference_svc.runtime.kv.sequence_kv import LayerShape
 from inference_svc.runtime.positions.rotary import RotaryTable
 from shared.types.kv_layout import KVLayout
 
-Mode = Literal["paged", "gather", "masked", "single"]
+Mode = Literal["ragged", "gather", "masked", "single"]
 Positions = Literal["decoupled", "coupled", "naive"]
 
 
@@ -207,7 +207,7 @@ class Calibration:
     """The whole of it.
 
     Attributes:
-        mode: how attention is computed. "paged": over each sequence's KV where it lies; "gather":
+        mode: how attention is computed. "ragged": over each sequence's KV where it lies; "gather":
             over what the model makes of gathered KV; "masked": by the model's own attention, under
             a mask that keeps the sequences of a batch apart; "single": by the model's own, one
             sequence at a time.

@@ -37,7 +37,7 @@ REPORT = Report(
     command=("inference-svc", "bench", "turns"),
     started_unix_s=1.0,
     elapsed_s=12.0,
-    subject=Subject("4x256", "Llama", True, 4, 7_000_000, "float32", "cpu", 1, "paged", 8192, 32),
+    subject=Subject("4x256", "Llama", True, 4, 7_000_000, "float32", "cpu", 1, "ragged", 8192, 32),
     machine=Machine(
         "a processor", 2, 0.1, 1 << 34, "madvise", "6.1", "", "3.11", "0.1", {"t": "2"}
     ),

@@ -37,7 +37,7 @@ KEY = SessionKey("default", "m", "s")
 HELLO = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="Hello")])
 
 
-DEFAULTS = TurnDefaults(64, OverflowPolicy("sinks", 0.25), "snapkv", 0.75, ModelTraits("paged"))
+DEFAULTS = TurnDefaults(64, OverflowPolicy("sinks", 0.25), "snapkv", 0.75, ModelTraits("ragged"))
 NAN, INFINITE = float("nan"), float("inf")
 
 

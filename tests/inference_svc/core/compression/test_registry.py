@@ -39,7 +39,7 @@ def test_policies_with_scores_need_a_model_that_shows_queries(mode):
     """Refused when it is chosen, with a policy that would do."""
     for name in ("snapkv", "h2o"):
         policy = make_compression(name, 0.5)
-        check_compression(policy, "paged")
+        check_compression(policy, "ragged")
         check_compression(policy, "gather")
         with pytest.raises(InvalidCompressionError, match="use 'sinks_recent' or 'none'"):
             check_compression(policy, mode)

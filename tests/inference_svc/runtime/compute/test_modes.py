@@ -1,4 +1,4 @@
-"""What the modes beyond paged do on their own: gathered rows, masks, one forward per sequence."""
+"""What the modes beyond ragged do on their own: gathered rows, masks, one forward per sequence."""
 
 import pytest
 import torch
