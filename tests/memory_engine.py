@@ -284,7 +284,7 @@ class Engine:
         assert not self.scheduler.reserved_rows
         for key in list(self.loop._memory._residents._residents):
             self.loop.release_resident(key)
-        assert self.pool.num_free == self.pool.num_rows
+        assert self.pool.num_free == self.pool.num_token_slots
         assert not self.scheduler.num_waiting
 
 

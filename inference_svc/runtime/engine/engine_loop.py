@@ -119,7 +119,7 @@ class EngineLoop:
             "reserved_rows": self._scheduler.reserved_rows,
             "resident_rows": self._scheduler.resident_rows,
             "resident_sessions": self._scheduler.num_resident,
-            "pool_rows": self._pool.num_rows,
+            "pool_rows": self._pool.num_token_slots,
             "pool_free_rows": self._pool.num_free,
             "pool_misses": self._pool.num_outside,  # rows found no room in the pool: only slower
             "saves_under_way": self._memory.num_saving,

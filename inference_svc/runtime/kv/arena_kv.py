@@ -1,9 +1,10 @@
-"""ArenaKv: the mapped arena of one layout as tensors, and copies of rows from and to its slots.
+"""ArenaKv: the mapped arena of one layout as tensors, and copies from and to its slots.
 
-One tensor per layer and component spans all slots, so that rows of many slots move in one call
-instead of one per slot.
+A slot holds a block: per layer and component (keys, values) `block_tokens` tokens, [tokens, *shape]
+in the component's dtype, in a layout's order. One tensor per layer and component spans all slots,
+so that tokens of many slots move in one call instead of one per slot.
 
-Owns the views; knows no sequences' KV and no positions.
+Owns the views; knows no sequences and no positions.
 
 Invariant: the views keep the arena mapped (`shared.kvd_client.arena_map`): what they show stays
 readable for as long as they live, though it means something only under a lease.
@@ -36,33 +37,49 @@ class Arena(Protocol):
         """How many there are."""
 
 
-class SlotRun:
-    """The same rows [start, start + num_rows) of some slots, in this order."""
+class Block(Protocol):
+    """The first tokens of a slot, and where they are in a sequence."""
 
-    def __init__(self, slot_ids: Sequence[int], start: int, num_rows: int) -> None:
-        """Store them; `slot_ids` is not empty."""
-        self.slot_ids = slot_ids
-        self.start = start
-        self.num_rows = num_rows
+    @property
+    def slot_id(self) -> int:
+        """Which slot."""
+
+    @property
+    def token_offset(self) -> int:
+        """Position in the sequence of the first token."""
 
     @property
     def num_tokens(self) -> int:
-        """Rows of all slots together."""
-        return len(self.slot_ids) * self.num_rows
+        """Number of tokens."""
+
+
+class SlotRun:
+    """The same tokens [start, start + tokens_per_slot) of some slots, in this order."""
+
+    def __init__(self, slot_ids: Sequence[int], start: int, tokens_per_slot: int) -> None:
+        """Store them; `slot_ids` is not empty."""
+        self.slot_ids = slot_ids
+        self.start = start
+        self.tokens_per_slot = tokens_per_slot
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all slots together."""
+        return len(self.slot_ids) * self.tokens_per_slot
 
     def split(self, max_tokens: int) -> "list[SlotRun]":
         """Cut into runs of at most so many tokens, or of one slot if that has more already."""
-        step = max(1, max_tokens // self.num_rows)
+        step = max(1, max_tokens // self.tokens_per_slot)
         if step >= len(self.slot_ids):
             return [self]
         return [
-            SlotRun(self.slot_ids[begin : begin + step], self.start, self.num_rows)
+            SlotRun(self.slot_ids[begin : begin + step], self.start, self.tokens_per_slot)
             for begin in range(0, len(self.slot_ids), step)
         ]
 
-    def placed(self, rows: Tensor) -> Tensor:
-        """View contiguous rows [n, heads, dim] as `gather` fills them."""
-        return rows.view(len(self.slot_ids), self.num_rows, *rows.shape[1:])
+    def placed(self, tokens: Tensor) -> Tensor:
+        """View contiguous tokens [num_tokens, *shape] as [slots, tokens_per_slot, *shape]."""
+        return tokens.view(len(self.slot_ids), self.tokens_per_slot, *tokens.shape[1:])
 
     @cached_property
     def indices(self) -> Tensor:
@@ -77,36 +94,36 @@ class SlotRun:
 
 
 class ScatteredTokens:
-    """Rows here and there, one by one: many short runs, as a discard leaves them."""
+    """Tokens here and there, one by one: many short runs, as a discard leaves them."""
 
-    num_rows = 1
+    tokens_per_slot = 1
 
-    def __init__(self, slot_ids: Tensor, rows: Tensor) -> None:
-        """Store the slot and the row in it of each, [n] both."""
+    def __init__(self, slot_ids: Tensor, offsets: Tensor) -> None:
+        """Store the slot and the place in it of each, [n] both."""
         self.slot_ids = slot_ids
-        self.rows = rows
+        self.offsets = offsets
 
     @property
     def num_tokens(self) -> int:
-        """Rows there are."""
-        return len(self.rows)
+        """Tokens there are."""
+        return len(self.offsets)
 
     def split(self, max_tokens: int) -> "list[ScatteredTokens]":
         """Cut into parts of at most so many."""
         return [
             ScatteredTokens(
-                self.slot_ids[first : first + max_tokens], self.rows[first:][:max_tokens]
+                *(ids[first : first + max_tokens] for ids in (self.slot_ids, self.offsets))
             )
             for first in range(0, self.num_tokens, max_tokens)
         ]
 
-    def placed(self, rows: Tensor) -> Tensor:
-        """View rows [n, heads, dim] as `gather` fills them."""
-        return rows
+    def placed(self, tokens: Tensor) -> Tensor:
+        """View tokens [num_tokens, *shape] as `gather` fills them: as they are."""
+        return tokens
 
 
 class ArenaKv:
-    """See the module docstring; any thread may copy rows that its lease covers."""
+    """See the module docstring; any thread may copy tokens that its lease covers."""
 
     def __init__(self, arena: Arena, layout: KVLayout) -> None:
         """View the arena; done once per arena, since it takes some microseconds per component.
@@ -145,48 +162,48 @@ class ArenaKv:
         return self._views[layer_index][component_index]
 
     def scratch(self, layer_index: int, component_index: int, num_tokens: int) -> Tensor:
-        """Return this thread's scratch for rows of a component, [num_tokens, *shape]."""
+        """Return this thread's scratch for tokens of a component, [num_tokens, *shape]."""
         component = self.layout.layers[layer_index].components[component_index]
         return self._scratch[component.dtype].take(num_tokens, *component.shape)
 
     def gather(
         self, layer_index: int, component_index: int, run: SlotRun | ScatteredTokens, out: Tensor
     ) -> None:
-        """Copy a run's rows to `out`, shaped as by `run.placed`, with any strides."""
+        """Copy a run's tokens to `out`, shaped as by `run.placed`, of any strides and device."""
         if isinstance(run, ScatteredTokens):
             self._gather_scattered(self._views[layer_index][component_index], run, out)
             return
-        rows = self._rows(layer_index, component_index, run)
+        tokens = self._tokens(layer_index, component_index, run)
         if out.device.type == "cpu":
-            torch.index_select(rows, 0, run.indices, out=out)
+            torch.index_select(tokens, 0, run.indices, out=out)
         else:
-            out.copy_(rows.index_select(0, run.indices))
+            out.copy_(tokens.index_select(0, run.indices))
 
     def _gather_scattered(self, view: Tensor, run: ScatteredTokens, out: Tensor) -> None:
-        """Copy rows one by one; as one index where slots are a whole number of rows apart."""
-        rows_apart, odd = divmod(view.stride(0), view.stride(1))
+        """Copy tokens one by one; by one index if slots are a whole number of tokens apart."""
+        tokens_apart, odd = divmod(view.stride(0), view.stride(1))
         if odd or self.num_slots == 0:
-            out.copy_(view[run.slot_ids, run.rows])
+            out.copy_(view[run.slot_ids, run.offsets])
             return
-        num_rows = (self.num_slots - 1) * rows_apart + view.shape[1]
-        flat = view.as_strided((num_rows, *view.shape[2:]), view.stride()[1:])
-        indices = run.slot_ids * rows_apart + run.rows
+        num_tokens = (self.num_slots - 1) * tokens_apart + view.shape[1]
+        flat = view.as_strided((num_tokens, *view.shape[2:]), view.stride()[1:])
+        indices = run.slot_ids * tokens_apart + run.offsets
         if out.device.type == "cpu":
             torch.index_select(flat, 0, indices, out=out)
         else:
             out.copy_(flat.index_select(0, indices))
 
     def scatter(self, layer_index: int, component_index: int, run: SlotRun, source: Tensor) -> None:
-        """Copy `source`, shaped as `out` of `gather`, to a run's rows; no other byte changes."""
-        rows = self._rows(layer_index, component_index, run)
+        """Copy `source`, shaped as `out` of `gather`, to a run's tokens; no other byte changes."""
+        tokens = self._tokens(layer_index, component_index, run)
         if run.is_consecutive:  # five times as fast for a few slots
-            rows.narrow(0, run.slot_ids[0], len(run.slot_ids)).copy_(source)
+            tokens.narrow(0, run.slot_ids[0], len(run.slot_ids)).copy_(source)
         else:
-            rows.index_copy_(0, run.indices, source.cpu())
+            tokens.index_copy_(0, run.indices, source.cpu())
 
-    def _rows(self, layer_index: int, component_index: int, run: SlotRun) -> Tensor:
-        """View the run's rows of every slot."""
-        return self._views[layer_index][component_index].narrow(1, run.start, run.num_rows)
+    def _tokens(self, layer_index: int, component_index: int, run: SlotRun) -> Tensor:
+        """View the run's tokens of every slot, [num_slots, tokens_per_slot, *shape]."""
+        return self._views[layer_index][component_index].narrow(1, run.start, run.tokens_per_slot)
 
     def _view(self, flat: Tensor, slot_bytes: int, layer_index: int, index: int) -> Tensor:
         layout = self.layout

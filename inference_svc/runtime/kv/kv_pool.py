@@ -33,105 +33,108 @@ from inference_svc.runtime.kv.sequence_kv import (
 from inference_svc.runtime.memory import allocate_region, populate
 from shared.types.units import align_up
 
-ROW_ALIGNMENT = 64  # bytes; a cache line
+SLOT_ALIGNMENT = 64  # bytes; a cache line
 
 
 class KVPool:
-    """See the module docstring; every method may be called from any thread."""
+    """See the module docstring; every method may be called from any thread.
+
+    Attributes:
+        num_token_slots: of the region.
+        token_slot_bytes: what K and V of one token take, all layers, padded.
+        num_outside: how often the region had no room for a piece so far.
+    """
 
     def __init__(
         self,
         shapes: Sequence[LayerShape],
-        num_rows: int,
+        num_token_slots: int,
         *,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        """Reserve address space for `num_rows` rows; memory comes with `prefault` or first use.
+        """Reserve address space; memory comes with `prefault` or first use.
 
         Args:
             shapes: of all layers.
-            num_rows: tokens that sequences' KV and write buffers hold together.
+            num_token_slots: what sequences' KV and write buffers hold together.
             device: of the tensors.
             dtype: of the tensors.
         """
-        self.num_rows = num_rows
+        self.num_token_slots = num_token_slots
         self._keys = [shape.key for shape in shapes]
         self._values = [shape.value for shape in shapes]
         self._device = device
         self._dtype = dtype
         token_items = sum(heads * dim for heads, dim in (*self._keys, *self._values))
-        self.row_bytes = align_up(token_items * dtype.itemsize, ROW_ALIGNMENT)
-        self._row_items = self.row_bytes // dtype.itemsize
-        self._region = allocate_region(num_rows * self._row_items, device, dtype)
+        self.token_slot_bytes = align_up(token_items * dtype.itemsize, SLOT_ALIGNMENT)
+        self._slot_items = self.token_slot_bytes // dtype.itemsize
+        self._region = allocate_region(num_token_slots * self._slot_items, device, dtype)
         self._lock = threading.Lock()
-        self._space = RowSpace(num_rows)
-        self._num_outside = 0
+        self._space = RowSpace(num_token_slots)
+        self.num_outside = 0
         self._is_closed = False
 
     @property
     def num_free(self) -> int:
-        """Rows of the region that nobody has."""
+        """Token slots of the region that nobody has."""
         with self._lock:
             return self._space.num_free
 
-    @property
-    def num_outside(self) -> int:
-        """How often the region had no room for rows so far."""
-        return self._num_outside
-
     def new_kv(self, capacity_tokens: int) -> SequenceKv:
-        """Lend an empty sequence KV; `release` it once its sequence does not need it."""
+        """Lend empty KV; `release` it once its sequence does not need it."""
         flat, memory = self._lend(capacity_tokens, from_top=False)
-        keys, values = self._rows(flat, capacity_tokens, is_head_major=True)
+        keys, values = self._divided(flat, capacity_tokens, is_head_major=True)
         return SequenceKv(keys, values, capacity_tokens, memory=memory)
 
     def new_write_buffer(self, first_token: int, capacity_tokens: int) -> WriteBuffer:
         """Lend an empty write buffer for tokens from `first_token` on; `release` it once stored."""
         flat, memory = self._lend(capacity_tokens, from_top=True)
-        keys, values = self._rows(flat, capacity_tokens, is_head_major=False)
-        return WriteBuffer(keys, values, first_token, capacity_tokens, memory=memory)
+        keys, values = self._divided(flat, capacity_tokens, is_head_major=False)
+        return WriteBuffer(keys, values, capacity_tokens, first_token, memory=memory)
 
-    def release(self, rows: SequenceKv | WriteBuffer) -> None:
-        """Take rows back: now, or when the last who holds them lets go.
+    def release(self, lent: SequenceKv | WriteBuffer) -> None:
+        """Take memory back: now, or when the last who holds it lets go.
 
         Raises:
             AssertionError: the second time.
         """
-        rows.memory.release()
+        lent.memory.release()
 
     def prefault(self) -> int:
         """Fault in the whole region; blocks until done or `close`. Returns the bytes that are."""
         return populate(self._region, lambda: self._is_closed)
 
     def close(self) -> None:
-        """End a `prefault` under way; lent rows stay valid."""
+        """End a `prefault` under way; what is lent stays valid."""
         self._is_closed = True
 
     def check(self) -> None:
-        """Raise AssertionError if the account of lent rows is broken."""
+        """Raise AssertionError if the account of lent slots is broken."""
         with self._lock:
             self._space.check()
 
-    def _lend(self, num_rows: int, *, from_top: bool) -> tuple[Tensor, MemoryHold]:
-        """Return memory of `num_rows` rows, flat, and what releases it."""
-        if num_rows < 1:
-            raise AssertionError(f"{num_rows} rows were asked for")
-        num_items = num_rows * self._row_items
+    def _lend(self, num_tokens: int, *, from_top: bool) -> tuple[Tensor, MemoryHold]:
+        """Return memory of so many token slots, flat, and what releases it."""
+        if num_tokens < 1:
+            raise AssertionError(f"{num_tokens} token slots were asked for")
+        num_items = num_tokens * self._slot_items
         with self._lock:
-            first_row = self._space.allocate(num_rows, from_top=from_top)
-            if first_row is None:
-                self._num_outside += 1
-        if first_row is None:
+            first_slot = self._space.allocate(num_tokens, from_top=from_top)
+            if first_slot is None:
+                self.num_outside += 1
+        if first_slot is None:
             return allocate_region(num_items, self._device, self._dtype), MemoryHold()
 
-        def give_back(first_row: int = first_row) -> None:
+        def give_back(first_slot: int = first_slot) -> None:
             with self._lock:
-                self._space.free(first_row)
+                self._space.free(first_slot)
 
-        return self._region.narrow(0, first_row * self._row_items, num_items), MemoryHold(give_back)
+        return self._region.narrow(0, first_slot * self._slot_items, num_items), MemoryHold(
+            give_back
+        )
 
-    def _rows(
+    def _divided(
         self, flat: Tensor, capacity: int, *, is_head_major: bool
     ) -> tuple[LayerTensors, LayerTensors]:
         """Divide memory between keys and values, and each of them between layers."""

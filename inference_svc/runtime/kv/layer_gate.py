@@ -6,7 +6,7 @@ computes, a save passes it. Owns a counter, an outcome and a condition; knows no
 Invariants:
 1. layers open in order and stay open until the gate fails;
 2. the first of `fail` and `confirm` settles the gate, what comes later changes nothing;
-3. nobody passes a gate that failed, whatever was open before: rows read through it may be garbage.
+3. nobody passes a gate that failed, whatever was open before: KV read through it may be garbage.
 """
 
 import threading
@@ -20,7 +20,7 @@ _NONE_OPEN = -1  # layers open in a gate that failed: less than any layer's inde
 
 
 class StepNotDoneError(Exception):
-    """A step failed whose rows a save was following; they are computed and saved anew."""
+    """A step failed whose KV a save was following; it is computed and saved anew."""
 
 
 class LayerGate:
@@ -81,7 +81,7 @@ class LayerGate:
         self._tell()
 
     def confirm(self) -> None:
-        """Vouch for the rows of all layers: only now may results that used them be believed."""
+        """Vouch for the KV of all layers: only now may results that used them be believed."""
         with self._changed:
             if self._error is not None:
                 return

@@ -41,7 +41,7 @@ class MemoryHold:
     """
 
     def __init__(self, give_back: Callable[[], None] = _leave_to_garbage_collection) -> None:
-        """Store what to call once nobody needs the rows."""
+        """Store what to call once nobody needs the memory."""
         self._give_back = give_back
         self._lock = threading.Lock()
         self._num_holders = 0
@@ -49,14 +49,14 @@ class MemoryHold:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Keep the rows inside the block; it may be left in another thread.
+        """Keep the memory inside the block; it may be left in another thread.
 
         Raises:
-            AssertionError: if they were released before.
+            AssertionError: if it was released before.
         """
         with self._lock:
             if self._is_released:
-                raise AssertionError("released rows are taken hold of")
+                raise AssertionError("released memory is taken hold of")
             self._num_holders += 1
         try:
             yield
@@ -68,14 +68,14 @@ class MemoryHold:
                 self._give_back()
 
     def release(self) -> None:
-        """Let the owner's part go: the rows are given back now or by the last holder.
+        """Let the owner's part go: the memory is given back now or by the last holder.
 
         Raises:
             AssertionError: the second time.
         """
         with self._lock:
             if self._is_released:
-                raise AssertionError("rows are released twice")
+                raise AssertionError("memory is released twice")
             self._is_released = True
             is_last = self._num_holders == 0
         if is_last:
@@ -97,7 +97,7 @@ class LayerTensors:
 
         Args:
             stacks: (tensor [layers, ...], indices of these layers); together all layers.
-            token_dim: the dimension of one layer's tensor that counts tokens.
+            token_dim: the dimension of one layer's tensor that counts token slots.
         """
         self._stacks = stacks
         self._token_dim = token_dim
@@ -108,7 +108,10 @@ class LayerTensors:
         return self.layers[layer_index]
 
     def cut(self, first: int, num_tokens: int) -> Sequence[Tensor]:
-        """View these tokens of every layer; half the cost of cutting them one by one."""
+        """View token slots [first, first + num_tokens) of every layer.
+
+        Half the cost of cutting them one by one.
+        """
         dim = self._token_dim + 1
         return self._spread(
             [stack.narrow(dim, first, num_tokens).unbind(0) for stack, _ in self._stacks]
@@ -127,94 +130,95 @@ class LayerTensors:
 
 
 @dataclass(eq=False)
-class SequenceKv:
-    """See the module docstring.
+class LentKv:
+    """What working KV of either kind is: tensors of every layer in memory that a pool lends.
 
     Attributes:
-        keys: per layer [1, kv_heads, capacity_tokens, head_dim], after RoPE.
-        values: per layer [1, kv_heads, capacity_tokens, value_dim].
-        capacity_tokens: rows there are.
-        num_tokens: rows in use.
-        gate: what a forward has to wait for before it reads a layer's rows; None: for nothing.
-        memory: the rows' hold, which the pool that lent them releases.
+        keys: per layer, see the classes below; in the pool's dtype, on its device.
+        values: as `keys`.
+        capacity_tokens: token slots there are.
+        memory: the hold on the memory beneath, which the pool that lent it releases.
     """
 
     keys: LayerTensors
     values: LayerTensors
     capacity_tokens: int
-    num_tokens: int = 0
-    gate: LayerGate | None = None
-    memory: MemoryHold = field(default_factory=MemoryHold, repr=False)
+    memory: MemoryHold = field(default_factory=MemoryHold, repr=False, kw_only=True)
 
     @property
     def device(self) -> torch.device:
-        """Where the rows are."""
+        """Where the tensors are."""
         return self.keys[0].device
+
+    def hold(self) -> AbstractContextManager[None]:
+        """Keep the memory from being reused inside the block, released or not."""
+        return self.memory.hold()
+
+
+@dataclass(eq=False)
+class SequenceKv(LentKv):
+    """What attention reads: keys and values of one sequence's tokens, by position.
+
+    `keys` are per layer [1, kv_heads, capacity_tokens, head_dim], after RoPE; `values` are
+    [1, kv_heads, capacity_tokens, value_dim].
+
+    Attributes:
+        num_tokens: token slots in use.
+        gate: what a forward has to wait for before it reads a layer; None: for nothing.
+    """
+
+    num_tokens: int = 0
+    gate: LayerGate | None = None
 
     @property
     def free_tokens(self) -> int:
-        """Rows that can still be appended."""
+        """Tokens that can still be appended."""
         return self.capacity_tokens - self.num_tokens
 
-    def hold(self) -> AbstractContextManager[None]:
-        """Keep the rows from being reused inside the block, released or not."""
-        return self.memory.hold()
-
     def reset(self) -> None:
-        """Forget every row and the gate, as after a load that cannot be trusted."""
+        """Forget every token and the gate, as after a load that cannot be trusted."""
         self.num_tokens = 0
         self.gate = None
 
 
 @dataclass(eq=False)
-class WriteBuffer:
-    """See the module docstring.
+class WriteBuffer(LentKv):
+    """What a save reads: keys before RoPE and values of the tokens that are to be stored.
+
+    `keys` are per layer [capacity_tokens, kv_heads, head_dim], of layers without rotary embedding
+    too; `values` are [capacity_tokens, kv_heads, value_dim].
 
     Attributes:
-        keys: per layer [capacity_tokens, kv_heads, head_dim], before RoPE; of layers without
-            rotary embedding too.
-        values: per layer [capacity_tokens, kv_heads, value_dim].
-        first_token: position in the sequence of row 0.
-        capacity_tokens: rows there are.
-        end_token: position after the last row in use.
-        memory: as a sequence's KV's.
+        first_token: position in the sequence of slot 0.
+        end_token: position after the last slot in use.
     """
 
-    keys: LayerTensors
-    values: LayerTensors
     first_token: int
-    capacity_tokens: int
     end_token: int = -1  # becomes first_token
-    memory: MemoryHold = field(default_factory=MemoryHold, repr=False)
 
     def __post_init__(self) -> None:
         if self.end_token < 0:
             self.end_token = self.first_token
 
     @property
-    def device(self) -> torch.device:
-        """Where the rows are."""
-        return self.keys[0].device
-
-    @property
     def free_tokens(self) -> int:
-        """Rows that can still be appended."""
+        """Tokens that can still be appended."""
         return self.first_token + self.capacity_tokens - self.end_token
 
     def cut(self, first_token: int, num_tokens: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """View keys and values of these tokens, by position in the sequence, of every layer.
+        """View tokens by position in the sequence.
+
+        Returns:
+            keys [num_tokens, kv_heads, head_dim] and values [num_tokens, kv_heads, value_dim] of
+            every layer.
 
         Raises:
-            AssertionError: if the buffer has no rows for them.
+            AssertionError: if the buffer has no slots for them.
         """
-        row = first_token - self.first_token
-        if not 0 <= row <= self.capacity_tokens - num_tokens:
+        slot = first_token - self.first_token
+        if not 0 <= slot <= self.capacity_tokens - num_tokens:
             raise AssertionError(
                 f"tokens {first_token}+{num_tokens} cut from a buffer of {self.capacity_tokens} "
-                f"rows from {self.first_token} on"
+                f"tokens from {self.first_token} on"
             )
-        return self.keys.cut(row, num_tokens), self.values.cut(row, num_tokens)
-
-    def hold(self) -> AbstractContextManager[None]:
-        """Keep the rows from being reused inside the block, released or not."""
-        return self.memory.hold()
+        return self.keys.cut(slot, num_tokens), self.values.cut(slot, num_tokens)

@@ -49,7 +49,7 @@ def test_pieces_fill_the_region_and_do_not_overlap(shapes, dtype):
     assert all(holds(rows, number) for number, rows in enumerate(lent))
     assert (pool.num_free, pool.num_outside) == (0, 0)
     region_begin = pool._region.data_ptr()
-    region_end = region_begin + 60 * pool.row_bytes
+    region_end = region_begin + 60 * pool.token_slot_bytes
     for tensor in (tensor for rows in lent for tensor in tensors(rows)):
         end = tensor.data_ptr() + tensor.numel() * tensor.itemsize
         assert region_begin <= tensor.data_ptr() < end <= region_end
@@ -68,7 +68,7 @@ def test_layers_of_a_piece_do_not_overlap(shapes):
 def test_sequence_kvs_begin_at_cache_lines():
     """Whatever a row's size, a sequence's KV of any row begins at a multiple of 64 bytes."""
     pool = make_pool(10, [LayerShape((1, 5), (1, 2))])
-    assert pool.row_bytes == 64
+    assert pool.token_slot_bytes == 64
     begins = [pool.new_kv(1).keys[0].data_ptr() for _ in range(10)]
     assert {begin % 64 for begin in begins} == {pool._region.data_ptr() % 64}
     assert sorted(begins) == list(range(min(begins), min(begins) + 640, 64))
@@ -149,7 +149,7 @@ def test_misuse_is_an_assertion():
         pool.release(kv)
     with pytest.raises(AssertionError, match="taken hold of"), kv.hold():
         pass
-    with pytest.raises(AssertionError, match="0 rows"):
+    with pytest.raises(AssertionError, match="0 token slots"):
         pool.new_kv(0)
     assert pool.num_free == 10
     held = pool.new_kv(4)
@@ -262,18 +262,18 @@ def test_the_account_changes_under_the_lock_only():
 
 def test_prefault_keeps_what_is_written():
     """Faulting pages in changes no byte, and says how much is there."""
-    num_rows = 3 * HUGE_PAGE_BYTES // make_pool(1).row_bytes
+    num_rows = 3 * HUGE_PAGE_BYTES // make_pool(1).token_slot_bytes
     pool = make_pool(num_rows)
     kv = pool.new_kv(num_rows)
     fill(kv, 7.0)
     num_bytes = pool.prefault()
-    assert num_bytes in (0, num_rows * pool.row_bytes)  # 0: a kernel that cannot
+    assert num_bytes in (0, num_rows * pool.token_slot_bytes)  # 0: a kernel that cannot
     assert holds(kv, 7.0)
 
 
 def test_prefault_stops_when_closed():
     """A pool that is closed faults in nothing more; lent rows stay usable."""
-    pool = make_pool(3 * HUGE_PAGE_BYTES // make_pool(1).row_bytes)
+    pool = make_pool(3 * HUGE_PAGE_BYTES // make_pool(1).token_slot_bytes)
     kv = pool.new_kv(10)
     pool.close()
     assert pool.prefault() == 0

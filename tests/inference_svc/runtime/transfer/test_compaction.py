@@ -44,7 +44,7 @@ MODELS = [
 
 
 def computed(model):
-    """A sequence's KV of a sequence's rows after RoPE, and a buffer of those before it."""
+    """The KV of a sequence after RoPE, and a buffer of those before it."""
     kv, buffer = model.new_kv(NUM_TOKENS + 30), model.new_buffer(NUM_TOKENS)
     model.runner.step([Chunk(kv, TOKENS, False, buffer)])
     return kv, buffer
