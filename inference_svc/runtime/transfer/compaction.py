@@ -29,26 +29,26 @@ from inference_svc.runtime.positions.rotary import RotaryTable
 from inference_svc.runtime.worker_thread import WorkerThread
 
 PIECE_ITEMS = 1 << 18  # elements moved at once: 1 MiB in float32
-MOST_GAP = 64  # rows dropped in a row that are taken along: they cost less than a piece more
+MOST_GAP = 64  # adjacent dropped tokens that are taken along: they cost less than a piece more
 
 
 def can_compact(calibration: Calibration) -> bool:
-    """Whether rows as they are cached can go to other positions."""
+    """Whether tokens as they are cached can go to other positions."""
     if calibration.positions != "decoupled":
         return True
     return all(part.can_move for layer in calibration.layers for part in layer.components)
 
 
 class Compactor:
-    """Shifts sequences' KV of one model on a thread of copies, beside the steps of others."""
+    """Compacts sequences of one model on a thread of copies, beside the steps of others."""
 
     def __init__(self, calibration: Calibration, thread: WorkerThread) -> None:
         """Store the parts."""
         self._calibration = calibration
         self._thread = thread
 
-    async def shift(self, kv: SequenceKv, kept: Sequence[Range]) -> int:
-        """See `compact_in_place`; returns how many rows are left: 0 also if none can be moved."""
+    async def compact(self, kv: SequenceKv, kept: Sequence[Range]) -> int:
+        """See `compact_in_place`; returns how many tokens are left: 0 also if none can be moved."""
         if not can_compact(self._calibration):
             return 0
         await self._thread.run(compact_in_place, kv, kept, self._calibration)
@@ -56,7 +56,7 @@ class Compactor:
 
 
 def num_left(kept: Sequence[Range], calibration: Calibration) -> int:
-    """How many rows `compact_in_place` leaves."""
+    """Return how many tokens `compact_in_place` leaves."""
     if calibration.positions == "coupled":
         return kept[0][1] if kept and kept[0][0] == 0 else 0
     return num_in(kept)
@@ -64,13 +64,13 @@ def num_left(kept: Sequence[Range], calibration: Calibration) -> int:
 
 @torch.inference_mode()
 def compact_in_place(kv: SequenceKv, kept: Sequence[Range], calibration: Calibration) -> None:
-    """Move the rows of the kept runs to the front; moves `kv.num_tokens` at the end.
+    """Move the tokens of the kept runs to the front; sets `kv.num_tokens` at the end.
 
-    If it raises, the sequence's KV is not to be used any more.
+    If it raises, the KV is not to be used any more.
 
     Args:
-        kv: nobody else uses it; its rows are those of one sequence from position 0 on.
-        kept: runs of its rows, in order, not touching.
+        kv: nobody else uses it; its tokens are those of one sequence from position 0 on.
+        kept: runs of its tokens, in order, not touching.
         calibration: of the model that computed them; `can_compact`.
     """
     left = num_left(kept, calibration)
@@ -82,7 +82,7 @@ def compact_in_place(kv: SequenceKv, kept: Sequence[Range], calibration: Calibra
 
 
 class Compaction:
-    """One shift of one sequence KV; see the module docstring."""
+    """One sequence being compacted; see the module docstring."""
 
     def __init__(self, kv: SequenceKv, kept: Sequence[Range], calibration: Calibration) -> None:
         """Store the parts."""
@@ -92,27 +92,27 @@ class Compaction:
         self._embeds = calibration.positions == "decoupled"
         self._scratch = ThreadScratch(kv.device, torch.float32)
         self._plain = ThreadScratch(kv.device, kv.keys[0].dtype)
-        self._pieces: dict[int, list[_Piece]] = {}  # by how many rows one has
+        self._pieces: dict[int, list[_Piece]] = {}  # by how many tokens one has
 
     def run(self) -> None:
-        """Move the rows of all layers."""
+        """Move the tokens of all layers."""
         for layer_index, layer in enumerate(self._layers):
             layer_kv = (self._kv.keys[layer_index][0], self._kv.values[layer_index][0])
-            for rows, recipe, (heads, dim) in zip(
+            for component, recipe, (heads, dim) in zip(
                 layer_kv, layer.components, layer.shape, strict=True
             ):
                 mover = recipe.mover if self._embeds else None
                 for piece in self._pieces_of(max(1, PIECE_ITEMS // (heads * dim))):
-                    self._move(rows.transpose(0, 1), piece, mover)
+                    self._move(component.transpose(0, 1), piece, mover)
 
     def _move(
-        self, rows: Tensor, piece: "_Piece", mover: RotaryTable | ScaledRotary | None
+        self, component: Tensor, piece: "_Piece", mover: RotaryTable | ScaledRotary | None
     ) -> None:
-        """Move a piece of `rows`, [capacity, heads, dim]."""
-        old = rows.narrow(0, piece.start, piece.num_rows)
-        new = rows.narrow(0, piece.target, piece.num_left)
+        """Move a piece of keys or values, [capacity, kv_heads, dim]."""
+        old = component.narrow(0, piece.start, piece.num_tokens)
+        new = component.narrow(0, piece.target, piece.num_left)
         if mover is None:
-            moved = self._plain.take(piece.num_left, *rows.shape[1:])
+            moved = self._plain.take(piece.num_left, *component.shape[1:])
             if piece.chosen is None:
                 moved.copy_(old)
             else:
@@ -120,47 +120,43 @@ class Compaction:
             new.copy_(moved)
         elif piece.chosen is None:
             mover.move_into(old, piece.start, piece.target, new)
-        else:  # rows between those that stay are taken along, up to here: one call for all runs
-            whole, chosen = self._halves(piece, rows)
+        else:  # tokens between those that stay are taken along, up to here: one call for all runs
+            both = self._scratch.take(piece.num_tokens + piece.num_left, *component.shape[1:])
+            whole, chosen = both.split_with_sizes((piece.num_tokens, piece.num_left))
             mover.unrotate_into(old, piece.start, whole)
             torch.index_select(whole, 0, piece.chosen, out=chosen)
             mover.rotate_into(chosen, piece.target, new)
 
-    def _halves(self, piece: "_Piece", rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Scratch for a piece as it was and as it will be."""
-        both = self._scratch.take(piece.num_rows + piece.num_left, *rows.shape[1:])
-        return both[: piece.num_rows], both[piece.num_rows :]
-
-    def _pieces_of(self, num_rows: int) -> "list[_Piece]":
-        if num_rows not in self._pieces:
-            self._pieces[num_rows] = list(_pieces(self._kept, num_rows, self._kv.device))
-        return self._pieces[num_rows]
+    def _pieces_of(self, max_tokens: int) -> "list[_Piece]":
+        if max_tokens not in self._pieces:
+            self._pieces[max_tokens] = list(_pieces(self._kept, max_tokens, self._kv.device))
+        return self._pieces[max_tokens]
 
 
 class _Piece(NamedTuple):
-    """Rows that are moved in one go.
+    """Tokens that are moved in one go.
 
     Attributes:
-        start: the first row, which stays.
-        num_rows: from there to the last row that stays.
+        start: the first token, which stays.
+        num_tokens: from there to the last token that stays.
         target: where the first goes.
-        num_left: of them, rows that stay.
-        chosen: which, counted from `start`; None: all.
+        num_left: of them, tokens that stay.
+        chosen: [num_left] which, counted from `start`; None: all.
     """
 
     start: int
-    num_rows: int
+    num_tokens: int
     target: int
     num_left: int
     chosen: Tensor | None
 
 
-def _pieces(kept: Sequence[Range], max_rows: int, device: torch.device) -> Iterator[_Piece]:
-    """Cut the kept runs that move: as many as fit `max_rows` with the gaps between them."""
+def _pieces(kept: Sequence[Range], max_tokens: int, device: torch.device) -> Iterator[_Piece]:
+    """Cut the kept runs that move: as many as fit `max_tokens` with the gaps between them."""
     target = 0
     runs: list[Range] = []
-    for run in _moving(kept, max_rows):
-        if runs and (run[1] - runs[0][0] > max_rows or run[0] - runs[-1][1] > MOST_GAP):
+    for run in _moving(kept, max_tokens):
+        if runs and (run[1] - runs[0][0] > max_tokens or run[0] - runs[-1][1] > MOST_GAP):
             yield _piece(runs, target, device)
             target += num_in(runs)
             runs = []
@@ -172,18 +168,18 @@ def _pieces(kept: Sequence[Range], max_rows: int, device: torch.device) -> Itera
         yield _piece(runs, target, device)
 
 
-def _moving(kept: Sequence[Range], max_rows: int) -> Iterator[Range]:
+def _moving(kept: Sequence[Range], max_tokens: int) -> Iterator[Range]:
     """Cut runs that are longer than a piece."""
     for start, end in kept:
-        for first in range(start, end, max_rows):
-            yield first, min(first + max_rows, end)
+        for first in range(start, end, max_tokens):
+            yield first, min(first + max_tokens, end)
 
 
 def _piece(runs: Sequence[Range], target: int, device: torch.device) -> _Piece:
     start, end = runs[0][0], runs[-1][1]
-    num_rows, num_kept = end - start, num_in(runs)
+    num_tokens, num_kept = end - start, num_in(runs)
     chosen = None
-    if num_kept < num_rows:
-        rows = torch.cat([torch.arange(first - start, last - start) for first, last in runs])
-        chosen = rows.to(device)
-    return _Piece(start, num_rows, target, num_kept, chosen)
+    if num_kept < num_tokens:
+        kept = torch.cat([torch.arange(first - start, last - start) for first, last in runs])
+        chosen = kept.to(device)
+    return _Piece(start, num_tokens, target, num_kept, chosen)

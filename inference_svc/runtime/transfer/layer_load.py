@@ -1,10 +1,14 @@
 """Load: arena slots -> sequence KV, with keys embedded at the positions of this turn.
 
+    arena slots   per layer and component [num_slots, block_tokens, kv_heads, dim], keys before RoPE
+    sequence KV   per layer [1, kv_heads, capacity_tokens, dim], keys after RoPE
+
 Pure copying, layer by layer: it may run on a copy thread while `step` runs other sequences, or
-waits at the sequence KV's gate for the very next layer. A key is read once and written once from
-and to memory: what happens between is done in pieces that fit a core's cache. Source:
-CachedAttention, sections 3.2.1 (layer-wise pre-loading) and 3.4 (positions decoupled from stored
-keys).
+waits at the KV's gate for the very next layer. A key is read once and written once from and to
+memory: what happens between is done in pieces that fit a core's cache.
+
+Source: CachedAttention, sections 3.2.1 (layer-wise pre-loading) and 3.4 (positions decoupled from
+stored keys).
 """
 
 import threading

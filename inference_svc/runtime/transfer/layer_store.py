@@ -1,7 +1,10 @@
 """Store: write buffer -> arena slots, keys as they were before RoPE.
 
-Pure copying: it may follow a forward layer by layer, or run long after the sequence and its KV
-are gone.
+    write buffer  per layer [capacity_tokens, kv_heads, dim]
+    arena slots   per layer and component [num_slots, block_tokens, kv_heads, dim]
+
+Pure copying: it may follow a forward layer by layer, or run long after the sequence and its KV are
+gone.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,10 +1,10 @@
-"""KV of sessions whose turn is over: the HBM-resident tail. The scheduler decides who stays.
+"""Resident sequences: KV of sessions whose turn is over. The scheduler decides who stays.
 
-A resident keeps, beside its KV, the position-free rows of its last partial block: growing that
-block means to store these tokens again (D9). After a discard none are needed: what a discard has
-touched never grows, so that the next store begins behind it.
+A resident sequence keeps, beside its KV, the tokens of its last partial block as they were before
+RoPE: growing that block means to store these tokens again (D9). After a discard none are needed:
+what a discard has touched never grows, so that the next store begins behind it.
 
-Invariant: a session has one resident at most.
+Invariant: a session has one resident sequence at most.
 """
 
 from collections.abc import Sequence
@@ -21,14 +21,13 @@ from shared.types.session_key import SessionKey
 
 @dataclass(eq=False)
 class ResidentSequence:
-    """One session's rows.
+    """One session's KV.
 
     Attributes:
-        tail_from: the block boundary at or before sequence KV.num_tokens; after a discard blocks
-        are
+        kv: its tokens, by position.
+        tail_from: the block boundary at or before `kv.num_tokens`; after a discard blocks are
             counted from there.
-        tail: position-free rows [tail_from, sequence KV.num_tokens); None: there are none, or
-        nothing is
+        tail: tokens [tail_from, kv.num_tokens) before RoPE; None: there are none, or nothing is
             saved.
     """
 
@@ -48,11 +47,16 @@ class ResidentSequences:
     def put(
         self, key: SessionKey, kv: SequenceKv, num_tokens: int, buffer: WriteBuffer | None
     ) -> None:
-        """Keep the first rows of a sequence's KV, which belongs to us from now on.
+        """Keep a session's KV.
 
-        `buffer`, of the turn that ends, holds the position-free rows of the last block.
+        Args:
+            key: of the session.
+            kv: belongs to us from now on.
+            num_tokens: its first tokens, which are kept.
+            buffer: of the turn that ends, with the tokens of the last block before RoPE; None:
+                nothing is saved.
         """
-        assert key not in self._residents, f"{key} has a resident already"  # noqa: S101
+        assert key not in self._residents, f"{key} has a resident sequence already"  # noqa: S101
         kv.num_tokens, kv.gate = num_tokens, None
         tail_from, tail = num_tokens, None
         if buffer is not None:
@@ -61,39 +65,39 @@ class ResidentSequences:
         self._residents[key] = ResidentSequence(kv, tail_from, tail)
 
     def get(self, key: SessionKey) -> ResidentSequence:
-        """A session's resident, which stays."""
+        """Return a session's resident sequence, which stays."""
         return self._residents[key]
 
     def take(self, key: SessionKey) -> ResidentSequence:
-        """A session's resident, which is the caller's from now on."""
+        """Return a session's resident sequence, which is the caller's from now on."""
         return self._residents.pop(key)
 
     def release(self, key: SessionKey) -> None:
-        """Give a resident's memory back."""
+        """Give a resident sequence's memory back."""
         resident = self._residents.pop(key)
         self._pool.release(resident.kv)
         self.release_tail(resident)
 
     def release_tail(self, resident: ResidentSequence) -> None:
-        """Give the memory of a tail back, once its rows are in the next write buffer."""
+        """Give the memory of a tail back, once its tokens are in the next write buffer."""
         if resident.tail is not None:
             self._pool.release(resident.tail)
             resident.tail = None
 
-    async def discard(self, key: SessionKey, kept: Sequence[Range], shifts: Compactor) -> int:
-        """Drop all rows but the kept runs, and close up; returns how many are left.
+    async def discard(self, key: SessionKey, kept: Sequence[Range], compactor: Compactor) -> int:
+        """Drop all tokens but the kept runs, and compact the rest; returns how many are left.
 
-        Meanwhile nobody uses the resident. With 0 rows, or if it raises, it is owed a `release`.
+        Meanwhile nobody uses the sequence. With 0 tokens, or if it raises, a `release` is owed.
         """
         resident = self._residents[key]
         self.release_tail(resident)
-        resident.tail_from = await shifts.shift(resident.kv, kept)
+        resident.tail_from = await compactor.compact(resident.kv, kept)
         return resident.tail_from
 
     def usable_tokens(self, resident: ResidentSequence, num_tokens: int) -> int:
-        """How many of the first `num_tokens` rows can be built on.
+        """Return how many of the first `num_tokens` tokens can be built on.
 
-        Rows of a block of which we no longer have the position-free rows cannot: its growth could
+        Tokens of a block that we no longer have as they were before RoPE cannot: its growth could
         not be stored.
         """
         if num_tokens >= resident.tail_from:
@@ -103,12 +107,12 @@ class ResidentSequences:
     def next_buffer(
         self, resident: ResidentSequence, num_tokens: int, capacity_tokens: int
     ) -> WriteBuffer:
-        """The write buffer of the session's next turn, which goes on at `num_tokens`."""
+        """Lend the write buffer of the session's next turn, which goes on at `num_tokens`."""
         first_token = min(resident.tail_from, num_tokens)
         buffer = self._pool.new_write_buffer(first_token, capacity_tokens - first_token)
         if num_tokens > first_token:
-            assert resident.tail is not None, "a partial block has its rows"  # noqa: S101
-            _copy_rows(resident.tail, buffer, first_token, num_tokens - first_token)
+            assert resident.tail is not None, "a partial block has its tail"  # noqa: S101
+            _copy_tokens(resident.tail, buffer, first_token, num_tokens - first_token)
         buffer.end_token = num_tokens
         return buffer
 
@@ -118,15 +122,17 @@ class ResidentSequences:
         if not num_tokens:
             return None
         tail = self._pool.new_write_buffer(tail_from, num_tokens)
-        _copy_rows(buffer, tail, tail_from, num_tokens)
+        _copy_tokens(buffer, tail, tail_from, num_tokens)
         return tail
 
     def _boundary(self, a_boundary: int, num_tokens: int) -> int:
-        """The last block boundary at or before `num_tokens`, counted from one that is known."""
+        """Return the last block boundary at or before `num_tokens`, given another one."""
         return a_boundary + (num_tokens - a_boundary) // self._block_tokens * self._block_tokens
 
 
-def _copy_rows(source: WriteBuffer, target: WriteBuffer, first_token: int, num_tokens: int) -> None:
+def _copy_tokens(
+    source: WriteBuffer, target: WriteBuffer, first_token: int, num_tokens: int
+) -> None:
     with torch.inference_mode():
         from_keys, from_values = source.cut(first_token, num_tokens)
         to_keys, to_values = target.cut(first_token, num_tokens)

@@ -75,7 +75,7 @@ def in_kv(kv, layer_index):
 
 @pytest.mark.parametrize("ranges", RANGES.values(), ids=RANGES)
 @pytest.mark.parametrize("name", MODELS)
-def test_shifted_rows_are_those_a_load_would_bring(tiny, name, ranges):
+def test_compacted_rows_are_those_a_load_would_bring(tiny, name, ranges):
     """To the last but one bit: what was embedded is taken back first."""
     model = tiny(name)
     kv, buffer = computed(model)
@@ -83,13 +83,13 @@ def test_shifted_rows_are_those_a_load_would_bring(tiny, name, ranges):
     compact_in_place(kv, kept_runs(ranges, NUM_TOKENS), model.calibration)
     assert kv.num_tokens == NUM_TOKENS - num_in(ranges)
     for layer_index, (keys, values) in enumerate(expected):
-        shifted_keys, shifted_values = in_kv(kv, layer_index)
-        torch.testing.assert_close(shifted_keys, keys, rtol=1e-5, atol=3e-6)
-        torch.testing.assert_close(shifted_values, values, rtol=1e-5, atol=3e-6)
+        compacted_keys, compacted_values = in_kv(kv, layer_index)
+        torch.testing.assert_close(compacted_keys, keys, rtol=1e-5, atol=3e-6)
+        torch.testing.assert_close(compacted_values, values, rtol=1e-5, atol=3e-6)
 
 
 @pytest.mark.parametrize("piece_rows", [1, 7, 16, 1000])
-def test_a_shift_is_the_same_whatever_its_pieces(tiny, monkeypatch, piece_rows):
+def test_it_is_the_same_whatever_its_pieces(tiny, monkeypatch, piece_rows):
     """A piece never reads what an earlier one has overwritten."""
     model = tiny("llama")
     heads, dim = model.calibration.layers[0].shape.key
@@ -99,9 +99,9 @@ def test_a_shift_is_the_same_whatever_its_pieces(tiny, monkeypatch, piece_rows):
         monkeypatch.setattr(compaction, "PIECE_ITEMS", piece_rows * heads * dim)
         compact_in_place(kv, kept_runs(ranges, NUM_TOKENS), model.calibration)
         for layer_index, (keys, values) in enumerate(expected):
-            shifted_keys, shifted_values = in_kv(kv, layer_index)
-            torch.testing.assert_close(shifted_keys, keys, rtol=1e-5, atol=3e-6)
-            assert torch.equal(shifted_values, values)
+            compacted_keys, compacted_values = in_kv(kv, layer_index)
+            torch.testing.assert_close(compacted_keys, keys, rtol=1e-5, atol=3e-6)
+            assert torch.equal(compacted_values, values)
 
 
 def test_rows_in_bfloat16_are_rounded_once(tiny):
@@ -120,7 +120,7 @@ def test_rows_in_bfloat16_are_rounded_once(tiny):
     torch.testing.assert_close(in_kv(kv, 0)[0], wide.bfloat16(), rtol=0.008, atol=1e-6)
 
 
-def test_the_answer_goes_on_from_shifted_rows_as_from_loaded_ones(tiny):
+def test_the_answer_goes_on_from_compacted_rows_as_from_loaded_ones(tiny):
     """What attends to them attends to the same."""
     model = tiny("llama")
     ranges = RANGES["behind the first four"]
@@ -161,7 +161,7 @@ def test_naive_rows_move_as_they_are(tiny):
     assert torch.equal(in_kv(kv, 1)[0], kept_rows(before, ranges))
 
 
-async def test_what_cannot_be_re_embedded_is_not_shifted(tiny):
+async def test_what_cannot_be_re_embedded_is_not_compacted(tiny):
     """A norm behind RoPE cannot be taken back: no row is left, and the KV is as it was."""
     model = tiny("llama")
     first, *others = model.calibration.layers
@@ -171,10 +171,10 @@ async def test_what_cannot_be_re_embedded_is_not_shifted(tiny):
     assert can_compact(model.calibration)
     assert not can_compact(calibration)
     kv, _ = computed(model)
-    thread = WorkerThread("shift")
+    thread = WorkerThread("compact")
     try:
-        assert await Compactor(calibration, thread).shift(kv, [(0, 5)]) == 0
+        assert await Compactor(calibration, thread).compact(kv, [(0, 5)]) == 0
         assert kv.num_tokens == NUM_TOKENS
-        assert await Compactor(model.calibration, thread).shift(kv, [(7, 12)]) == 5
+        assert await Compactor(model.calibration, thread).compact(kv, [(7, 12)]) == 5
     finally:
         thread.close()

@@ -88,14 +88,14 @@ def test_a_released_resident_gives_everything_back(pool):
 
 
 @pytest.fixture
-def shifts(tiny):
+def compactor(tiny):
     """Of a model, on a thread of their own."""
-    thread = WorkerThread("shift")
+    thread = WorkerThread("compact")
     yield Compactor(tiny("llama").calibration, thread)
     thread.close()
 
 
-async def test_after_a_discard_the_next_buffer_begins_behind_what_is_left(tiny, shifts):
+async def test_after_a_discard_the_next_buffer_begins_behind_what_is_left(tiny, compactor):
     """What a discard has touched never grows: the position-free rows of its end are not needed."""
     pool = KVPool(
         [layer.shape for layer in tiny("llama").calibration.layers],
@@ -108,7 +108,7 @@ async def test_after_a_discard_the_next_buffer_begins_behind_what_is_left(tiny, 
     buffer.end_token = 14
     residents.put(KEY, pool.new_kv(60), 14, buffer)
     pool.release(buffer)
-    assert await residents.discard(KEY, [(2, 5), (8, 14)], shifts) == 9
+    assert await residents.discard(KEY, [(2, 5), (8, 14)], compactor) == 9
     resident = residents.get(KEY)
     assert (resident.kv.num_tokens, resident.tail_from, resident.tail) == (9, 9, None)
     assert residents.next_buffer(resident, 9, 60).first_token == 9

@@ -76,8 +76,8 @@ def test_a_move_holds_both_sequence_kvs(model, pool, part):
     assert pool.num_free == NUM_ROWS - (128 if part == "source" else 64)
 
 
-def test_a_shift_holds_its_sequence_kv(model, pool):
-    """Its rows close up after an overflow, layer by layer."""
+def test_compaction_holds_its_sequence_kv(model, pool):
+    """Its tokens are compacted after an overflow, layer by layer."""
     kv = _computed(model, pool)
     let_go = LetGo(pool, kv)
 
