@@ -18,8 +18,8 @@ from shared.types.errors import ConfigError
 
 AUTO = "auto"  # the best there is for the device
 
-_ALL = AttentionOptions()  # every row is seen
-VisibleRows = list[tuple[Sequence[Tensor], Sequence[Tensor]]]  # keys, values of each part, by layer
+_ALL = AttentionOptions()  # every token is seen
+VisibleKv = list[tuple[Sequence[Tensor], Sequence[Tensor]]]  # keys, values of each part, by layer
 
 
 class TorchAttention:
@@ -31,19 +31,19 @@ class TorchAttention:
 
 
 class TorchStepAttention:
-    """Attention of one step."""
+    """Attention of one step; see the protocol for shapes."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = parts
         self._sizes = [part.num_tokens for part in parts]
         self._is_decode = max(self._sizes) == 1
-        self._visible: dict[tuple[int | None, int | None], VisibleRows] = {}
+        self._visible: dict[tuple[int | None, int | None], VisibleKv] = {}
         self._masks: Masks = {}
 
     def attend(self, query: Tensor, layer_index: int, options: AttentionOptions) -> Tensor:
         """Attend each part to its own KV; see the protocol."""
         if self._is_decode:
-            rows = self._visible_rows(options)
+            rows = self._visible_kv(options)
             if attends_one(query, rows[0][1][layer_index], options):
                 return self._attend_decode(query, layer_index, options, rows)
         attended = [
@@ -51,13 +51,13 @@ class TorchStepAttention:
                 1, 2
             )
             for piece, (keys, values) in zip(
-                query.split_with_sizes(self._sizes, 2), self._visible_rows(_ALL), strict=True
+                query.split_with_sizes(self._sizes, 2), self._visible_kv(_ALL), strict=True
             )
         ]
         return torch.cat(attended, dim=1)  # contiguous, as some models count on
 
     def _attend_decode(
-        self, query: Tensor, layer_index: int, options: AttentionOptions, rows: VisibleRows
+        self, query: Tensor, layer_index: int, options: AttentionOptions, rows: VisibleKv
     ) -> Tensor:
         """Attend when every part is one token."""
         _, num_heads, num_parts, dim = query.shape
@@ -69,15 +69,15 @@ class TorchStepAttention:
         ]
         return torch.cat(attended).view(1, num_parts, num_heads, -1)
 
-    def _visible_rows(self, options: AttentionOptions) -> VisibleRows:
+    def _visible_kv(self, options: AttentionOptions) -> VisibleKv:
         """Return what each part's last token sees; cut once for all layers that see as much."""
         kind = (options.window, options.chunk)
         if kind not in self._visible:
             cuts = []
             for part in self._parts:
                 first = options.first_visible(part.length - 1)
-                num_rows, kv = part.length - first, part.kv
-                cuts.append((kv.keys.cut(first, num_rows), kv.values.cut(first, num_rows)))
+                num_tokens, kv = part.length - first, part.kv
+                cuts.append((kv.keys.cut(first, num_tokens), kv.values.cut(first, num_tokens)))
             self._visible[kind] = cuts
         return self._visible[kind]
 

@@ -60,17 +60,16 @@ class ModelRunner:
 
         Args:
             chunks: of different sequences' KV, with room for them.
-            clock: opened layer by layer, once all chunks' rows of a layer are written; left as it
-                is if the step fails.
+            clock: opened layer by layer, once all chunks' tokens of a layer are written; left as
+                it is if the step fails.
 
         Returns:
-            [wanted logits, vocab] float32 on the CPU: those after the last token of each chunk that
-            wants them, or after each of its tokens (`Chunk.want_all`), chunk by chunk. To be
+            [wanted, vocab] logits, float32 on the CPU: those after the last token of each chunk
+            that wants them, or after each of its tokens (`Chunk.want_all`), chunk by chunk. To be
             believed only once the sequences' gates are confirmed.
 
         Raises:
-            whatever the model or a gate raises; sequences' KV and write buffers are then as they
-            were.
+            whatever the model or a gate raises; KV and write buffers are then as they were.
         """
         check_chunks(chunks)
         groups = list(self._groups(chunks))
@@ -88,17 +87,17 @@ class ModelRunner:
             yield chunks
             return
         group: list[Chunk] = []
-        num_rows = 0
+        num_tokens = 0
         for chunk in chunks:
-            if group and (mode == "single" or num_rows + chunk.end_token > window):
+            if group and (mode == "single" or num_tokens + chunk.end_token > window):
                 yield group
-                group, num_rows = [], 0
+                group, num_tokens = [], 0
             group.append(chunk)
-            num_rows += chunk.end_token
+            num_tokens += chunk.end_token
         yield group
 
     def _run(self, chunks: Sequence[Chunk], clock: StepClock | None) -> Tensor:
-        """Run one forward; returns [wanted logits, vocab], see `step`."""
+        """Run one forward; returns [wanted, vocab] logits, see `step`."""
         mode, device = self._calibration.mode, self._loaded.device
         ends = list(accumulate(len(chunk.token_ids) for chunk in chunks))
         token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]

@@ -31,12 +31,12 @@ from inference_svc.runtime.positions.recipes import AttentionCall, Calibration
 
 
 class StepForward:
-    """What the forwards of all modes share: they write rows."""
+    """What the forwards of all modes share: they write new tokens to working KV."""
 
     def __init__(
         self, calibration: Calibration, chunks: Sequence[Chunk], clock: StepClock | None
     ) -> None:
-        """Cut where new rows go; nothing is written yet."""
+        """Cut where new tokens go; nothing is written yet."""
         self._chunks = chunks
         self._is_scored = any(chunk.scores is not None for chunk in chunks)
         self._layers = calibration.layers
@@ -62,7 +62,16 @@ class StepForward:
         self._calls.append((args, result))
 
     def cached(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the layer's new rows of all sequences, then let others have them."""
+        """Write the layer's new tokens of all sequences, then let others have them.
+
+        Args:
+            layer_index: one more than the last.
+            key: [1, kv_heads, tokens, head_dim], after RoPE, the chunks one after another.
+            value: [1, kv_heads, tokens, value_dim].
+
+        Returns:
+            What the model attends to: `key` and `value` themselves.
+        """
         if layer_index != self._num_cached:
             raise AssertionError(f"layer {layer_index} is cached after {self._num_cached} layers")
         self._num_cached += 1
@@ -101,8 +110,8 @@ class StepForward:
         """Report the attention call that was made to those who keep scores.
 
         Args:
-            queries: per chunk [1, heads, n, dim].
-            keys: per chunk [1, kv_heads, length, dim].
+            queries: per chunk [1, heads, tokens, head_dim].
+            keys: per chunk [1, kv_heads, end_token, head_dim].
             asked: options of the call.
         """
         for chunk, query, key in zip(self._chunks, queries, keys, strict=True):
@@ -132,7 +141,18 @@ class RaggedForward(StepForward):
     def attend(
         self, query: Tensor, _key: Tensor, _value: Tensor, _mask: Any, options: dict[str, Any]
     ) -> Tensor:
-        """Attend each part to its own KV; returns [1, tokens, heads, value_dim]."""
+        """Attend each part to its own KV.
+
+        Args:
+            query: [1, heads, tokens, head_dim], the parts one after another.
+            _key: the new tokens' own, which are in working KV by now.
+            _value: as `_key`.
+            _mask: none.
+            options: of the call.
+
+        Returns:
+            [1, tokens, heads, value_dim]
+        """
         call, asked = self._next_call(options)
         for gate in self._gates:
             gate.wait(call.layer_index)
@@ -157,7 +177,7 @@ class GatheredForward(StepForward):
         self._masks: Masks = {}
 
     def cached(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the layer's new rows; return all rows of all parts, [1, heads, sum_kv, dim]."""
+        """Write as above; return all tokens of all parts, [1, kv_heads, sum_kv, dim] both."""
         super().cached(layer_index, key, value)
         for gate in self._gates:
             gate.wait(layer_index)
@@ -166,11 +186,11 @@ class GatheredForward(StepForward):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, _mask: Any, options: dict[str, Any]
     ) -> Tensor:
-        """Attend each part to what the model made of its rows.
+        """Attend each part to what the model made of its KV.
 
         Args:
-            query: [1, heads, tokens, dim].
-            key: [1, kv_heads, sum_kv, dim].
+            query: [1, heads, tokens, head_dim].
+            key: [1, kv_heads, sum_kv, head_dim].
             value: [1, kv_heads, sum_kv, value_dim].
             _mask: none.
             options: of the call.
@@ -198,6 +218,16 @@ def attend_uneven(
 
     On the CPU the narrower are filled up with zeros: the fast kernel wants equal widths, and what
     torch has for others takes 2 to 15 times as long.
+
+    Args:
+        query: [1, heads, tokens, head_dim].
+        keys: [1, kv_heads, length, head_dim].
+        values: [1, kv_heads, length, value_dim].
+        options: of the call.
+        masks: as `softmax_attention.attend` takes them.
+
+    Returns:
+        [1, heads, tokens, value_dim]
     """
     key_dim, value_dim = query.shape[3], values.shape[3]
     if key_dim == value_dim or query.device.type != "cpu":
@@ -213,19 +243,19 @@ def attend_uneven(
 def block_causal_mask(chunks: Sequence[Chunk], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return [1, 1, tokens, sum_kv], added to scores: each token sees its own part up to itself."""
     num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
-    num_rows = sum(chunk.end_token for chunk in chunks)
-    mask = torch.full((num_tokens, num_rows), torch.finfo(dtype).min, dtype=dtype, device=device)
-    token = row = 0
+    num_keys = sum(chunk.end_token for chunk in chunks)
+    mask = torch.full((num_tokens, num_keys), torch.finfo(dtype).min, dtype=dtype, device=device)
+    token = key = 0
     for chunk in chunks:
         size, length = len(chunk.token_ids), chunk.end_token
         block = causal_block(size, length, dtype, device)
-        mask[token : token + size, row : row + length] = block
-        token, row = token + size, row + length
+        mask[token : token + size, key : key + length] = block
+        token, key = token + size, key + length
     return mask[None, None]
 
 
 def causal_block(size: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return [size, length], added to scores: the last `size` tokens see rows up to themselves.
+    """Return [size, length], added to scores: the last `size` tokens see keys up to themselves.
 
     What is hidden gets the least finite number, as in Transformers' own masks: some models take the
     mask for a table of what to hide.
@@ -236,8 +266,12 @@ def causal_block(size: int, length: int, dtype: torch.dtype, device: torch.devic
 
 
 def _places(chunks: Sequence[Chunk]) -> list[tuple[Tensor, ...]]:
-    """Return per layer where new rows go: keys, values, then those of write buffers."""
-    kvs = [(chunk.kv, chunk.kv.num_tokens, len(chunk.token_ids)) for chunk in chunks]
+    """Return per layer where new tokens go.
+
+    Keys and values of each sequence, [1, kv_heads, tokens, dim], then keys and values of each write
+    buffer that gets some, [tokens, kv_heads, dim].
+    """
+    appended = [(chunk.kv, chunk.kv.num_tokens, len(chunk.token_ids)) for chunk in chunks]
     written = [
         chunk.write_buffer.cut(first, chunk.end_token - first)
         for chunk in chunks
@@ -245,8 +279,8 @@ def _places(chunks: Sequence[Chunk]) -> list[tuple[Tensor, ...]]:
     ]
     return list(
         zip(
-            *[kv.keys.cut(first, num_tokens) for kv, first, num_tokens in kvs],
-            *[kv.values.cut(first, num_tokens) for kv, first, num_tokens in kvs],
+            *[kv.keys.cut(first, num_tokens) for kv, first, num_tokens in appended],
+            *[kv.values.cut(first, num_tokens) for kv, first, num_tokens in appended],
             *[keys for keys, _ in written],
             *[values for _, values in written],
             strict=True,
@@ -255,7 +289,7 @@ def _places(chunks: Sequence[Chunk]) -> list[tuple[Tensor, ...]]:
 
 
 def _joined(cuts: Sequence[Sequence[Tensor]], layer_index: int) -> Tensor:
-    """Return one layer's rows of all parts, one after another."""
+    """Return one layer's tokens of all parts, one after another, [1, kv_heads, sum_kv, dim]."""
     if len(cuts) == 1:
         return cuts[0][layer_index]
     return torch.cat([cut[layer_index] for cut in cuts], dim=2)

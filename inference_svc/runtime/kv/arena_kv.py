@@ -11,8 +11,9 @@ readable for as long as they live, though it means something only under a lease.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -53,14 +54,13 @@ class Block(Protocol):
         """Number of tokens."""
 
 
+@dataclass(frozen=True)
 class SlotRun:
-    """The same tokens [start, start + tokens_per_slot) of some slots, in this order."""
+    """Tokens [start, start + tokens_per_slot) of some slots, at least one, in this order."""
 
-    def __init__(self, slot_ids: Sequence[int], start: int, tokens_per_slot: int) -> None:
-        """Store them; `slot_ids` is not empty."""
-        self.slot_ids = slot_ids
-        self.start = start
-        self.tokens_per_slot = tokens_per_slot
+    slot_ids: Sequence[int]
+    start: int
+    tokens_per_slot: int
 
     @property
     def num_tokens(self) -> int:
@@ -93,15 +93,18 @@ class SlotRun:
         return first >= 0 and list(self.slot_ids) == list(range(first, first + len(self.slot_ids)))
 
 
+@dataclass(frozen=True, eq=False)
 class ScatteredTokens:
-    """Tokens here and there, one by one: many short runs, as a discard leaves them."""
+    """Tokens here and there, one by one: many short runs, as a discard leaves them.
 
-    tokens_per_slot = 1
+    Attributes:
+        slot_ids: [n] the slot of each.
+        offsets: [n] its place in the slot.
+    """
 
-    def __init__(self, slot_ids: Tensor, offsets: Tensor) -> None:
-        """Store the slot and the place in it of each, [n] both."""
-        self.slot_ids = slot_ids
-        self.offsets = offsets
+    slot_ids: Tensor
+    offsets: Tensor
+    tokens_per_slot: ClassVar = 1
 
     @property
     def num_tokens(self) -> int:

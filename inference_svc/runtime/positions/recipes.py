@@ -40,7 +40,7 @@ class KeySource:
     width: int
 
     def before_rope(self, calls: Sequence[tuple[tuple[Any, ...], Any]], cached: Tensor) -> Tensor:
-        """Return rows before RoPE, [tokens, kv_heads, dim].
+        """Return a component before RoPE, [tokens, kv_heads, dim].
 
         Args:
             calls: (arguments, result) of the layer's apply calls.
@@ -54,7 +54,7 @@ class KeySource:
 
 
 class ScaledRotary:
-    """Moves rows, [n, heads, dim], that a norm has scaled after their rotary embedding.
+    """Moves rows, [n, kv_heads, dim], that a norm has scaled after their rotary embedding.
 
     A norm by the root mean square (Hunyuan, nanochat, Llama 4) divides a row by its length, which a
     rotation does not change, and multiplies its elements with weights. So a row divided by the
@@ -126,16 +126,16 @@ class ComponentRecipe:
 
     @property
     def can_move(self) -> bool:
-        """Whether rows as they are cached can be re-embedded at other positions."""
+        """Whether tokens as they are cached can be re-embedded at other positions."""
         return self.post is None or self.post.scale is not None
 
     @property
     def mover(self) -> RotaryTable | ScaledRotary | None:
-        """What re-embeds rows as they are cached, if `can_move`; None: they have no position."""
+        """What re-embeds tokens as they are cached, if `can_move`; None: they have no position."""
         if self.rotary is None or self.post is None:
             return self.rotary
         if self.post.scale is None:
-            raise AssertionError("rows behind a norm that cannot be taken back are moved")
+            raise AssertionError("tokens behind a norm that cannot be taken back are moved")
         return ScaledRotary(self.rotary, self.post.scale)
 
     @property
@@ -146,13 +146,13 @@ class ComponentRecipe:
         return self.rotary.signature + ("" if self.post is None else self.post.signature)
 
     def before_rope(self, calls: Sequence[tuple[tuple[Any, ...], Any]], cached: Tensor) -> Tensor:
-        """Return rows before RoPE, [tokens, kv_heads, dim]; see `KeySource.before_rope`."""
+        """Return the component before RoPE, [tokens, kv_heads, dim]; see `KeySource`."""
         if self.source is None:
             return cached[0].transpose(0, 1)
         return self.source.before_rope(calls, cached)
 
     def embed(self, rows: Tensor, start: int) -> Tensor:
-        """Return rows as they are cached at positions from `start` on, given those before RoPE."""
+        """Return what is cached at positions from `start` on; both [tokens, kv_heads, dim]."""
         if self.rotary is None:
             return rows
         embedded = self.rotary.rotate(rows, start)
@@ -166,7 +166,7 @@ class LayerRecipe:
     """One layer that caches KV.
 
     Attributes:
-        shape: of its rows.
+        shape: of a token.
         key: the first tensor that it caches.
         value: the second.
     """
@@ -186,7 +186,7 @@ class AttentionCall:
     """One attention call of a forward, in order.
 
     Attributes:
-        layer_index: over whose rows.
+        layer_index: over whose KV.
         window: as in `AttentionOptions`.
         chunk: as in `AttentionOptions`.
     """

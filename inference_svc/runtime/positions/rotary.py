@@ -113,13 +113,13 @@ class RotaryTable:
         return rope
 
     def rotate(self, keys: Tensor, start: int) -> Tensor:
-        """Embed `keys` [n, heads, dim], before RoPE, at positions from `start` on."""
+        """Return `keys`, [n, kv_heads, dim] before RoPE, embedded at positions from `start` on."""
         rotated = torch.empty_like(keys)
         self.rotate_into(keys, start, rotated)
         return rotated
 
     def rotate_into(self, keys: Tensor, start: int, out: Tensor) -> None:
-        """Write what `rotate` returns to `out`, [n, heads, dim] of any strides, not over `keys`.
+        """Write what `rotate` returns to `out`, of the same shape and any strides, not over `keys`.
 
         If `out` is of another dtype than the keys: computed in float32 at least, rounded once.
         """
@@ -132,7 +132,10 @@ class RotaryTable:
             self._apply(self._tables_to(end).at(start, end), keys, out)
 
     def turn(self, keys: Tensor, start: int) -> Turn:
-        """Prepare `rotate_into` for whatever `keys` will hold; in this thread only."""
+        """Prepare `rotate_into` for whatever `keys`, [n, kv_heads, dim], will hold.
+
+        For this thread only: what it returns works in this thread's scratch.
+        """
         num_tokens, heads, _ = keys.shape
         tables = self._tables_to(start + num_tokens)
         num_parts = 1 if keys.dtype == self._dtype else 3
@@ -150,7 +153,7 @@ class RotaryTable:
         Computes in float32 at least, and rounds once to the dtype of `out`.
 
         Args:
-            keys: [n, heads, dim], after RoPE, on the table's device.
+            keys: [n, kv_heads, dim], after RoPE, on the table's device.
             start: position of the first.
             out: of the same shape and any strides; may overlap the keys.
         """

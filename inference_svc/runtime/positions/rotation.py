@@ -85,7 +85,12 @@ class ElementTake:
         self._indices = torch.tensor(indices, device=device)
 
     def operands(self, keys: Tensor, table: Tensor) -> list[tuple[Tensor, Tensor, slice]]:
-        """Cut (elements of keys, their factors, where the products belong)."""
+        """Cut (elements of keys, their factors, where the products belong).
+
+        Args:
+            keys: [n, heads, width].
+            table: [n, 1, width].
+        """
         return [(keys[..., run.inputs], table[..., run.outputs], run.outputs) for run in self._runs]
 
     def gathered(self, keys: Tensor) -> Tensor:
