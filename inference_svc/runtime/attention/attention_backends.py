@@ -43,9 +43,9 @@ class TorchStepAttention:
     def attend(self, query: Tensor, layer_index: int, options: AttentionOptions) -> Tensor:
         """Attend each part to its own KV; see the protocol."""
         if self._is_decode:
-            rows = self._visible_kv(options)
-            if attends_one(query, rows[0][1][layer_index], options):
-                return self._attend_decode(query, layer_index, options, rows)
+            visible = self._visible_kv(options)
+            if attends_one(query, visible[0][1][layer_index], options):
+                return self._attend_decode(query, layer_index, options, visible)
         attended = [
             attend(piece, keys[layer_index], values[layer_index], options, self._masks).transpose(
                 1, 2
@@ -57,15 +57,17 @@ class TorchStepAttention:
         return torch.cat(attended, dim=1)  # contiguous, as some models count on
 
     def _attend_decode(
-        self, query: Tensor, layer_index: int, options: AttentionOptions, rows: VisibleKv
+        self, query: Tensor, layer_index: int, options: AttentionOptions, visible: VisibleKv
     ) -> Tensor:
         """Attend when every part is one token."""
         _, num_heads, num_parts, dim = query.shape
-        kv_heads = rows[0][0][layer_index].shape[1]
+        kv_heads = visible[0][0][layer_index].shape[1]
         grouped = query[0].transpose(0, 1).reshape(num_parts, kv_heads, -1, dim)
         attended = [
             attend_one(row, keys[layer_index], values[layer_index], options)
-            for row, (keys, values) in zip(grouped.split_with_sizes(self._sizes), rows, strict=True)
+            for row, (keys, values) in zip(
+                grouped.split_with_sizes(self._sizes), visible, strict=True
+            )
         ]
         return torch.cat(attended).view(1, num_parts, num_heads, -1)
 

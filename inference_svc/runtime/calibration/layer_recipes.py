@@ -1,6 +1,6 @@
 """Recipes of layers: where what a layer caches was seen before RoPE, and the table that embeds it.
 
-Works on what a probe recorded; each recipe is checked against the rows the model made itself.
+Works on what a probe recorded; each recipe is checked against what the model cached itself.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,8 +25,8 @@ from inference_svc.runtime.positions.recipes import (
 )
 from inference_svc.runtime.positions.rotary import RotaryTable
 
-MOVED_TOKENS = 13  # by how many positions the check moves rows
-# Largest relative difference of moved rows to embedded ones: rounding, and the norm's epsilon.
+MOVED_TOKENS = 13  # by how many positions the check moves tokens
+# Largest relative difference of moved keys to embedded ones: rounding, and the norm's epsilon.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
@@ -34,7 +34,7 @@ def layer_recipes(loaded: LoadedModel, probe: Probe) -> tuple[LayerRecipe, ...]:
     """Find every layer's recipe.
 
     Raises:
-        UnsupportedModelError: if rows before RoPE cannot be found or turned into those cached.
+        UnsupportedModelError: if KV before RoPE cannot be found or turned into what is cached.
     """
     tables = RopeTables(loaded, probe.rotary_calls)
     return tuple(_layer_recipe(probe.layers[index], tables) for index in range(len(probe.layers)))
@@ -112,7 +112,7 @@ def _find_source(calls: Sequence[ApplyCall], turned: Tensor) -> KeySource | None
 def _check_recipe(
     loaded: LoadedModel, recipe: ComponentRecipe, free: Tensor, cached: Tensor
 ) -> None:
-    """Refuse a recipe that does not turn the rows before RoPE into those the model cached."""
+    """Refuse a recipe that does not turn KV before RoPE into what the model cached."""
     error = distance(recipe.embed(free, 0), cached[0].transpose(0, 1))
     if not error <= SAME:  # written so that NaN is refused too
         raise ModelModeMissingError(
@@ -128,7 +128,7 @@ def find_scale(rotary: RotaryTable, norm: nn.Module, free: Tensor) -> Tensor | N
     Args:
         rotary: the embedding before the norm.
         norm: takes [..., dim].
-        free: some rows before RoPE, [n, heads, dim], in the model's dtype.
+        free: some keys before RoPE, [n, kv_heads, dim], in the model's dtype.
     """
     scale: Tensor = norm(torch.ones_like(free[0, 0])).float()
     if not (scale.isfinite().all() and scale.abs().min() > 0):

@@ -89,7 +89,7 @@ class SeenAttention:
     """One attention call.
 
     Attributes:
-        layer_index: whose rows it is over; else the layer that was cached last.
+        layer_index: whose KV it is over; else the layer that was cached last.
         is_cached: whether its tensors are the very ones that this layer cached.
         mask: what a query sees.
     """

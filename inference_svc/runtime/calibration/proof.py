@@ -28,7 +28,7 @@ from inference_svc.runtime.transfer.layer_store import store_blocks
 
 @dataclass(frozen=True)
 class _Range:
-    """A block and a span at once: rows of a slot, and the positions they are for."""
+    """A block and a span at once: tokens of a slot, and the positions they are for."""
 
     slot_id: int
     token_offset: int
@@ -65,7 +65,7 @@ def prove(loaded: LoadedModel, calibration: Calibration, reference: StockLogits)
             )
 
 
-_Rows = tuple[int, Tensor]  # position of the first token, logits [tokens, vocab]
+_Logits = tuple[int, Tensor]  # position of the first token, logits [tokens, vocab]
 
 
 class _Paths:
@@ -88,8 +88,8 @@ class _Paths:
         for path, long_end, short_end in (("prefill", 10, 5), ("chunked prefill", stored, 9)):
             ends = {long: long_end, short: short_end}
             yield from self._compared(path, whole, [self._step(ends, {long: buffer})])
-        rows, blocks = self._store(buffer)
-        self._load(again, rows, blocks)
+        arena, blocks = self._store(buffer)
+        self._load(again, arena, blocks)
         decoded = [
             self._step({kv: kv.num_tokens + 1 for kv in (long, again, short)})
             for _ in range(NOT_STORED // 2)
@@ -98,13 +98,13 @@ class _Paths:
         yield from self._compared("prefill after load", whole, [self._step({again: total})])
         if self._counts_distances and reference.truncated is not None:
             cut = self._pool.new_kv(total)
-            self._load(cut, rows, _without_first(blocks, num_dropped(stored)))
+            self._load(cut, arena, _without_first(blocks, num_dropped(stored)))
             last = Chunk(cut, self._token_ids[stored:], want_logits=True, want_all=True)
             yield "truncation", reference.truncated, self._runner.step([last])
 
     def _step(
         self, ends: dict[SequenceKv, int], buffers: dict[SequenceKv, WriteBuffer] | None = None
-    ) -> list[_Rows]:
+    ) -> list[_Logits]:
         """Run sequences on to these ends in one step; returns what each of them got."""
         firsts = [kv.num_tokens for kv in ends]
         chunks = [
@@ -117,7 +117,7 @@ class _Paths:
         return list(zip(firsts, logits, strict=True))
 
     def _compared(
-        self, path: str, whole: Tensor, steps: list[list[_Rows]]
+        self, path: str, whole: Tensor, steps: list[list[_Logits]]
     ) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield, per sequence, what all steps of a path should have got, and what they got."""
         for parts in zip(*steps, strict=True):
@@ -126,7 +126,7 @@ class _Paths:
 
     @property
     def _counts_distances(self) -> bool:
-        """Whether rows at other positions have a stock model to be compared with.
+        """Whether tokens at other positions have a stock model to be compared with.
 
         A norm after RoPE whose weights differ makes scores depend on more than distances: there
         the stock model has no answer for keys that were computed at other positions.
@@ -144,13 +144,13 @@ class _Paths:
             _Range(slot_id, first, min(layout.block_tokens, buffer.end_token - first))
             for slot_id, first in zip(reversed(range(len(firsts))), firsts, strict=True)
         ]
-        rows = ArenaKv(_PlainArena(layout.block_bytes, len(blocks)), layout)
-        store_blocks(buffer, rows, blocks, self._calibration)
-        return rows, blocks
+        arena = ArenaKv(_PlainArena(layout.block_bytes, len(blocks)), layout)
+        store_blocks(buffer, arena, blocks, self._calibration)
+        return arena, blocks
 
-    def _load(self, kv: SequenceKv, rows: ArenaKv, spans: list[_Range]) -> None:
-        """Load spans into an empty sequence KV."""
-        loader = LayerLoader(kv, rows, spans, self._calibration)
+    def _load(self, kv: SequenceKv, arena: ArenaKv, spans: list[_Range]) -> None:
+        """Load spans into empty KV."""
+        loader = LayerLoader(kv, arena, spans, self._calibration)
         for layer_index in range(len(self._calibration.layers)):
             loader.load(layer_index)
         kv.num_tokens = sum(span.num_tokens for span in spans)

@@ -56,8 +56,8 @@ class RopeTables:
         Args:
             call: of an apply function.
             source: which of its arguments, and of its results.
-            free: [tokens, heads, dim], before.
-            turned: [1, heads, tokens, dim], after.
+            free: [tokens, kv_heads, dim], before.
+            turned: [1, kv_heads, tokens, dim], after.
         """
         used = used_rotary_calls(call, self._rotary_calls)
         dim = turned.shape[3]
@@ -108,7 +108,7 @@ def _compile(
     dim: int,
     used: Sequence[RotaryCall],
 ) -> RotaryTable:
-    """Compile the RoPE of a call to a table for rows of `dim` elements."""
+    """Compile the RoPE of a call to a table for keys of `dim` elements."""
     if used:
         return _table(loaded, rope_of(call, source, used), dim, loaded.dtype)
     # Else the model would run for longer tables in the middle of a turn.
@@ -144,8 +144,8 @@ def _best_dtype(
             table.with_dtypes(table_dtype, torch.float32)
             for table_dtype in (torch.float32, loaded.dtype)
         ]
-    rows = turned[0].transpose(0, 1)
-    return min(candidates, key=lambda candidate: distance(candidate.rotate(free, 0), rows))
+    expected = turned[0].transpose(0, 1)
+    return min(candidates, key=lambda candidate: distance(candidate.rotate(free, 0), expected))
 
 
 def _check_fixed(loaded: LoadedModel, rotary_call: RotaryCall) -> None:

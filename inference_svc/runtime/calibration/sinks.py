@@ -1,13 +1,13 @@
 """How many first tokens a model leans on: attention sinks, found by running it.
 
 Many models put attention that they have no use for on the first tokens of a context, and break when
-these are dropped while rows that were computed over them stay. Others, small ones above all, do
+these are dropped while KV that was computed over them stays. Others, small ones above all, do
 not. A fixed text is computed once; then a part of it is dropped as an overflow does, behind the
 first 0, 4, 8 and 16 tokens, and what the model predicts next is compared with what it predicts over
 the whole text. Models with sinks are several times further off without them, the others as far in
 each case: the least number that is about as good as the best is taken.
 
-Cost: TEXT_TOKENS + (number of CANDIDATES + 1) * NEXT_TOKENS tokens of prefill, 304, and their rows
+Cost: TEXT_TOKENS + (number of CANDIDATES + 1) * NEXT_TOKENS tokens of prefill, 304, and their KV
 for as long as it takes. Deterministic.
 
 *Source:* StreamingLLM, "Efficient Streaming Language Models with Attention Sinks" (Xiao et al.,
@@ -64,7 +64,7 @@ def find_sinks(loaded: LoadedModel, calibration: Calibration) -> int:
 
     Returns:
         One of CANDIDATES; USUAL_SINKS where it cannot be told: positions are not decoupled, so that
-        no row stays behind a dropped one; the window or the text is too short; or the model's
+        no token stays behind a dropped one; the window or the text is too short; or the model's
         answers are no numbers.
     """
     token_ids = _token_ids(loaded)
@@ -97,8 +97,8 @@ def sink_distances(
     text_ids, next_ids = list(token_ids[:num_tokens]), list(token_ids[num_tokens:])
     runner = ModelRunner(loaded, calibration)
     shapes = [layer.shape for layer in calibration.layers]
-    num_rows = (2 + len(CANDIDATES)) * len(token_ids)
-    pool = KVPool(shapes, num_rows, device=loaded.device, dtype=loaded.dtype)
+    num_token_slots = (2 + len(CANDIDATES)) * len(token_ids)
+    pool = KVPool(shapes, num_token_slots, device=loaded.device, dtype=loaded.dtype)
     whole, stored = pool.new_kv(len(token_ids)), pool.new_write_buffer(0, num_tokens)
     runner.step([Chunk(whole, text_ids, want_logits=False, write_buffer=stored)])
     kvs = [whole]
@@ -119,17 +119,17 @@ def embed_kept(
 
     Args:
         stored: keys before RoPE, and values, from position 0 on.
-        kept: ranges of its rows, in order.
+        kept: ranges of its tokens, in order.
         kv: with room for them; what it held is gone.
         calibration: with decoupled positions.
     """
     index = torch.cat([torch.arange(start, end) for start, end in kept] or [torch.arange(0)])
     index = index.to(stored.device)
     for layer_index, recipe in enumerate(calibration.layers):
-        rows = (stored.keys[layer_index], stored.values[layer_index])  # [capacity, kv_heads, dim]
+        free = (stored.keys[layer_index], stored.values[layer_index])  # [capacity, kv_heads, dim]
         places = (kv.keys[layer_index], kv.values[layer_index])  # [1, kv_heads, capacity, dim]
-        for component, row, place in zip(recipe.components, rows, places, strict=True):
-            embedded = component.embed(row.index_select(0, index), 0)
+        for component, tokens, place in zip(recipe.components, free, places, strict=True):
+            embedded = component.embed(tokens.index_select(0, index), 0)
             place[0, :, : len(index)] = embedded.transpose(0, 1)
     kv.num_tokens = len(index)
 

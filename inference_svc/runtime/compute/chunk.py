@@ -1,4 +1,4 @@
-"""Chunk: the next tokens of one sequence, and where their rows go."""
+"""Chunk: the next tokens of one sequence, and where their KV goes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -76,13 +76,13 @@ class StepForward:
             raise AssertionError(f"layer {layer_index} is cached after {self._num_cached} layers")
         self._num_cached += 1
         sizes = self._sizes
-        rows = [*key.split_with_sizes(sizes, 2), *value.split_with_sizes(sizes, 2)]
+        written = [*key.split_with_sizes(sizes, 2), *value.split_with_sizes(sizes, 2)]
         if self._written:
             recipe = self._layers[layer_index]
             for component, made in zip(recipe.components, (key, value), strict=True):
                 pieces = component.before_rope(self._calls, made).split_with_sizes(sizes)
-                rows += [pieces[i][skip:] if skip else pieces[i] for i, skip in self._written]
-        torch._foreach_copy_(self._places[layer_index], rows)
+                written += [pieces[i][skip:] if skip else pieces[i] for i, skip in self._written]
+        torch._foreach_copy_(self._places[layer_index], written)
         self._calls.clear()
         if self._clock is not None:
             self._clock.enqueued(self._num_cached)
@@ -236,7 +236,7 @@ def attend_uneven(
     if key_dim > value_dim:
         values = pad(values, (0, key_dim - value_dim))
         return attend(query, keys, values, asked, masks)[..., :value_dim]
-    query, keys = (pad(rows, (0, value_dim - key_dim)) for rows in (query, keys))
+    query, keys = (pad(narrow, (0, value_dim - key_dim)) for narrow in (query, keys))
     return attend(query, keys, values, asked, masks)
 
 

@@ -47,17 +47,17 @@ class KeySource:
             cached: the component as the layer caches it, [1, kv_heads, tokens, dim].
         """
         seen: Tensor = calls[self.call_index][0][self.arg_index][0]
-        rows = seen.transpose(0, 1) if self.seq_dim == 2 else seen
+        free = seen.transpose(0, 1) if self.seq_dim == 2 else seen
         if self.width < cached.shape[-1]:
-            rows = torch.cat((rows, cached[0].transpose(0, 1)[..., self.width :]), dim=-1)
-        return rows
+            free = torch.cat((free, cached[0].transpose(0, 1)[..., self.width :]), dim=-1)
+        return free
 
 
 class ScaledRotary:
-    """Moves rows, [n, kv_heads, dim], that a norm has scaled after their rotary embedding.
+    """Moves keys, [n, kv_heads, dim], that a norm has scaled after their rotary embedding.
 
-    A norm by the root mean square (Hunyuan, nanochat, Llama 4) divides a row by its length, which a
-    rotation does not change, and multiplies its elements with weights. So a row divided by the
+    A norm by the root mean square (Hunyuan, nanochat, Llama 4) divides a key by its length, which a
+    rotation does not change, and multiplies its elements with weights. So a key divided by the
     weights is a rotated one, and can be moved like any other. Offers what compacting in place wants
     of a `RotaryTable`.
     """
@@ -72,19 +72,19 @@ class ScaledRotary:
         self._rotary = rotary.wide
         self._scale = scale
 
-    def move_into(self, rows: Tensor, old_start: int, new_start: int, out: Tensor) -> None:
+    def move_into(self, keys: Tensor, old_start: int, new_start: int, out: Tensor) -> None:
         """See `RotaryTable.move_into`."""
-        rotated = rows / self._scale
+        rotated = keys / self._scale
         self._rotary.move_into(rotated, old_start, new_start, rotated)
         out.copy_(rotated.mul_(self._scale))
 
-    def unrotate_into(self, rows: Tensor, start: int, out: Tensor) -> None:
+    def unrotate_into(self, keys: Tensor, start: int, out: Tensor) -> None:
         """See `RotaryTable.unrotate_into`; what comes out is before RoPE but normalised."""
-        self._rotary.unrotate_into(rows / self._scale, start, out)
+        self._rotary.unrotate_into(keys / self._scale, start, out)
 
-    def rotate_into(self, rows: Tensor, start: int, out: Tensor) -> None:
+    def rotate_into(self, keys: Tensor, start: int, out: Tensor) -> None:
         """Undo `unrotate_into`."""
-        rotated = self._rotary.rotate(rows.to(self._scale.dtype), start)
+        rotated = self._rotary.rotate(keys.to(self._scale.dtype), start)
         out.copy_(rotated.mul_(self._scale))
 
 
@@ -105,9 +105,9 @@ class PostRotary:
         """What it does to stored bytes; its weights belong to the model's fingerprint."""
         return f"post:{type(self.norm).__name__}"
 
-    def apply_to(self, rows: Tensor) -> None:
-        """Normalise rows [tokens, kv_heads, dim], of any strides, in place."""
-        rows.copy_(self.norm(rows))
+    def apply_to(self, keys: Tensor) -> None:
+        """Normalise keys [tokens, kv_heads, dim], of any strides, in place."""
+        keys.copy_(self.norm(keys))
 
 
 @dataclass(frozen=True)
@@ -151,11 +151,11 @@ class ComponentRecipe:
             return cached[0].transpose(0, 1)
         return self.source.before_rope(calls, cached)
 
-    def embed(self, rows: Tensor, start: int) -> Tensor:
+    def embed(self, free: Tensor, start: int) -> Tensor:
         """Return what is cached at positions from `start` on; both [tokens, kv_heads, dim]."""
         if self.rotary is None:
-            return rows
-        embedded = self.rotary.rotate(rows, start)
+            return free
+        embedded = self.rotary.rotate(free, start)
         if self.post is not None:
             self.post.apply_to(embedded)
         return embedded

@@ -105,9 +105,9 @@ class RotaryTable:
         self._tables_to(self._max_tokens)
 
         def rope(keys: Tensor, positions: Tensor) -> Tensor:
-            rows = keys[0].transpose(0, 1)
-            rotated = torch.empty_like(rows)
-            self._apply(self._tables_to(self._max_tokens).of(positions), rows, rotated)
+            by_token = keys[0].transpose(0, 1)
+            rotated = torch.empty_like(by_token)
+            self._apply(self._tables_to(self._max_tokens).of(positions), by_token, rotated)
             return rotated.transpose(0, 1)[None]
 
         return rope

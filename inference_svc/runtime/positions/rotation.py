@@ -97,13 +97,13 @@ class ElementTake:
         """Return the permuted elements; only if there are no operands."""
         return keys.index_select(-1, self._indices)
 
-    def taken(self, rows: Tensor) -> Tensor:
+    def taken(self, table: Tensor) -> Tensor:
         """Return the permuted elements; by slices, which is ten times as fast as a gather."""
         if not self._runs:
-            return self.gathered(rows)
-        out = torch.empty_like(rows)
+            return self.gathered(table)
+        out = torch.empty_like(table)
         for run in self._runs:
-            out[..., run.outputs] = rows[..., run.inputs]
+            out[..., run.outputs] = table[..., run.inputs]
         return out
 
 
