@@ -13,6 +13,7 @@ stored keys).
 
 import threading
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import NamedTuple, Protocol
 
 import torch
@@ -210,16 +211,8 @@ def _joined(short: Sequence[SlotRun]) -> Iterator[Run]:
 
 def _equal_runs(spans: Sequence[Span]) -> Iterator[SlotRun]:
     """Put successive spans of the same places in their slots together."""
-    slot_ids: list[int] = []
-    start, num_tokens = 0, 0
-    for span in spans:
-        if slot_ids and (span.start, span.num_tokens) != (start, num_tokens):
-            yield SlotRun(slot_ids, start, num_tokens)
-            slot_ids = []
-        start, num_tokens = span.start, span.num_tokens
-        slot_ids.append(span.slot_id)
-    if slot_ids:
-        yield SlotRun(slot_ids, start, num_tokens)
+    for place, group in groupby(spans, lambda span: (span.start, span.num_tokens)):
+        yield SlotRun([span.slot_id for span in group], *place)
 
 
 def _balanced(runs: Sequence[Run], num_tokens: int, max_tokens: int) -> Iterator[list[Run]]:

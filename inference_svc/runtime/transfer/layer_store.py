@@ -8,6 +8,7 @@ gone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 
 import torch
 
@@ -64,15 +65,11 @@ def store_blocks(
 
 def _runs(blocks: Sequence[Block]) -> Iterator[tuple[int, SlotRun]]:
     """Put successive blocks of one size together; yields (first token, slots)."""
-    slot_ids: list[int] = []
-    first, size = 0, 0
-    for block in blocks:
-        follows = block.token_offset == first + len(slot_ids) * size and block.num_tokens == size
-        if slot_ids and not follows:
-            yield first, SlotRun(slot_ids, 0, size)
-            slot_ids = []
-        if not slot_ids:
-            first, size = block.token_offset, block.num_tokens
-        slot_ids.append(block.slot_id)
-    if slot_ids:
-        yield first, SlotRun(slot_ids, 0, size)
+
+    def begins(numbered: tuple[int, Block]) -> tuple[int, int]:  # the same for blocks in a row
+        number, block = numbered
+        return block.token_offset - number * block.num_tokens, block.num_tokens
+
+    for (_, size), group in groupby(enumerate(blocks), begins):
+        run = [block for _, block in group]
+        yield run[0].token_offset, SlotRun([block.slot_id for block in run], 0, size)
