@@ -41,7 +41,7 @@ class TorchStepAttention:
         self._masks: Masks = {}
 
     def attend(self, query: Tensor, layer_index: int, options: AttentionOptions) -> Tensor:
-        """Attend each part to its own KV; see the protocol."""
+        """Attend each part to its own KV, [1, tokens, heads, value_dim]; see the protocol."""
         if self._is_decode:
             visible = self._visible_kv(options)
             if attends_one(query, visible[0][1][layer_index], options):

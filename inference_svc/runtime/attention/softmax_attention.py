@@ -117,7 +117,7 @@ def attend_one(query: Tensor, keys: Tensor, values: Tensor, options: AttentionOp
 
 
 def attends_one(query: Tensor, values: Tensor, options: AttentionOptions) -> bool:
-    """Whether `attend_one` can do such a call."""
+    """Whether `attend_one` can do such a call; tensors as it takes them, or of more tokens."""
     return not _is_by_scores(query, values, options)
 
 

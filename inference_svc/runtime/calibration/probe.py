@@ -44,7 +44,13 @@ class Mask:
 
 
 def describe_mask(allowed: Allowed, horizon: int, device: torch.device) -> Mask:
-    """Describe the predicate for sequences of up to `horizon` tokens."""
+    """Describe a mask predicate in words that our attention knows.
+
+    Args:
+        allowed: the model's own.
+        horizon: tokens of the longest sequence that it is to hold for.
+        device: where the predicate computes.
+    """
     zero = torch.zeros((), dtype=torch.long, device=device)
     keys = torch.arange(horizon, device=device)
 
@@ -120,7 +126,7 @@ class Probe:
         self._calls.append(ApplyCall(tap.apply, args, options, as_tuple(result)))
 
     def cached(self, layer_index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Note a layer."""
+        """Note a layer's key and value, [1, kv_heads, tokens, dim] both; return them."""
         self.num_repeated += layer_index in self.layers
         self.layers[layer_index] = SeenLayer(key, value, tuple(self._calls), tuple(self.norm_calls))
         self._calls.clear()
@@ -130,7 +136,18 @@ class Probe:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
     ) -> Tensor:
-        """Note the call and attend over the tokens of this forward."""
+        """Note the call and attend over the tokens of this forward.
+
+        Args:
+            query: [1, heads, tokens, head_dim].
+            key: [1, kv_heads, tokens, head_dim].
+            value: [1, kv_heads, tokens, value_dim].
+            mask: what `masked` returned, or the model made itself.
+            options: of the call, in the words that Transformers has for them.
+
+        Returns:
+            [1, tokens, heads, value_dim]
+        """
         owners = [i for i, seen in self.layers.items() if key is seen.key and value is seen.value]
         layer_index = owners[0] if owners else max(self.layers, default=0)
         mask = self._effective_mask(mask, options.get("sliding_window"))
@@ -167,7 +184,8 @@ def run_probe(
         token_ids: of the forward.
         horizon: longest sequence that is going to be served.
         told_tokens: what the cache claims to hold already.
-        mask: given to the model as its attention mask; None: it makes its own.
+        mask: [1, 1, tokens, tokens], given to the model as its attention mask; None: it makes its
+            own.
     """
     device = model.device
     probe = Probe(horizon, device)

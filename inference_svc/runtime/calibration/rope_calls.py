@@ -66,7 +66,7 @@ class NormCall:
     made: Tensor
 
     def swapped(self) -> tuple[Tensor, Tensor]:
-        """Return (taken, made) with tokens and heads in the other order."""
+        """Return (taken, made), [1, tokens, heads, dim] as [1, heads, tokens, dim] or back."""
         return self.taken.transpose(1, 2), self.made.transpose(1, 2)
 
 

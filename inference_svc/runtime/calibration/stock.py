@@ -157,7 +157,7 @@ def is_same(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
 
 
 def distance(value: Tensor, reference: Tensor) -> float:
-    """Return the largest difference, relative to the largest value."""
+    """Return the largest difference of two tensors of one shape, relative to the largest value."""
     reference = reference.float()
     return float((value.float() - reference).abs().max() / reference.abs().max().clamp_min(1e-30))
 

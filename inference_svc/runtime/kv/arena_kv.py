@@ -83,7 +83,7 @@ class SlotRun:
 
     @cached_property
     def indices(self) -> Tensor:
-        """The slot ids as a tensor."""
+        """The slot ids as a tensor, [slots] int64."""
         return torch.tensor(self.slot_ids)
 
     @cached_property
@@ -172,7 +172,15 @@ class ArenaKv:
     def gather(
         self, layer_index: int, component_index: int, run: SlotRun | ScatteredTokens, out: Tensor
     ) -> None:
-        """Copy a run's tokens to `out`, shaped as by `run.placed`, of any strides and device."""
+        """Copy a run's tokens out of the arena.
+
+        Args:
+            layer_index: of the layout.
+            component_index: 0: keys, before RoPE; 1: values.
+            run: of which slots.
+            out: [slots, tokens_per_slot, *shape], of scattered tokens [n, *shape]; of the
+                component's dtype, any strides and any device.
+        """
         if isinstance(run, ScatteredTokens):
             self._gather_scattered(self._views[layer_index][component_index], run, out)
             return
@@ -197,7 +205,7 @@ class ArenaKv:
             out.copy_(flat.index_select(0, indices))
 
     def scatter(self, layer_index: int, component_index: int, run: SlotRun, source: Tensor) -> None:
-        """Copy `source`, shaped as `out` of `gather`, to a run's tokens; no other byte changes."""
+        """Copy `source`, as `out` of `gather`, to a run's tokens; no other byte changes."""
         tokens = self._tokens(layer_index, component_index, run)
         if run.is_consecutive:  # five times as fast for a few slots
             tokens.narrow(0, run.slot_ids[0], len(run.slot_ids)).copy_(source)

@@ -98,7 +98,7 @@ class CaptureCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_options: Any
     ) -> tuple[Tensor, Tensor]:
-        """Hand over the layer's new keys and values; return those to attend to."""
+        """Hand over new keys and values, [1, kv_heads, tokens, dim]; return those to attend to."""
         self._new_tokens[layer_idx] = key_states.shape[-2]
         return _current().cached(layer_idx, key_states, value_states)
 

@@ -164,7 +164,9 @@ class RotaryTable:
         self._apply(self._inversion.back(self._tables_to(end), start, end), keys, out)
 
     def move_into(self, keys: Tensor, old_start: int, new_start: int, out: Tensor) -> None:
-        """Embed keys, embedded from `old_start` on, from `new_start` on; else as `unrotate_into`.
+        """Move keys embedded from `old_start` on to positions from `new_start` on.
+
+        Shapes, dtypes and overlap are as of `unrotate_into`.
 
         One matrix per pair instead of two, and one rounding: half the work of taking the embedding
         back and doing it again.

@@ -94,11 +94,11 @@ class ElementTake:
         return [(keys[..., run.inputs], table[..., run.outputs], run.outputs) for run in self._runs]
 
     def gathered(self, keys: Tensor) -> Tensor:
-        """Return the permuted elements; only if there are no operands."""
+        """Return the permuted elements of [..., width]; only if there are no operands."""
         return keys.index_select(-1, self._indices)
 
     def taken(self, table: Tensor) -> Tensor:
-        """Return the permuted elements; by slices, which is ten times as fast as a gather."""
+        """Return the permuted elements of [..., width]; slices are ten times as fast as a gather."""
         if not self._runs:
             return self.gathered(table)
         out = torch.empty_like(table)

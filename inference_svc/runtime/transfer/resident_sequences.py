@@ -85,9 +85,15 @@ class ResidentSequences:
             resident.tail = None
 
     async def discard(self, key: SessionKey, kept: Sequence[Range], compactor: Compactor) -> int:
-        """Drop all tokens but the kept runs, and compact the rest; returns how many are left.
+        """Drop tokens of a resident sequence, and compact the rest in place.
 
-        Meanwhile nobody uses the sequence. With 0 tokens, or if it raises, a `release` is owed.
+        Args:
+            key: of the session; meanwhile nobody else uses its sequence.
+            kept: runs of tokens that stay, in order, not touching.
+            compactor: of the model.
+
+        Returns:
+            How many tokens are left; with 0, or if it raises, a `release` is owed.
         """
         resident = self._residents[key]
         self.release_tail(resident)
@@ -107,7 +113,13 @@ class ResidentSequences:
     def next_buffer(
         self, resident: ResidentSequence, num_tokens: int, capacity_tokens: int
     ) -> WriteBuffer:
-        """Lend the write buffer of the session's next turn, which goes on at `num_tokens`."""
+        """Lend the write buffer of the session's next turn.
+
+        Args:
+            resident: what the turn builds on.
+            num_tokens: first tokens of it that are used; as `usable_tokens` allows.
+            capacity_tokens: position after the last token that the turn may have.
+        """
         first_token = min(resident.tail_from, num_tokens)
         buffer = self._pool.new_write_buffer(first_token, capacity_tokens - first_token)
         if num_tokens > first_token:
