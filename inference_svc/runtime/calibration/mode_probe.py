@@ -48,9 +48,9 @@ def probe_mode(loaded: LoadedModel, mode: Mode, attention: str) -> Probe:
     if is_ours:
         _check_attention(loaded, mode, probe)
     if mode != "single":
-        told_tokens = loaded.context_window - len(probe_tokens(loaded))
+        claimed_tokens = loaded.context_window - len(probe_tokens(loaded))
         with refused_if_it_fails(loaded, "in a batch of several sequences"):
-            misled = _run(loaded, mode, told_tokens)
+            misled = _run(loaded, mode, claimed_tokens)
         if distance(misled.logits, probe.logits) > SAME:
             raise ModelModeMissingError(
                 f"{loaded.architecture} counts positions by its cache's length", REMEDY
@@ -67,14 +67,14 @@ def probe_tokens(loaded: LoadedModel) -> list[int]:
     return token_ids + token_ids[:REPEATED_TOKENS]
 
 
-def _run(loaded: LoadedModel, mode: Mode, told_tokens: int) -> Probe:
+def _run(loaded: LoadedModel, mode: Mode, claimed_tokens: int) -> Probe:
     token_ids = probe_tokens(loaded)
     size = len(token_ids)
     mask = None
     if mode == "masked":
         mask = causal_block(size, size, loaded.dtype, loaded.device)[None, None]
     return run_probe(
-        loaded.model, token_ids, loaded.context_window, told_tokens=told_tokens, mask=mask
+        loaded.model, token_ids, loaded.context_window, claimed_tokens=claimed_tokens, mask=mask
     )
 
 

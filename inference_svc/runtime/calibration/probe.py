@@ -174,7 +174,7 @@ def run_probe(
     token_ids: Sequence[int],
     horizon: int,
     *,
-    told_tokens: int = 0,
+    claimed_tokens: int = 0,
     mask: Tensor | None = None,
 ) -> Probe:
     """Run `model` with the attention it is set to, at positions from 0 on.
@@ -183,7 +183,7 @@ def run_probe(
         model: with our hooks installed.
         token_ids: of the forward.
         horizon: longest sequence that is going to be served.
-        told_tokens: what the cache claims to hold already.
+        claimed_tokens: what the cache claims to hold already.
         mask: [1, 1, tokens, tokens], given to the model as its attention mask; None: it makes its
             own.
     """
@@ -195,7 +195,7 @@ def run_probe(
             torch.tensor([list(token_ids)], device=device),
             torch.arange(num_tokens, device=device)[None],
             torch.arange(num_tokens, device=device),
-            CaptureCache(told_tokens),
+            CaptureCache(claimed_tokens),
             **({} if mask is None else {"attention_mask": mask}),
         )
     return probe

@@ -96,7 +96,7 @@ def stock_logits(loaded: LoadedModel) -> StockLogits:
     return StockLogits(whole.float().cpu(), truncated, is_causal)
 
 
-def _truncated_logits(model: Any, token_ids: Tensor, num_stored: int, num_dropped: int) -> Tensor:
+def _truncated_logits(model: Any, token_ids: Tensor, num_stored: int, dropped: int) -> Tensor:
     """Return the logits of the tokens behind `num_stored`, [tokens - num_stored, vocab].
 
     A model without rotary modules goes on at unchanged positions: the differences are the same.
@@ -105,7 +105,7 @@ def _truncated_logits(model: Any, token_ids: Tensor, num_stored: int, num_droppe
         model: set to its own attention.
         token_ids: [1, tokens].
         num_stored: tokens of the history.
-        num_dropped: first tokens of the history that are taken out.
+        dropped: first tokens of the history that are taken out.
 
     Raises:
         whatever a model raises whose cache cannot do that.
@@ -115,35 +115,35 @@ def _truncated_logits(model: Any, token_ids: Tensor, num_stored: int, num_droppe
     call, device = ForwardCall(model), token_ids.device
     whole = DynamicCache()  # without a config: no layer forgets what left its window
     none = torch.arange(0, device=device)
-    with _told(rotaries, -num_dropped):
+    with _moved_positions(rotaries, by=-dropped):
         call(history, torch.arange(num_stored, device=device)[None], none, whole)
-    first = num_stored - num_dropped if rotaries else num_stored
+    first = num_stored - dropped if rotaries else num_stored
     positions = torch.arange(first, first + new.shape[1], device=device)[None]
     wanted = torch.arange(new.shape[1], device=device)
-    return call(new, positions, wanted, _without_first(whole, num_dropped))
+    return call(new, positions, wanted, _without_first(whole, dropped))
 
 
-def _without_first(cache: DynamicCache, num_dropped: int) -> DynamicCache:
+def _without_first(cache: DynamicCache, dropped: int) -> DynamicCache:
     cut = DynamicCache()
     layers: list[Any] = list(cache.layers)
     for layer_index, layer in enumerate(layers):
         keys, values = layer.keys, layer.values
-        cut.update(keys[..., num_dropped:, :], values[..., num_dropped:, :], layer_index)
+        cut.update(keys[..., dropped:, :], values[..., dropped:, :], layer_index)
     return cut
 
 
 @contextmanager
-def _told(rotaries: list[Any], shift: int) -> Iterator[None]:
-    """Have the rotary modules see positions that are `shift` more, inside the block."""
+def _moved_positions(rotaries: list[Any], by: int) -> Iterator[None]:
+    """Have the rotary modules see positions that are `by` more, inside the block."""
 
     def moved(value: Any) -> Any:
         is_positions = isinstance(value, Tensor) and not value.is_floating_point()
-        return value + shift if is_positions else value
+        return value + by if is_positions else value
 
-    def tell(_module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def move(_module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         return tuple(map(moved, args)), {name: moved(value) for name, value in options.items()}
 
-    handles = [module.register_forward_pre_hook(tell, with_kwargs=True) for module in rotaries]
+    handles = [module.register_forward_pre_hook(move, with_kwargs=True) for module in rotaries]
     try:
         yield
     finally:

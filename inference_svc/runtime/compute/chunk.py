@@ -17,7 +17,7 @@ class Chunk:
         want_logits: of the last of them.
         write_buffer: they are appended to it too, except tokens before its first; None: the
             sequence is not going to be stored.
-        scores: told of every attention call over this sequence; None: nobody asks.
+        scores: notified of every attention call over this sequence; None: nobody asks.
         want_all: logits of every token are wanted, not of the last alone.
     """
 

@@ -69,7 +69,7 @@ class LayerGate:
             if self._error is None and num_layers > self._num_open:
                 self._num_open = num_layers
                 self._changed.notify_all()
-        self._tell()
+        self._notify()
 
     def fail(self, error: BaseException) -> None:
         """Wake all who wait with `error`, as everybody will be who comes later."""
@@ -78,7 +78,7 @@ class LayerGate:
                 self._error = error
                 self._num_open = _NONE_OPEN
                 self._changed.notify_all()
-        self._tell()
+        self._notify()
 
     def confirm(self) -> None:
         """Vouch for the KV of all layers: only now may results that used them be believed."""
@@ -105,7 +105,7 @@ class LayerGate:
         if not self._is_confirmed:
             self._block("the confirmation", None, timeout_s)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         on_change = self.on_change
         if on_change is not None:
             on_change()

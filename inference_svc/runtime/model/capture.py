@@ -1,4 +1,4 @@
-"""How a model is run: it is called as its class wants to be, and tells us what it caches.
+"""How a model is run: it is called as its class wants to be, and reports what it caches.
 
 Three hooks let us see inside a forward, and attend in its place:
 
@@ -85,14 +85,15 @@ class RotaryTap:
 class CaptureCache(Cache):
     """The `past_key_values` of our forwards: holds nothing, hands over everything.
 
-    Lengths are what it was told. In a batch of several sequences there is no true one: there zero
-    is told, and whoever asks although positions are given cannot be batched; calibration finds out.
+    Lengths are what it was made to claim. In a batch of several sequences there is no true one: it
+    claims zero, and whoever asks although positions are given cannot be batched; calibration finds
+    out.
     """
 
-    def __init__(self, told_tokens: int = 0) -> None:
-        """Make a cache that claims to hold `told_tokens` tokens."""
+    def __init__(self, claimed_tokens: int = 0) -> None:
+        """Make a cache that claims to hold `claimed_tokens` tokens."""
         super().__init__(layers=[])
-        self._told_tokens = told_tokens
+        self._claimed_tokens = claimed_tokens
         self._new_tokens: dict[int, int] = {}  # of layers that were updated
 
     def update(
@@ -104,15 +105,15 @@ class CaptureCache(Cache):
 
     def get_seq_length(self, layer_idx: int | None = 0) -> int:
         """Return the tokens of a layer: from its update on with those of this forward."""
-        return self._told_tokens + self._new_tokens.get(layer_idx or 0, 0)
+        return self._claimed_tokens + self._new_tokens.get(layer_idx or 0, 0)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:  # noqa: ARG002
         """Return (key length, key offset)."""
-        return self._told_tokens + query_length, 0
+        return self._claimed_tokens + query_length, 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:  # noqa: ARG002
         """Return the position of the first new token."""
-        return self._told_tokens
+        return self._claimed_tokens
 
     @property
     def is_compileable(self) -> bool:

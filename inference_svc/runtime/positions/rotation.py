@@ -98,7 +98,7 @@ class ElementTake:
         return keys.index_select(-1, self._indices)
 
     def taken(self, table: Tensor) -> Tensor:
-        """Return the permuted elements of [..., width]; slices are ten times as fast as a gather."""
+        """Return permuted elements of [..., width]; slices are ten times as fast as a gather."""
         if not self._runs:
             return self.gathered(table)
         out = torch.empty_like(table)
