@@ -126,13 +126,11 @@ class KVPool:
         if first_slot is None:
             return allocate_region(num_items, self._device, self._dtype), MemoryHold()
 
-        def give_back(first_slot: int = first_slot) -> None:
+        def free(first_slot: int = first_slot) -> None:
             with self._lock:
                 self._space.free(first_slot)
 
-        return self._region.narrow(0, first_slot * self._slot_items, num_items), MemoryHold(
-            give_back
-        )
+        return self._region.narrow(0, first_slot * self._slot_items, num_items), MemoryHold(free)
 
     def _divided(
         self, flat: Tensor, capacity: int, *, is_head_major: bool

@@ -14,7 +14,7 @@ Invariants:
 2. token slots [0, end_token - first_token) of a write buffer are the same tokens' keys before RoPE,
    and values;
 3. slots beyond are garbage: a failed step or load leaves both as they were;
-4. `MemoryHold` calls `give_back` exactly once, by whoever lets go last: the owner or a holder;
+4. `MemoryHold` calls `free` exactly once, by whoever lets go last: the owner or a holder;
 5. nobody takes hold of memory that was released, even while others still hold it.
 """
 
@@ -40,9 +40,9 @@ class MemoryHold:
     Every method may be called from any thread.
     """
 
-    def __init__(self, give_back: Callable[[], None] = _leave_to_garbage_collection) -> None:
+    def __init__(self, free: Callable[[], None] = _leave_to_garbage_collection) -> None:
         """Store what to call once nobody needs the memory."""
-        self._give_back = give_back
+        self._free = free
         self._lock = threading.Lock()
         self._num_holders = 0
         self._is_released = False
@@ -65,7 +65,7 @@ class MemoryHold:
                 self._num_holders -= 1
                 is_last = self._is_released and self._num_holders == 0
             if is_last:
-                self._give_back()
+                self._free()
 
     def release(self) -> None:
         """Let the owner's part go: the memory is given back now or by the last holder.
@@ -79,7 +79,7 @@ class MemoryHold:
             self._is_released = True
             is_last = self._num_holders == 0
         if is_last:
-            self._give_back()
+            self._free()
 
 
 class LayerShape(NamedTuple):

@@ -73,12 +73,6 @@ class Fingerprint(FileDigests):
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
-def model_fingerprint(path: Path) -> str:
-    """Return the fingerprint of a directory; reads all of it."""
-    with Fingerprint(path) as fingerprint:
-        return fingerprint.result()
-
-
 def _tokenizer_parts(path: Path) -> Iterator[tuple[str, str]]:
     files = {file for pattern in TOKENIZER_PATTERNS for file in path.glob(pattern)}
     for file in sorted(file for file in files if file.is_file()):

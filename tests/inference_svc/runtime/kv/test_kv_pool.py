@@ -232,7 +232,7 @@ def test_the_exercise_notices_rows_reused_too_early(restless):
 
     def lend(pool, chance):
         rows = lend_some(pool, chance)
-        rows.memory = Careless(rows.memory._give_back)
+        rows.memory = Careless(rows.memory._free)
         return rows
 
     pool = make_pool(32)

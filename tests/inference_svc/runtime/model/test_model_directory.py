@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from inference_svc.core.errors import UnknownModelError, UnsupportedModelError
-from inference_svc.runtime.model.fingerprint import model_fingerprint
 from inference_svc.runtime.model.model_directory import check_gguf, is_gguf
 from inference_svc.runtime.model.model_loader import load_model
+from tests.fingerprints import model_fingerprint
 from tests.models import build_model
 
 
