@@ -15,7 +15,7 @@ from inference_svc.runtime.positions.rotary import RotaryTable, find_pairing
 from inference_svc.runtime.transfer.compaction import Compaction
 from inference_svc.runtime.transfer.layer_load import LayerLoader
 from inference_svc.runtime.transfer.layer_store import store_blocks
-from tests.inference_svc.runtime.kv.test_load_store import blocks_of, prefilled, tokens
+from tests.inference_svc.runtime.transfer.test_layer_load import blocks_of, prefilled, tokens
 from tests.other_device import CPU, OTHER, other_device, to_cpu
 from tests.ropes import DIM, halves, interleaved, partial, permuting, scattered
 
