@@ -3,22 +3,35 @@
 A context is a conversation: the user gives a few records at a time, the model acknowledges. Without
 a chat template it is plain text.
 
-*Source:* LongEval's lines task (Li et al., 2023), as `demo/training/retrieval.py` generates it.
+*Source:* LongEval's lines task (Li et al., 2023), as the demo model has been trained with.
 """
+# ruff: noqa: SIM905 - word lists read better as text
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from inference_svc.demo.training.retrieval import (
-    ADJECTIVES,
-    NOUNS,
-    distinct_keys,
-    record_line,
-    record_question,
-)
 from inference_svc.runtime.turns.chat_text import TurnText
 
+ADJECTIVES = """
+    amber ancient bitter bold brave brisk broad calm clever cold crimson curious damp dark deep
+    dry eager early empty faint fierce free gentle giant glad golden grand great green grey
+    happy heavy hidden hollow humble jolly keen kind large late light little lively lonely loud
+    lucky mellow mighty modern narrow noble odd old pale plain proud quick quiet rapid rare red
+    rich rough royal rusty sharp shy silent silver simple slow small soft solid steep still
+    strange strong sunny sweet swift tall tame tender thin tiny vast warm wet white wide wild
+    wise young
+""".split()
+NOUNS = """
+    anchor apple arrow badge basket beach bear bell bird boat bottle branch bridge brook bucket
+    cabin camel candle canyon castle cat chair cliff cloud coin comet crow desert door drum
+    eagle engine falcon feather field flame flower forest fountain fox garden gate glass hammer
+    harbor hill horse house island kettle kite lake lamp lantern leaf lion market meadow mirror
+    mountain needle oak ocean orchard owl paper path pencil piano pilot planet pond prairie
+    queen rabbit ribbon ridge river road rocket rose sail salmon school shadow sheep ship shore
+    spoon star station stone storm stream table temple tiger tower train tree tunnel valley
+    village violin wagon wall water whale wheel window wolf
+""".split()
 RECORDS_PER_TURN = 8
 INTRO = "Remember these lines.\n"
 ACKNOWLEDGEMENT = "Noted."
@@ -45,6 +58,22 @@ class Question:
 
     token_ids: list[int]
     num_judged: int
+
+
+def record_line(key: str, value: int) -> str:
+    """Write one LongEval-style record; the right answer to a question is the same line again."""
+    return f"line {key}: REGISTER_CONTENT is <{value}>"
+
+
+def record_question(key: str) -> str:
+    """Ask for one record."""
+    return f"Tell me the content of line {key}."
+
+
+def distinct_keys(rng: random.Random, count: int) -> list[str]:
+    """Draw `count` different adjective-noun names."""
+    pairs = rng.sample(range(len(ADJECTIVES) * len(NOUNS)), count)
+    return [f"{ADJECTIVES[i % len(ADJECTIVES)]}-{NOUNS[i // len(ADJECTIVES)]}" for i in pairs]
 
 
 def draw_records(seed: str) -> list[Record]:

@@ -8,37 +8,18 @@ long budgets train long distances.
 *Source:* the record lines follow LongEval (Li et al., 2023); repeated random spans are the usual
 probe for induction heads (Olsson et al., 2022).
 """
-# ruff: noqa: S311, SIM905 - draws need no secrecy; word lists read better as text
+# ruff: noqa: S311 - draws need no secrecy
 
 import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from inference_svc.demo.training.tokenizer import VOCAB_SIZE, ChatEncoder
+from inference_svc.eval.records import distinct_keys, record_line, record_question
+from tests.demo_training.tokenizer import VOCAB_SIZE, ChatEncoder
 
 MIN_BUDGET = 96
 """Tokens below which no task is worth generating."""
-
-ADJECTIVES = """
-    amber ancient bitter bold brave brisk broad calm clever cold crimson curious damp dark deep
-    dry eager early empty faint fierce free gentle giant glad golden grand great green grey
-    happy heavy hidden hollow humble jolly keen kind large late light little lively lonely loud
-    lucky mellow mighty modern narrow noble odd old pale plain proud quick quiet rapid rare red
-    rich rough royal rusty sharp shy silent silver simple slow small soft solid steep still
-    strange strong sunny sweet swift tall tame tender thin tiny vast warm wet white wide wild
-    wise young
-""".split()
-NOUNS = """
-    anchor apple arrow badge basket beach bear bell bird boat bottle branch bridge brook bucket
-    cabin camel candle canyon castle cat chair cliff cloud coin comet crow desert door drum
-    eagle engine falcon feather field flame flower forest fountain fox garden gate glass hammer
-    harbor hill horse house island kettle kite lake lamp lantern leaf lion market meadow mirror
-    mountain needle oak ocean orchard owl paper path pencil piano pilot planet pond prairie
-    queen rabbit ribbon ridge river road rocket rose sail salmon school shadow sheep ship shore
-    spoon star station stone storm stream table temple tiger tower train tree tunnel valley
-    village violin wagon wall water whale wheel window wolf
-""".split()
 
 SYSTEM_PROMPTS = (
     "",
@@ -70,16 +51,6 @@ class Message:
     role: str
     content: str
     is_target: bool = False
-
-
-def record_line(key: str, value: int) -> str:
-    """Write one LongEval-style record; the right answer to a question is the same line again."""
-    return f"line {key}: REGISTER_CONTENT is <{value}>"
-
-
-def record_question(key: str) -> str:
-    """Ask for one record."""
-    return f"Tell me the content of line {key}."
 
 
 def render(encoder: ChatEncoder, messages: Sequence[Message]) -> Sample:
@@ -275,9 +246,3 @@ class RetrievalTasks:
             messages.append(Message("user", question))
             messages.append(Message("assistant", answer, is_target=True))
         return render(self._encoder, messages)
-
-
-def distinct_keys(rng: random.Random, count: int) -> list[str]:
-    """Draw `count` different adjective-noun names."""
-    pairs = rng.sample(range(len(ADJECTIVES) * len(NOUNS)), count)
-    return [f"{ADJECTIVES[i % len(ADJECTIVES)]}-{NOUNS[i // len(ADJECTIVES)]}" for i in pairs]

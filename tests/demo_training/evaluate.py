@@ -1,13 +1,13 @@
 """Measures a model directory: perplexity next to a 5-gram's, and retrieval from the context.
 
-Run as `python -m inference_svc.demo.training.evaluate --model … --text … --test …`; see `--help`.
+Run as `python -m tests.demo_training.evaluate --model … --text … --test …`; see `--help`.
 
 Owns: the two measurements and the printed table. The weights are used as shipped, in bfloat16.
 Perplexity counts every token of the test text once; except near the start, each has a context of
 at least 2,047 tokens less the stride. A retrieval answer is right only if each of its tokens is the
 model's first choice, teacher-forced: the same as greedy decoding giving exactly that answer.
 """
-# ruff: noqa: S311, T201 - draws need no secrecy; the table goes to standard output
+# ruff: noqa: S311 - draws need no secrecy; the table goes to standard output
 
 import argparse
 import json
@@ -21,19 +21,11 @@ import torch
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
-from inference_svc.demo.training.corpus import Corpus, frequent_words, load_corpus, read_text
-from inference_svc.demo.training.ngram import KneserNey
-from inference_svc.demo.training.retrieval import (
-    Message,
-    RetrievalTasks,
-    Sample,
-    distinct_keys,
-    record_line,
-    record_question,
-    render,
-    shrink_to_fit,
-)
-from inference_svc.demo.training.tokenizer import MAX_TOKENS, VOCAB_SIZE, ChatEncoder
+from inference_svc.eval.records import distinct_keys, record_line, record_question
+from tests.demo_training.corpus import Corpus, frequent_words, load_corpus, read_text
+from tests.demo_training.ngram import KneserNey
+from tests.demo_training.retrieval import Message, RetrievalTasks, Sample, render, shrink_to_fit
+from tests.demo_training.tokenizer import MAX_TOKENS, VOCAB_SIZE, ChatEncoder
 
 LENGTHS = (256, 512, 1024, 1536, 1900)
 """Context lengths of the retrieval table, in tokens."""

@@ -19,7 +19,7 @@ CHUNK_HEADS = 8
 LIBRARY_FROM_TOKENS = 1536
 
 _MASKED = -1e9
-_FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
+_FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """What `scaled_dot_product_attention` calls here; it also returns the log of each softmax's sum."""
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from inference_svc.demo.training.attention import causal_attention
+from tests.demo_training.attention import causal_attention
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,6 +1,6 @@
 """Trains the demo model within a time budget, on one thread, and exports it as it goes.
 
-Run as `python -m inference_svc.demo.training.train --text … --conversations … --out …`.
+Run as `python -m tests.demo_training.train --text … --conversations … --out …`.
 
 Owns: the schedule, the optimizers, checkpoints. Export and the model's shape are `export.py`'s.
 
@@ -11,7 +11,7 @@ Invariants:
 
 *Source:* Muon for the hidden matrices (Jordan et al., 2024), AdamW for embeddings and norms.
 """
-# ruff: noqa: S311, T201 - draws need no secrecy; the log goes to standard output
+# ruff: noqa: S311 - draws need no secrecy; the log goes to standard output
 
 import argparse
 import math
@@ -23,11 +23,11 @@ from pathlib import Path
 import torch
 from transformers import LlamaForCausalLM
 
-from inference_svc.demo.training.corpus import Corpus, load_corpus
-from inference_svc.demo.training.export import export_weights, model_config, write_tokenizer
-from inference_svc.demo.training.forward import FastLlama
-from inference_svc.demo.training.mixture import Batch, Mixture, Shares
-from inference_svc.demo.training.tokenizer import MAX_TOKENS, ChatEncoder
+from tests.demo_training.corpus import Corpus, load_corpus
+from tests.demo_training.export import export_weights, model_config, write_tokenizer
+from tests.demo_training.forward import FastLlama
+from tests.demo_training.mixture import Batch, Mixture, Shares
+from tests.demo_training.tokenizer import MAX_TOKENS, ChatEncoder
 
 MUON_LR = 0.02
 ADAM_LR = 3e-3

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from inference_svc.demo.training.corpus import Corpus
-from inference_svc.demo.training.retrieval import record_line
-from inference_svc.demo.training.tokenizer import (
+from inference_svc.eval.records import record_line
+from tests.demo_training.corpus import Corpus
+from tests.demo_training.tokenizer import (
     BOS,
     END,
     MAX_TOKENS,

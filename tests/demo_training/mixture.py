@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from inference_svc.demo.training.corpus import Corpus, Turn, frequent_words
-from inference_svc.demo.training.retrieval import (
+from tests.demo_training.corpus import Corpus, Turn, frequent_words
+from tests.demo_training.retrieval import (
     MIN_BUDGET,
     SYSTEM_PROMPTS,
     Message,
@@ -21,7 +21,7 @@ from inference_svc.demo.training.retrieval import (
     Sample,
     render,
 )
-from inference_svc.demo.training.tokenizer import ChatEncoder
+from tests.demo_training.tokenizer import ChatEncoder
 
 ANSWER_WEIGHT = 4.0
 """Loss weight of an answer token; a text token weighs 1. Answers are but a few per cent."""
