@@ -7,7 +7,7 @@ freely, but renamed or removed only with a new number in SCHEMA.
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from shared.types.statistics import Spread
+from shared.measuring.statistics import Spread
 
 SCHEMA = "inference_svc.bench/1"
 

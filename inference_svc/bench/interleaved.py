@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from inference_svc.bench.figures import Case, Measured, Ratio
-from shared.types.statistics import spread
+from shared.measuring.statistics import spread
 
 
 class Interleaved:

@@ -11,7 +11,7 @@ import numpy as np
 
 from inference_svc.assembly import EngineParts, Model, assemble_engine
 from inference_svc.bench.turn_times import Source, TurnTimes
-from inference_svc.bench.workspace import check_memory
+from inference_svc.bench.workspace import check_room
 from inference_svc.config import InferenceSettings
 from inference_svc.core.errors import EngineFailedError
 from inference_svc.core.rates.load_or_recompute import LoadPolicy
@@ -189,7 +189,7 @@ async def running_engine(
     mode: dict[str, Any] = {"mode": "recompute"}
     if kvd is not None:
         mode = {"kvd_runtime_dir": kvd.runtime_dir, "deadline_s": STORE_WAIT_S}
-    check_memory(kv_rows * model.calibration.layout.token_bytes, "working KV")
+    check_room(kv_rows * model.calibration.layout.token_bytes, "working KV")
     settings = InferenceSettings.model_validate(
         {
             "cache": {**mode, **(cache or {})},

@@ -4,50 +4,30 @@ from pathlib import Path
 from typing import Any
 
 from inference_svc.bench.figures import Case, Report
-from shared.types.errors import ConfigError
+from shared.measuring.plots import picture
 
 BAR_SPACE = 0.8  # of the room of a case
 LOG_FROM = 20.0  # times the least value: from there on the axis is logarithmic
-
-
-class NoPlotError(ConfigError):
-    """matplotlib is missing, or the picture cannot be written."""
-
-    reason = "no_plot"
-
-
-def check_plot(path: Path) -> None:
-    """Raise NoPlotError if a plot could not be made: before the minutes that measuring takes."""
-    load_pyplot()
-    if not path.resolve().parent.is_dir():
-        raise NoPlotError(f"{path.parent} is no directory", "name another file with --plot")
 
 
 def plot(report: Report, path: Path) -> None:
     """Write the picture; its format follows from the file's name.
 
     Raises:
-        NoPlotError: see above.
+        NoPlotError: matplotlib is missing, or the file cannot be written.
     """
-    pyplot = load_pyplot()
     width = max(7.0, 1.2 * len(report.cases) + 3)
-    figure, (above, below) = pyplot.subplots(2, 1, figsize=(width, 8), layout="constrained")
     subject = report.subject
-    figure.suptitle(
-        f"inference-svc bench {report.part}: {subject.name}, {subject.dtype} on"
-        f" {subject.device}, {subject.threads} threads"
-    )
-    _draw(above, report.cases, [_values(case, report.metric) for case in report.cases])
-    above.set_ylabel(report.metric)
-    _draw(below, report.cases, [_ratios(case) for case in report.cases])
-    below.set_ylabel("median ratio")
-    below.axhline(1.0, color="grey", linewidth=0.8)
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise NoPlotError(f"{path} cannot be written ({error})", "name a .png file") from error
-    finally:
-        pyplot.close(figure)
+    with picture(path, 2, 1, figsize=(width, 8)) as (figure, (above, below)):
+        figure.suptitle(
+            f"inference-svc bench {report.part}: {subject.name}, {subject.dtype} on"
+            f" {subject.device}, {subject.threads} threads"
+        )
+        _draw(above, report.cases, [_values(case, report.metric) for case in report.cases])
+        above.set_ylabel(report.metric)
+        _draw(below, report.cases, [_ratios(case) for case in report.cases])
+        below.set_ylabel("median ratio")
+        below.axhline(1.0, color="grey", linewidth=0.8)
 
 
 Bars = dict[str, tuple[float, float, float]]  # name → low, median, high
@@ -92,18 +72,3 @@ def _draw(axes: Any, cases: tuple[Case, ...], groups: list[Bars]) -> None:
         axes.set_yscale("log")
     axes.set_xticks(range(len(cases)), [case.name for case in cases], rotation=20)
     axes.legend(fontsize="small")
-
-
-def load_pyplot() -> Any:
-    """Import matplotlib's pyplot, for pictures in files; raise NoPlotError if it is missing."""
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise NoPlotError(
-            "--plot needs matplotlib, which is not installed",
-            "pip install 'cachedattention[bench]', or leave --plot out",
-        ) from error
-    mpl.use("agg")  # no display is needed
-    from matplotlib import pyplot as plt
-
-    return plt

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from inference_svc.bench.turn_times import TurnTimes
-from shared.types.statistics import percentile
+from shared.measuring.statistics import percentile
 
 MANY_AHEAD = 4  # jobs: enough to read ahead while they are computed
 

@@ -11,16 +11,10 @@ from inference_svc.bench.options import ModelChoice
 from inference_svc.bench.presets import Shape, preset
 from inference_svc.core.errors import UnknownModelError, UnsupportedModelError
 from inference_svc.runtime.model.model_loader import LoadedModel, describe_model, load_model
-from shared.types.errors import ExhaustedError
+from shared.measuring.workspace import NoRoomError
 from shared.types.units import format_bytes
 
 MIN_WINDOW_TOKENS = 4096
-
-
-class NoRoomError(ExhaustedError):
-    """The memory, or the disk, does not hold what is to be measured."""
-
-    reason = "no_room"
 
 
 def chosen_model(choice: ModelChoice, window_tokens: int) -> LoadedModel:

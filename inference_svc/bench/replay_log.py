@@ -3,7 +3,7 @@
 from collections import Counter
 
 from inference_svc.bench.turn_times import TurnTimes
-from shared.types.statistics import percentile
+from shared.measuring.statistics import percentile
 
 PERCENTILES = (50, 90, 99)
 TIERS = ("hbm", "dram", "ssd")

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator
 from rich.table import Table
 
 from inference_svc.bench.figures import Case, Measured, Report
+from shared.measuring.statistics import Spread
 from shared.terminal.printing import counted
 from shared.terminal.tables import Column, facts, fits, fitted
-from shared.types.statistics import Spread
 from shared.types.units import format_bytes, format_duration
 
 _RATIOS = (

@@ -1,13 +1,11 @@
 """One run of the bench: its model, its directories, its part, its end on Ctrl-C."""
 
-import asyncio
-import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from typing import Any
 
 import torch
-import uvloop
 
 from inference_svc.assembly import Model
 from inference_svc.bench import (
@@ -28,6 +26,7 @@ from inference_svc.bench.options import (
     ModelChoice,
     OverflowOptions,
     OverlapOptions,
+    Part,
     PoliciesOptions,
     PositionsOptions,
     RunOptions,
@@ -37,17 +36,9 @@ from inference_svc.bench.options import (
 from inference_svc.bench.random_model import chosen_model
 from inference_svc.bench.workspace import Workspace, workspace
 from inference_svc.runtime.calibration.calibration import calibrate
+from shared.measuring.workspace import run_until_signal
 
-Part = (
-    TurnsOptions
-    | OverlapOptions
-    | ServeOptions
-    | PoliciesOptions
-    | OverflowOptions
-    | PositionsOptions
-    | DecodeOptions
-)
-Measure = Callable[[Workspace], Awaitable[tuple[Case, ...]]]
+Measure = Callable[[Workspace], Coroutine[Any, Any, tuple[Case, ...]]]
 
 
 def run(part: Part, choice: ModelChoice, options: RunOptions) -> Report:
@@ -77,14 +68,8 @@ def run(part: Part, choice: ModelChoice, options: RunOptions) -> Report:
         subject=subject_of(model, choice),
         machine=machine,
     )
-    with (
-        workspace(options.directory, model) as work,
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-    ):
-        try:
-            cases = runner.run(_until_signal(measure, work))
-        except asyncio.CancelledError:
-            raise KeyboardInterrupt from None
+    with workspace(options.directory, model) as work:
+        cases = run_until_signal(lambda: measure(work))
     return replace(report, cases=cases, elapsed_s=time.monotonic() - started_s)
 
 
@@ -155,15 +140,3 @@ async def _overlap(part: OverlapOptions, options: RunOptions, work: Workspace) -
     if part.only != "preload":
         cases += await saving.measure_saving(part, options, work)
     return cases
-
-
-async def _until_signal(measure: Measure, work: Workspace) -> tuple[Case, ...]:
-    """SIGTERM ends a run as Ctrl-C does: everything is removed."""
-    loop = asyncio.get_running_loop()
-    task = asyncio.current_task()
-    assert task is not None, "the runner runs a task"  # noqa: S101
-    loop.add_signal_handler(signal.SIGTERM, task.cancel)
-    try:
-        return await measure(work)
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)

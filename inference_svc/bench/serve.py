@@ -78,7 +78,7 @@ async def _engine_of(
     num_tokens = footprint_tokens(sessions)
     async with (
         work.kvd(
-            2 * num_tokens, ssd_tokens=SSD_FACTOR * num_tokens, dram_bytes=options.dram_bytes
+            2 * num_tokens, ssd_tokens=SSD_FACTOR * num_tokens, dram_bytes=options.dram_mib << 20
         ) as kvd,
         running_engine(
             work.model,

@@ -33,7 +33,7 @@ from inference_svc.bench.ssd_filler import Filler
 from inference_svc.bench.turn_times import Source, TurnTimes, whole_blocks
 from inference_svc.bench.turns import MOST_OVER_FLOOR, WARM_UP, case_name, cases_of, window_tokens
 from inference_svc.bench.workspace import Workspace
-from shared.types.statistics import percentile
+from shared.measuring.statistics import percentile
 
 QUEUED_METRIC = "prefill_s"
 METRIC = "ttft_s"

@@ -1,20 +1,17 @@
 """Where a run keeps its files, and the kvds and engines it starts there."""
 
-import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-import psutil
-
 from inference_svc.assembly import Model
 from inference_svc.bench.kvd_sizes import KvdSizes
-from inference_svc.bench.random_model import NoRoomError
 from shared.children.child_kvd import ChildKvd, running_child_kvd
+from shared.measuring.workspace import check_memory, directories
 from shared.types.kv_layout import KVLayout
-from shared.types.units import ceil_div, format_bytes
+from shared.types.units import ceil_div
 
 SPARE_BLOCKS = 16  # of a tier, beyond what is asked for
 SEGMENT_BYTES = 64 << 20
@@ -61,7 +58,7 @@ class Workspace:
         paths = self.state / name, self.runtime / name
         for path in paths:
             path.mkdir(mode=0o700)
-        check_memory(sizes.dram_bytes, "the DRAM tier")
+        check_room(sizes.dram_bytes, "the DRAM tier")
         async with running_child_kvd(sizes.toml(), *paths, paths[0] / "state") as kvd:
             yield kvd
 
@@ -80,20 +77,10 @@ def workspace(directory: Path, model: Model) -> Iterator[Workspace]:
     Raises:
         OSError: nothing can be made there.
     """
-    prefix = "inference-bench-"
-    with (
-        tempfile.TemporaryDirectory(prefix=prefix, dir=directory) as state,
-        tempfile.TemporaryDirectory(prefix=prefix) as runtime,
-    ):
-        yield Workspace(Path(state), Path(runtime), model, count())
+    with directories(directory, "inference-bench-") as (state, runtime):
+        yield Workspace(state, runtime, model, count())
 
 
-def check_memory(needed_bytes: int, what: str) -> None:
+def check_room(needed_bytes: int, what: str) -> None:
     """Raise NoRoomError unless the machine has that much memory to give."""
-    available = psutil.virtual_memory().available
-    if available < needed_bytes:
-        raise NoRoomError(
-            f"{what} would take {format_bytes(needed_bytes)}, {format_bytes(available)} of memory"
-            " are available",
-            "measure shorter histories, or fewer layers with --layers",
-        )
+    check_memory(needed_bytes, what, "measure shorter histories, or fewer layers with --layers")

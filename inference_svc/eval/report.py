@@ -12,8 +12,8 @@ from inference_svc.eval.figures import (
     RotationReport,
     Subject,
 )
-from inference_svc.eval.intervals import Interval
 from inference_svc.eval.options import Truncation
+from shared.measuring.statistics import Interval
 from shared.terminal.printing import counted
 from shared.terminal.tables import Column, facts, fitted
 from shared.types.units import format_bytes, format_duration

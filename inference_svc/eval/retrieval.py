@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 
 from inference_svc.eval.eval_model import EvalModel
 from inference_svc.eval.figures import MethodRetrieval, RetrievalReport
-from inference_svc.eval.intervals import share
 from inference_svc.eval.methods import Method
 from inference_svc.eval.options import RetrievalOptions
 from inference_svc.eval.records import (
@@ -27,6 +26,7 @@ from inference_svc.eval.records import (
 )
 from inference_svc.eval.sequence import Sequence as Context
 from inference_svc.eval.truncating import check_truncation, dropped, with_sinks
+from shared.measuring.statistics import share
 from shared.types.errors import InvalidInputError
 
 

@@ -8,7 +8,7 @@ from importlib.metadata import version
 import torch
 
 from inference_svc.eval.compression_eval import measure_compression
-from inference_svc.eval.compression_plot import check_plot, plot
+from inference_svc.eval.compression_plot import plot
 from inference_svc.eval.eval_model import EvalModel, open_model
 from inference_svc.eval.figures import EvalReport, Part, Subject
 from inference_svc.eval.options import (
@@ -21,7 +21,8 @@ from inference_svc.eval.options import (
 from inference_svc.eval.perplexity import measure_perplexity
 from inference_svc.eval.retrieval import measure_retrieval
 from inference_svc.eval.rotation import measure_rotation
-from shared.process.machine import cpu_name
+from shared.measuring.machine import cpu_name
+from shared.measuring.plots import check_plot
 from shared.version import __version__
 
 Options = PerplexityOptions | RetrievalOptions | RotationOptions | CompressionOptions

@@ -18,12 +18,12 @@ from kvd.bench.figures import Comparison, comparison
 from kvd.bench.options import BenchOptions
 from kvd.bench.process import KvdSizes, attached_client, running_kvd
 from kvd.bench.sessions import bench_key, token_ids_of
-from kvd.bench.statistics import Pair, Sample
 from kvd.bench.workspace import Workspace
 from shared.children.child_kvd import CALL_S, ChildKvd
 from shared.children.child_process import ChildFailedError
 from shared.kvd_client.arena_map import ArenaMap
 from shared.kvd_client.client import KvdClient
+from shared.measuring.statistics import Pair, Sample
 from shared.types.kv_layout import KVLayout
 from shared.types.units import SECTOR_BYTES
 

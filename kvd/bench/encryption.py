@@ -15,10 +15,10 @@ from kvd.bench.figures import Comparison, comparison
 from kvd.bench.options import BenchOptions
 from kvd.bench.process import attached_client, running_kvd
 from kvd.bench.ssd import SESSIONS_KEPT, KvdDisk, blocks_per_pass, sizes_of
-from kvd.bench.statistics import Pair
 from kvd.bench.workspace import Workspace
 from kvd.core.records.extent_shape import ExtentShape
 from kvd.encryption.key_file import new_master_key, write_master_key
+from shared.measuring.statistics import Pair
 from shared.types.kv_layout import KVLayout
 
 

@@ -6,8 +6,7 @@ added freely, but renamed or removed only with a new number in SCHEMA.
 
 from dataclasses import dataclass
 
-from kvd.bench.statistics import Pair
-from shared.types.statistics import Spread, percentile, spread
+from shared.measuring.statistics import Pair, Spread, percentile, spread
 
 SCHEMA = "kvd.bench/1"
 

@@ -1,15 +1,13 @@
 """What a figure was measured on: without it nobody can compare."""
 
 import os
-import platform
-from importlib.metadata import version
 from pathlib import Path
 
 import psutil
 
 from kvd.bench.figures import Machine
 from kvd.bench.floor import open_direct
-from shared.process.machine import cpu_name, private_huge_pages, shared_huge_pages
+from shared.measuring.machine import common_facts, shared_huge_pages
 from shared.version import __version__
 
 _LIBRARIES = ("grpcio", "numpy", "protobuf", "uvloop", "xxhash")
@@ -20,20 +18,13 @@ def machine_facts(directory: Path) -> Machine:
     """Look at the machine and at the file system of `directory`, which must be writable."""
     device, filesystem = _mounted_at(directory)
     return Machine(
-        cpu=cpu_name(),
-        cpus=len(os.sched_getaffinity(0)),
-        load_average=os.getloadavg()[0],
-        memory_bytes=psutil.virtual_memory().total,
-        kernel=platform.release(),
-        huge_pages=private_huge_pages(),
+        **common_facts(_LIBRARIES),
         shared_huge_pages=shared_huge_pages(),
         reserved_huge_pages=int(_RESERVED.read_text(encoding="ascii")) if _RESERVED.exists() else 0,
         filesystem=filesystem,
         device=device,
         direct_io=_takes_direct_io(directory),
-        python=platform.python_version(),
         kvd=__version__,
-        libraries={name: version(name) for name in _LIBRARIES},
     )
 
 

@@ -21,9 +21,9 @@ from kvd.rpc.told_queue import ToldQueue
 from kvd.wire.queue_messages import queue_update
 from shared.kvd_client.queue_feed import QueueFeed
 from shared.kvd_client.queue_message import snapshot_message
+from shared.measuring.statistics import spread
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.queue_change import QueueUpdate
-from shared.types.statistics import spread
 
 OWNER = 1
 INTERVAL_S = 0.1  # between two starts

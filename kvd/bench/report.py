@@ -22,8 +22,8 @@ from kvd.bench.figures import (
     Restart,
 )
 from kvd.bench.goals import goals_of
+from shared.measuring.statistics import Spread
 from shared.terminal.tables import Column, facts, fitted
-from shared.types.statistics import Spread
 from shared.types.units import format_bytes, format_duration
 
 _COMPARISON = (

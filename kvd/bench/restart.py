@@ -5,7 +5,7 @@ from kvd.bench.filled_index import MANIFEST_NAME, FilledIndexes
 from kvd.bench.options import BenchOptions
 from kvd.bench.process import running_kvd
 from kvd.bench.workspace import Workspace
-from shared.types.statistics import percentile, spread
+from shared.measuring.statistics import percentile, spread
 
 
 async def measure_restart(

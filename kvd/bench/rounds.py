@@ -3,8 +3,7 @@
 from collections import defaultdict
 
 from kvd.bench.figures import Growth, Latency, latency
-from kvd.bench.statistics import growth
-from shared.types.statistics import percentile
+from shared.measuring.statistics import growth, percentile
 
 
 class Rounds:

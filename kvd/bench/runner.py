@@ -1,11 +1,8 @@
 """One run of the bench: its directories, its parts in order, its end on Ctrl-C."""
 
 import asyncio
-import signal
 import time
 from dataclasses import replace
-
-import uvloop
 
 from kvd.bench import arena, control, encryption, filled_index, lookups, queues, ssd
 from kvd.bench.figures import Report
@@ -13,7 +10,8 @@ from kvd.bench.loop_calls import measure_loop_calls
 from kvd.bench.machine import machine_facts
 from kvd.bench.options import BenchOptions, fitted
 from kvd.bench.restart import measure_restart
-from kvd.bench.workspace import Workspace, check_memory, room_of, workspace
+from kvd.bench.workspace import Workspace, room_of, workspace
+from shared.measuring.workspace import check_memory, run_until_signal
 
 
 def run(options: BenchOptions) -> Report:
@@ -28,15 +26,13 @@ def run(options: BenchOptions) -> Report:
         KeyboardInterrupt: Ctrl-C, or SIGTERM.
     """
     options = replace(options, scale=fitted(options.scale, *room_of(options.directory)))
-    check_memory(needed_memory_bytes(options))
-    with (
-        workspace(options.directory, needed_disk_bytes(options)) as work,
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-    ):
-        try:
-            return runner.run(_run_until_signal(options, work))
-        except asyncio.CancelledError:
-            raise KeyboardInterrupt from None
+    check_memory(
+        needed_memory_bytes(options),
+        "the bench",
+        "stop what uses the memory, or measure less with --quick",
+    )
+    with workspace(options.directory, needed_disk_bytes(options)) as work:
+        return run_until_signal(lambda: _measure(options, work))
 
 
 def needed_disk_bytes(options: BenchOptions) -> int:
@@ -64,18 +60,6 @@ def needed_memory_bytes(options: BenchOptions) -> int:
     if "control" in options.parts:  # engines and kvds of all sizes at once
         needed = max(needed, 8192 * sum(options.scale.session_counts))
     return needed
-
-
-async def _run_until_signal(options: BenchOptions, work: Workspace) -> Report:
-    """SIGTERM ends a run as Ctrl-C does: everything is removed."""
-    loop = asyncio.get_running_loop()
-    task = asyncio.current_task()
-    assert task is not None, "the runner runs a task"  # noqa: S101
-    loop.add_signal_handler(signal.SIGTERM, task.cancel)
-    try:
-        return await _measure(options, work)
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)
 
 
 async def _measure(options: BenchOptions, work: Workspace) -> Report:

@@ -21,12 +21,12 @@ from kvd.bench.floor import DirectFloor
 from kvd.bench.options import BenchOptions
 from kvd.bench.process import KvdSizes, attached_client, running_kvd
 from kvd.bench.sessions import bench_key, token_ids_of
-from kvd.bench.statistics import Pair, Sample
 from kvd.bench.workspace import Workspace
 from kvd.core.records.extent_shape import ExtentShape
 from shared.children.child_kvd import CALL_S, ChildKvd
 from shared.children.child_process import ChildFailedError
 from shared.kvd_client.client import KvdClient
+from shared.measuring.statistics import Pair, Sample
 from shared.types.kv_layout import KVLayout
 
 SEGMENT_BYTES = 256 << 20  # kvd's default

@@ -1,7 +1,6 @@
 """Where a run keeps its files: new directories, checked for room before, removed after."""
 
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,14 +8,8 @@ from pathlib import Path
 
 import psutil
 
-from shared.types.errors import ExhaustedError
+from shared.measuring.workspace import NoRoomError, directories
 from shared.types.units import format_bytes
-
-
-class NoRoomError(ExhaustedError):
-    """The disk or the memory does not hold what is to be measured."""
-
-    reason = "no_room"
 
 
 @dataclass(frozen=True)
@@ -47,24 +40,10 @@ def workspace(directory: Path, needed_bytes: int) -> Iterator[Workspace]:
             f" {format_bytes(2 * needed_bytes)} and uses half of it",
             "name another directory with --directory, or measure less with --quick",
         )
-    with (
-        tempfile.TemporaryDirectory(prefix="kvd-bench-", dir=directory) as state,
-        tempfile.TemporaryDirectory(prefix="kvd-bench-") as runtime,
-    ):
-        yield Workspace(Path(state), Path(runtime))
+    with directories(directory, "kvd-bench-") as (state, runtime):
+        yield Workspace(state, runtime)
 
 
 def room_of(directory: Path) -> tuple[int, int]:
     """Bytes of memory, and of disk under the directory, that are there to be used."""
     return psutil.virtual_memory().available, shutil.disk_usage(directory).free
-
-
-def check_memory(needed_bytes: int) -> None:
-    """Raise NoRoomError unless the machine has that much memory to give."""
-    available = psutil.virtual_memory().available
-    if available < needed_bytes:
-        raise NoRoomError(
-            f"{format_bytes(available)} of memory are available, the bench wants"
-            f" {format_bytes(needed_bytes)}",
-            "stop what uses the memory, or measure less with --quick",
-        )

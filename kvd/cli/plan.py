@@ -8,9 +8,9 @@ import typer
 
 from kvd.cli.options import RuntimeDir
 from kvd.cli.plan_observe import show_observation
-from kvd.cli.plan_output import check_json, print_report, progress_bar
 from kvd.cli.plan_paper import show_paper
 from kvd.errors import UnclearSelectionError
+from shared.measuring.report import check_json, print_report, progress_bar
 
 _ARRIVES, _ENGINE, _CAPACITY = "What arrives", "Model and engine", "Capacities"
 _KVD, _OUTPUT, _INSTEAD = "What kvd does", "What comes out", "Instead of a plan"
@@ -174,7 +174,7 @@ def plan(
     )
     with progress_bar("replaying", request.num_replays * request.workload.num_turns) as tell:
         report = make_plan(request, tell)
-    print_report(as_document(report), tables(report), json_to)
+    print_report(as_document(report), lambda _: tables(report), json_to)
     if plot is not None:
         write_plot(report, plot)
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvd.cli.plan_output import check_json, print_report, progress_bar
 from kvd.client.connection import open_client
 from kvd.wire.turn_messages import recorded_turns
+from shared.measuring.report import check_json, print_report, progress_bar
 from shared.pb.kvd.v1 import kvd_pb2
 from shared.types.errors import StateError
 from shared.types.units import NS_PER_S
@@ -62,7 +62,7 @@ def show_observation(
     tables = (
         table for layout, observed in found for table in observation_tables(layout.model, observed)
     )
-    print_report(_document(found), tables, json_to)
+    print_report(_document(found), lambda _: tables, json_to)
 
 
 def _document(found: "list[tuple[kvd_pb2.RecentTurns, Observation]]") -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import os
 
-from kvd.cli.plan_output import check_json, print_report, progress_bar
+from shared.measuring.report import check_json, print_report, progress_bar
 
 
 def show_paper(*, seed: int, is_quick: bool, num_workers: int, json_to: str) -> None:
@@ -23,4 +23,4 @@ def show_paper(*, seed: int, is_quick: bool, num_workers: int, json_to: str) -> 
     reproduction = Reproduction(sample)
     with progress_bar("replaying", reproduction.num_turns) as tell:
         report = reproduction.make(num_workers or os.cpu_count() or 1, tell)
-    print_report(report.as_dict(), paper_tables(report), json_to)
+    print_report(report.as_dict(), lambda _: paper_tables(report), json_to)

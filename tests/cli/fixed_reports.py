@@ -2,11 +2,10 @@
 
 from inference_svc.bench import figures as engine
 from inference_svc.eval import figures as quality
-from inference_svc.eval.intervals import Interval
 from inference_svc.eval.options import Truncation
 from kvd.bench import figures as kvd
 from kvd.plan.figures import PlanReport
-from shared.types.statistics import Spread
+from shared.measuring.statistics import Interval, Spread
 from tests.kvd.plan.plans import plan, result
 
 PROCESSOR = "AMD EPYC 9654 96-Core Processor"

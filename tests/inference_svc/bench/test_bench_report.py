@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from inference_svc.bench.cli_run import BadListError, numbers, splits_of
 from inference_svc.bench.figures import (
     SCHEMA,
     Case,
@@ -18,9 +17,12 @@ from inference_svc.bench.figures import (
     Subject,
     as_document,
 )
-from inference_svc.bench.plot import NoPlotError, check_plot, plot
+from inference_svc.bench.options import splits_of
+from inference_svc.bench.plot import plot
 from inference_svc.bench.report import tables
-from shared.types.statistics import Spread
+from shared.measuring.options import BadListError, numbers
+from shared.measuring.plots import NoPlotError, check_plot
+from shared.measuring.statistics import Spread
 
 TTFT = Spread(0.04, 0.05, 0.07)
 CA = Measured("ca", 15, 2, {"ttft_s": TTFT, "prefill_tokens_per_s": Spread(1e4, 2e4, 3e4)})

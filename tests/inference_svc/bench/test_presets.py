@@ -5,8 +5,9 @@ import torch
 
 from inference_svc.bench.options import ModelChoice
 from inference_svc.bench.presets import PRESETS, Shape, UnknownPresetError, preset
-from inference_svc.bench.random_model import NoRoomError, chosen_model
+from inference_svc.bench.random_model import chosen_model
 from inference_svc.core.errors import UnknownModelError, UnsupportedModelError
+from shared.measuring.workspace import NoRoomError
 
 TINY = ModelChoice(random="4x256", layers=1)
 

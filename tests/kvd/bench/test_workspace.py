@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from kvd.bench.machine import machine_facts
-from kvd.bench.workspace import NoRoomError, Workspace, check_memory, workspace
+from kvd.bench.workspace import Workspace, check_memory, workspace
+from shared.measuring.workspace import NoRoomError
 
 
 def test_everything_is_removed_when_a_run_is_interrupted(tmp_path):

@@ -17,7 +17,7 @@ from kvd.tiers.arena_store import (
     HugepagesUnavailableError,
     resolve_keep,
 )
-from shared.process import machine
+from shared.measuring import machine
 from shared.types.kv_layout import Component, KVLayout, Layer
 from tests.synthetic_engine import MODEL, small_layout
 

@@ -3,7 +3,7 @@
 import pytest
 
 from kvd.bench.figures import comparison
-from kvd.bench.statistics import Pair, Sample, growth
+from shared.measuring.statistics import Pair, Sample, growth
 
 
 def test_one_bad_pair_does_not_move_the_median_ratio():

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.types.statistics import percentile, spread
+from shared.measuring.statistics import percentile, spread
 
 SECONDS = st.floats(min_value=1e-6, max_value=1e3)
 

@@ -1,4 +1,4 @@
-"""What the plans of the command line have in common: progress, tables, JSON."""
+"""Reports on the command line: progress on stderr, tables for people, a document for scripts."""
 
 import json
 import sys
@@ -10,6 +10,7 @@ from typing import Any
 import typer
 from rich.table import Table
 
+from shared.measuring.statistics import Spread
 from shared.terminal.printing import console
 from shared.types.errors import ConfigError
 
@@ -42,8 +43,13 @@ def progress_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
         yield lambda num_done: bar.update(task, completed=num_done)
 
 
+def say_progress(what: str) -> None:
+    """Say on stderr what is being measured."""
+    typer.echo(f"measuring: {what}", err=True)
+
+
 def check_json(json_to: str) -> None:
-    """Raise UnusableOutputError if it cannot be written: before the minutes that planning takes."""
+    """Raise UnusableOutputError if it cannot be written, before minutes are spent."""
     path = Path(json_to)
     if json_to not in {"", ONLY} and (path.is_dir() or not path.resolve().parent.is_dir()):
         raise UnusableOutputError(
@@ -51,8 +57,19 @@ def check_json(json_to: str) -> None:
         )
 
 
-def print_report(document: Mapping[str, Any], tables: Iterable[Table], json_to: str) -> None:
+def print_report(
+    document: Mapping[str, Any],
+    tables: Callable[[int], Iterable[Table]],
+    json_to: str,
+    notes: Iterable[str] = (),
+) -> None:
     """Print the tables, and write the document if it is asked for; or print the document alone.
+
+    Args:
+        document: plain values.
+        tables: makes them for a terminal of so many columns.
+        json_to: file for the document, ONLY for it alone, "" for none.
+        notes: lines behind the tables, which are not wrapped: they may be commands.
 
     Raises:
         UnusableOutputError: the file cannot be written.
@@ -69,6 +86,18 @@ def print_report(document: Mapping[str, Any], tables: Iterable[Table], json_to: 
                 f"{json_to} cannot be written ({error.strerror})", "name another file with --json"
             ) from error
     out = console()
-    for table in tables:
+    for table in tables(out.width):
         out.print(table)
         out.print()
+    for note in notes:
+        typer.echo(note)
+
+
+def quartiles(spread: Spread, form: str = ".2f") -> str:
+    """The quartiles as tables show them."""
+    return f"{format(spread.low, form)} - {format(spread.high, form)}"
+
+
+def verdict(is_met: bool) -> str:
+    """Whether a goal is met, as tables show it: it is shown, never asserted."""
+    return "met" if is_met else "MISSED"

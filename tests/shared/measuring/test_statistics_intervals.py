@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from inference_svc.eval.intervals import mean, share
+from shared.measuring.statistics import mean, share
 
 
 def test_shares_have_wilsons_interval():

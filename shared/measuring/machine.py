@@ -1,9 +1,33 @@
 """What a figure was measured on: without it nobody can compare."""
 
+import os
 import platform
+from collections.abc import Iterable
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
+
+
+def common_facts(libraries: Iterable[str]) -> dict[str, Any]:
+    """What every report says of its machine, by the names of a document.
+
+    Args:
+        libraries: whose versions matter.
+    """
+    return {
+        "cpu": cpu_name(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "load_average": os.getloadavg()[0],
+        "memory_bytes": psutil.virtual_memory().total,
+        "huge_pages": private_huge_pages(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "libraries": {name: version(name) for name in libraries},
+    }
 
 
 def cpu_name() -> str:
