@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Charge = Literal["packed", "window"]
-TierMode = Literal["exclusive", "inclusive"]
+TierMode = Literal["inclusive", "exclusive"]
 LoadPolicy = Literal["always", "auto", "never"]
 
 

@@ -6,17 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from kvd.plan.arguments import (
-    KNOWN_POLICIES,
+from kvd.plan.arguments import KNOWN_POLICIES, request_of
+from kvd.plan.decimal_sizes import GB
+from kvd.plan.load import recompute_load
+from kvd.plan.options import (
     ArrivalArguments,
     CapacityArguments,
     CostArguments,
     EngineArguments,
     KvdArguments,
-    request_of,
 )
-from kvd.plan.decimal_sizes import GB
-from kvd.plan.load import recompute_load
 from kvd.plan.prices import Prices
 from shared.types.errors import ReportedError
 

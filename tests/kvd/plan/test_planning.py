@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from kvd.plan.arguments import (
+from kvd.plan.arguments import request_of
+from kvd.plan.decimal_sizes import GB
+from kvd.plan.options import (
     ArrivalArguments,
     CapacityArguments,
     CostArguments,
     EngineArguments,
     KvdArguments,
-    request_of,
 )
-from kvd.plan.decimal_sizes import GB
 from kvd.plan.planning import make_plan
 from kvd.plan.prices import Prices
 
