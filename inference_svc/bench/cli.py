@@ -26,7 +26,7 @@ from inference_svc.runtime.model.model_directory import check_model
 from shared.config.group_help import WholeHelp
 from shared.measuring.options import command
 from shared.measuring.plots import check_plot
-from shared.measuring.report import print_report, say_progress
+from shared.measuring.report import check_json, print_report, say_progress
 from shared.process.log import configure_logging
 from shared.types.errors import ConfigError, InvalidInputError
 
@@ -110,6 +110,7 @@ def measure(part: Part, choice: ModelChoice, output: OutputOptions) -> None:
 
     if output.plot is not None:
         check_plot(output.plot)
+    check_json(output.json_to)
     configure_logging("warning", json=False)  # stdout is for the report
     directory = output.directory or Path.cwd()
     try:

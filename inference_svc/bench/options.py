@@ -1,21 +1,17 @@
 """What a run of the bench is told: a part's options, as values and on the command line. Pure."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from shared.measuring.options import TEXT, BadListError, numbers, one_of, some_of
+from shared.measuring.options import TEXT, BadListError, numbers, one_of, say_nothing, some_of
 
 Tier = Literal["dram", "ssd"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Variant = Literal["ca", "kvd", "re"]
-
-
-def _say_nothing(_what: str) -> None:
-    """Report progress to nobody."""
 
 
 def splits_of(text: str) -> tuple[tuple[int, int], ...]:
@@ -113,7 +109,7 @@ class RunOptions:
 
     directory: Path
     command: tuple[str, ...] = ()
-    on_progress: Callable[[str], None] = field(default=_say_nothing)
+    on_progress: Callable[[str], None] = say_nothing
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,7 @@ import torch
 
 from inference_svc.core.errors import UnsupportedModelError
 from inference_svc.core.truncation import USUAL_SINKS
-from inference_svc.eval.methods import METHODS, Method, Positions, positions_of
-from inference_svc.eval.options import EvalChoice
+from inference_svc.eval.options import METHODS, EvalChoice, Method, Positions, positions_of
 from inference_svc.runtime.calibration.calibration import MIN_CONTEXT_WINDOW, calibrate
 from inference_svc.runtime.calibration.sinks import find_sinks
 from inference_svc.runtime.compute.model_runner import ModelRunner

@@ -14,8 +14,13 @@ from dataclasses import dataclass, field, replace
 
 from inference_svc.eval.eval_model import EvalModel
 from inference_svc.eval.figures import MethodRetrieval, RetrievalReport
-from inference_svc.eval.methods import Method
-from inference_svc.eval.options import RetrievalOptions
+from inference_svc.eval.options import (
+    Method,
+    RetrievalOptions,
+    check_truncation,
+    dropped,
+    with_sinks,
+)
 from inference_svc.eval.records import (
     MOST_RECORDS,
     RECORDS_PER_TURN,
@@ -25,7 +30,6 @@ from inference_svc.eval.records import (
     draw_records,
 )
 from inference_svc.eval.sequence import Sequence as Context
-from inference_svc.eval.truncating import check_truncation, dropped, with_sinks
 from shared.measuring.statistics import share
 from shared.types.errors import InvalidInputError
 

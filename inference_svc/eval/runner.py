@@ -14,9 +14,9 @@ from inference_svc.eval.figures import EvalReport, Part, Subject
 from inference_svc.eval.options import (
     CompressionOptions,
     EvalChoice,
+    Options,
     PerplexityOptions,
     RetrievalOptions,
-    RotationOptions,
 )
 from inference_svc.eval.perplexity import measure_perplexity
 from inference_svc.eval.retrieval import measure_retrieval
@@ -25,7 +25,6 @@ from shared.measuring.machine import cpu_name
 from shared.measuring.plots import check_plot
 from shared.version import __version__
 
-Options = PerplexityOptions | RetrievalOptions | RotationOptions | CompressionOptions
 LIBRARIES = ("torch", "transformers")
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from inference_svc.core.discards import Range, kept_runs, merge_ranges, without
 from inference_svc.eval.eval_model import EvalModel
-from inference_svc.eval.methods import Method, positions_of
+from inference_svc.eval.options import Method, positions_of
 from inference_svc.runtime.calibration.sinks import embed_kept
 from inference_svc.runtime.compute.attention_scores import ScoreKeeper
 from inference_svc.runtime.compute.model_runner import Chunk

@@ -12,7 +12,7 @@ What is told, its default and how it is asked for stand in one place.
 """
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from inspect import Parameter, Signature
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -29,10 +29,15 @@ class BadListError(InvalidInputError):
     reason = "bad_list"
 
 
+def say_nothing(_what: str) -> None:
+    """Report progress to nobody."""
+
+
 def command(*groups: type[Any], order: str = "") -> Callable[[Callable[..., None]], Any]:
     """Make a command of a function that takes one value of each of these dataclasses.
 
-    A field is an option if it is annotated with a `typer.Option`; others keep their default.
+    A field is an option if it is annotated with a `typer.Option`; others keep their default. Of a
+    default that is parsed, metadata may have the `text`.
 
     Args:
         groups: dataclasses; no two of them have an option of one name.
@@ -65,9 +70,10 @@ def _options(group: type[Any]) -> list[tuple[str, Parameter]]:
         option = next((i for i in get_args(hints[field.name]) if isinstance(i, OptionInfo)), None)
         if option is None:
             continue
-        kind, default = hints[field.name], field.default
+        kind = hints[field.name] if option.parser is None else Annotated[str, option]
+        default = Parameter.empty if field.default is MISSING else field.default
         if option.parser is not None:
-            kind, default = Annotated[str, option], as_text(default)
+            default = field.metadata.get("text", as_text(default))
         parameter = Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
         found.append((field.name, parameter))
     return found
