@@ -12,13 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvd.bench.buffers import BlockAt, Buffer
-from kvd.bench.copying import Copier
 from kvd.bench.figures import Comparison, comparison
+from kvd.bench.filled_index import bench_key, token_ids_of
+from kvd.bench.floor import BlockAt, Buffer, Copier
 from kvd.bench.options import BenchOptions
-from kvd.bench.process import KvdSizes, attached_client, running_kvd
-from kvd.bench.sessions import bench_key, token_ids_of
-from kvd.bench.workspace import Workspace
+from kvd.bench.workspace import KvdSizes, Workspace, attached_client, running_kvd
 from shared.children.child_kvd import CALL_S, ChildKvd
 from shared.children.child_process import ChildFailedError
 from shared.kvd_client.arena_map import ArenaMap

@@ -2,32 +2,108 @@
 
 Every engine holds its sessions on SSD and has room for few in DRAM. Loaded are random ones, so that
 each load finds a session that has been idle, promotes its blocks, and evicts another's. Stored are
-new ones, dropped again between the rounds. Python's garbage collector is held off while timing: its
-full passes would charge one engine for the objects of all. (The RPC figures contain it.)
+new ones, dropped again between the rounds. What the engine asks for is done in memory, at once.
+
+An engine's queue is told whole, and one change of it: a message is parsed, decoded, checked and
+taken by the pure engine with its default policy, as the service does it; nothing is stored of the
+sessions that wait.
+
+Python's garbage collector is held off while timing: its full passes would charge one engine for the
+objects of all. (The RPC figures contain it.)
 """
 
 import gc
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from kvd.bench.memory_performer import MemoryPerformer
-from kvd.bench.options import BLOCKS_PER_SESSION, SMALL_LAYOUT, BenchOptions
-from kvd.bench.population import (
+from kvd.bench.figures import QueueCosts, Rounds
+from kvd.bench.filled_index import (
     SALT,
     TOKENS_PER_SESSION,
+    bench_key,
     block_keys_of,
     block_tokens_of,
     idle_key,
     population,
+    token_ids_of,
 )
-from kvd.bench.rounds import Rounds
-from kvd.bench.sessions import bench_key, token_ids_of
+from kvd.bench.options import BLOCKS_PER_SESSION, MODEL, SMALL_LAYOUT, BenchOptions
+from kvd.config import EvictionSettings
 from kvd.core.engine import CacheEngine, Limits
-from kvd.core.records.records import Lookup
+from kvd.core.eviction.registry import POLICIES
+from kvd.core.records.actions import (
+    Action,
+    CommitRows,
+    CompactRows,
+    DropBlock,
+    HashSlot,
+    IoOutcome,
+    ReadBlock,
+    VerifyExtent,
+    VerifySlot,
+    WriteBlock,
+)
+from kvd.core.records.extent_shape import CHECKSUM_BYTES
+from kvd.core.records.records import Lookup, StoredBlock
+from kvd.rpc.told_queue import ToldQueue
+from kvd.wire.queue_messages import queue_update
 from shared.children.child_process import ChildFailedError
+from shared.kvd_client.queue_feed import QueueFeed
+from shared.kvd_client.queue_message import snapshot_message
+from shared.measuring.statistics import spread
+from shared.pb.kvd.v1 import kvd_pb2
+from shared.types.queue_change import QueueUpdate
+
+
+class MemoryPerformer:
+    """Performs for one engine."""
+
+    def __init__(self, engine: CacheEngine) -> None:
+        self._engine = engine
+        self._checksums = bytes(CHECKSUM_BYTES * len(engine.layout.layers))
+
+    def settle(self, now_ns: int, token_ids: Mapping[bytes, bytes]) -> None:
+        """Perform until the engine asks for nothing more.
+
+        Args:
+            now_ns: of the completions.
+            token_ids: of the blocks that may be read, by key.
+        """
+        while actions := self._engine.drain():
+            self.perform(actions, now_ns, token_ids)
+
+    def perform(
+        self, actions: Sequence[Action], now_ns: int, token_ids: Mapping[bytes, bytes]
+    ) -> None:
+        """Perform what was drained; what comes of it is to be drained again."""
+        for action in actions:
+            self._perform(action, now_ns, token_ids)
+
+    def _perform(self, action: Action, now_ns: int, token_ids: Mapping[bytes, bytes]) -> None:
+        engine = self._engine
+        match action:
+            case ReadBlock():
+                stored = StoredBlock(token_ids[action.key], self._checksums)
+                engine.read_done(action.op_id, IoOutcome.OK, stored, now_ns)
+            case VerifySlot() | VerifyExtent():
+                engine.verify_done(action.op_id, IoOutcome.OK, now_ns)
+            case HashSlot():
+                engine.hash_done(action.op_id, self._checksums, now_ns)
+            case WriteBlock():
+                engine.write_done(action.op_id, IoOutcome.OK, now_ns)
+            case CompactRows():
+                made = [self._checksums] * len(action.blocks)
+                engine.compact_done(action.op_id, IoOutcome.OK, made, now_ns)
+            case CommitRows():
+                engine.rows_committed(action.op_id, now_ns)
+            case DropBlock():
+                engine.drop_done(action.op_id, now_ns)
+            case _:
+                pass
+
 
 T = TypeVar("T")
 
@@ -45,7 +121,7 @@ def measure_lookups(options: BenchOptions) -> Rounds:
     rounds = Rounds("core")
     for engine in engines:
         engine.take(OPERATIONS, scale.calls_per_round, Rounds("core"))  # to warm up
-    with _uncollected():
+    with uncollected():
         for _ in range(scale.rounds):
             for engine in engines:
                 engine.take(OPERATIONS, scale.calls_per_round, rounds)
@@ -53,7 +129,8 @@ def measure_lookups(options: BenchOptions) -> Rounds:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
+    """Hold the garbage collector off."""
     gc.collect()
     gc.disable()
     try:
@@ -140,3 +217,58 @@ def _timed(seconds: list[float], call: Callable[[], T]) -> T:
     answer = call()
     seconds.append(time.perf_counter() - started)
     return answer
+
+
+INTERVAL_S = 0.1  # between two starts
+
+
+def measure_queues(options: BenchOptions) -> QueueCosts:
+    """Tell a queue whole, then change by change, so many times."""
+    policy, num_jobs = EvictionSettings().policy, options.scale.queue_jobs
+    full_s, change_s = [], []
+    for _ in range(options.scale.rounds):
+        telling = _Telling(num_jobs, policy)
+        with uncollected():
+            full_s.append(telling.tell())
+            for number in range(options.scale.calls_per_round):
+                telling.change(number)
+                change_s.append(telling.tell())
+    return QueueCosts(num_jobs, policy, spread(full_s), spread(change_s))
+
+
+class _Telling:
+    """A scheduler with a queue, and a cache engine that is told of it."""
+
+    def __init__(self, num_jobs: int, policy: str) -> None:
+        self._num_jobs = num_jobs
+        self._feed = QueueFeed()
+        self._feed.interval_s = INTERVAL_S
+        for number in range(num_jobs):
+            self._add(number, float(number))
+        limits = Limits(num_slots=BLOCKS_PER_SESSION, num_extents=0)
+        self._engine = CacheEngine(SMALL_LAYOUT, limits, lambda _tenant: SALT, POLICIES[policy])
+        self._told = ToldQueue(self._apply)
+
+    def change(self, number: int) -> None:
+        """Let a job leave, and another join somewhere."""
+        self._feed.left(number)
+        self._add(self._num_jobs + number, number * 0.618 % 1 * self._num_jobs)
+
+    def tell(self) -> float:
+        """Tell what has changed; return the seconds that kvd takes for it."""
+        update = self._feed.next_update(self._num_jobs)
+        assert update is not None, "something has changed"  # noqa: S101
+        sent = snapshot_message(OWNER, update).SerializeToString()
+        started = time.perf_counter()
+        received = kvd_pb2.QueueSnapshot.FromString(sent)
+        is_known = self._told.take(queue_update(received, MODEL, self._num_jobs))
+        seconds = time.perf_counter() - started
+        self._feed.acknowledged(update.sequence, send_full=not is_known)
+        return seconds
+
+    def _add(self, number: int, tag: float) -> None:
+        self._feed.waits((0, tag, number), bench_key(f"queued-{number}"), 1000)
+
+    def _apply(self, update: QueueUpdate) -> int:
+        take = self._engine.change_queue if update.base_sequence else self._engine.replace_queue
+        return take(OWNER, update.change, 1)

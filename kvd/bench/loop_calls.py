@@ -12,11 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvd.bench.figures import LoopCalls
-from kvd.bench.filled_index import MANIFEST_NAME, FilledIndexes
-from kvd.bench.memory_performer import MemoryPerformer
+from kvd.bench.filled_index import (
+    MANIFEST_NAME,
+    SALT,
+    TOKENS_PER_SESSION,
+    FilledIndexes,
+    bench_key,
+    token_ids_of,
+)
+from kvd.bench.lookups import MemoryPerformer
 from kvd.bench.options import SMALL_LAYOUT, BenchOptions
-from kvd.bench.population import SALT, TOKENS_PER_SESSION
-from kvd.bench.sessions import bench_key, token_ids_of
 from kvd.core.engine import CacheEngine, Limits
 from kvd.core.eviction.registry import POLICIES
 from kvd.core.state.tenants import TenantLimits

@@ -4,13 +4,12 @@ import asyncio
 import time
 from dataclasses import replace
 
-from kvd.bench import arena, control, encryption, filled_index, lookups, queues, ssd
+from kvd.bench import arena, control, filled_index, lookups, ssd
+from kvd.bench.control import measure_restart
 from kvd.bench.figures import Report
 from kvd.bench.loop_calls import measure_loop_calls
-from kvd.bench.machine import machine_facts
 from kvd.bench.options import BenchOptions, fitted
-from kvd.bench.restart import measure_restart
-from kvd.bench.workspace import Workspace, room_of, workspace
+from kvd.bench.workspace import Workspace, machine_facts, room_of, workspace
 from shared.measuring.workspace import check_memory, run_until_signal
 
 
@@ -41,7 +40,7 @@ def needed_disk_bytes(options: BenchOptions) -> int:
     if "ssd" in options.parts:
         needed += ssd.needed_bytes(options)
     if "encryption" in options.parts:
-        needed += encryption.needed_bytes(options)
+        needed += ssd.encryption_bytes(options)
     if "control" in options.parts or "restart" in options.parts:
         scale = options.scale
         needed += filled_index.needed_bytes(max(scale.session_counts), scale.blocks_per_session)
@@ -79,7 +78,7 @@ async def _measure(options: BenchOptions, work: Workspace) -> Report:
     if "ssd" in options.parts:
         report = replace(report, ssd=await ssd.measure_ssd(options, work))
     if "encryption" in options.parts:
-        report = replace(report, encryption=await encryption.measure_encryption(options, work))
+        report = replace(report, encryption=await ssd.measure_encryption(options, work))
     # Before control, which adds sessions to the indexes.
     if "restart" in options.parts or "control" in options.parts:
         report = replace(report, restart=await measure_restart(options, work, indexes))
@@ -87,7 +86,7 @@ async def _measure(options: BenchOptions, work: Workspace) -> Report:
         report = await _measure_control(options, work, indexes, report)
     if "queue" in options.parts:
         options.on_progress("an engine's queue")
-        report = replace(report, queue=await asyncio.to_thread(queues.measure_queues, options))
+        report = replace(report, queue=await asyncio.to_thread(lookups.measure_queues, options))
     return replace(report, elapsed_s=time.monotonic() - started)
 
 

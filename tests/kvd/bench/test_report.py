@@ -17,8 +17,7 @@ from kvd.bench.figures import (
     Report,
     Restart,
 )
-from kvd.bench.goals import goals_of
-from kvd.bench.report import as_document, tables
+from kvd.bench.report import as_document, goals_of, tables
 from shared.measuring.statistics import Spread
 
 ONE = Spread(0.95, 1.0, 1.05)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd.bench.rounds import Rounds
+from kvd.bench.figures import Rounds
 
 
 def _two_rounds() -> Rounds:
