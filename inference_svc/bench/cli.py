@@ -19,8 +19,7 @@ from inference_svc.bench.options import (
     ServeOptions,
     TurnsOptions,
 )
-from inference_svc.bench.plot import plot
-from inference_svc.bench.report import tables
+from inference_svc.bench.report import plot, tables
 from inference_svc.engine_extra import require_engine
 from inference_svc.runtime.model.model_directory import check_model
 from shared.config.group_help import WholeHelp

@@ -1,16 +1,19 @@
-"""An engine in this process, as the service runs it, without the service: turns are timed here."""
+"""An engine in this process, as the service runs it, without the service: turns are timed here.
+
+`TurnTimes` is what one turn took, and says whether its history was where it should have been.
+"""
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from inference_svc.assembly import EngineParts, Model, assemble_engine
-from inference_svc.bench.turn_times import Source, TurnTimes
 from inference_svc.bench.workspace import check_room
 from inference_svc.config import InferenceSettings
 from inference_svc.core.errors import EngineFailedError
@@ -21,6 +24,66 @@ from inference_svc.runtime.compute.sampling import Sampled, Sampler
 from inference_svc.runtime.engine.engine_job import EngineJob, LoadOutcome
 from shared.children.child_kvd import ChildKvd
 from shared.types.session_key import SessionKey
+
+# Where a turn's history is to come from: its slab, kvd, kvd if it pays, nowhere, wherever it is.
+Source = Literal["resident", "kvd", "auto", "none", "any"]
+SSD_SHARE = 0.95  # of the history that must come from SSD where a case says so
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTimes:
+    """One turn; times are of one monotonic clock.
+
+    Attributes:
+        token_s: when each token of the answer was there.
+        reused_tokens: of the prompt, not computed.
+        tier_tokens: of them, by the tier they came from.
+        stall_s: how long computing waited for layers.
+        output_ids: the answer.
+    """
+
+    submitted_s: float
+    token_s: tuple[float, ...]
+    reused_tokens: int
+    tier_tokens: Mapping[str, int]
+    load_s: float
+    stall_s: float
+    output_ids: tuple[int, ...]
+
+    @property
+    def ttft_s(self) -> float:
+        """From submission to the first token."""
+        return self.token_s[0] - self.submitted_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time per token after the first; 0 without any."""
+        num_more = len(self.token_s) - 1
+        return (self.token_s[-1] - self.token_s[0]) / num_more if num_more else 0.0
+
+    @property
+    def end_s(self) -> float:
+        """When the answer was complete."""
+        return self.token_s[-1]
+
+
+def is_from(times: TurnTimes, tier: str, history_tokens: int) -> bool:
+    """Whether all of the history came from the tier; tier "" means that nothing was reused."""
+    if not tier:
+        return not times.reused_tokens
+    least = SSD_SHARE * history_tokens if tier == "ssd" else history_tokens
+    return times.reused_tokens == history_tokens and times.tier_tokens.get(tier, 0) >= least
+
+
+def whole_blocks(history_tokens: int, new_tokens: int, block_tokens: int) -> tuple[int, int]:
+    """Make the history whole blocks, one at least, and count what that takes from it as new.
+
+    A partial block would be replaced as soon as a longer one is stored: the history would not stay
+    as it is.
+    """
+    whole = max(block_tokens, history_tokens - history_tokens % block_tokens)
+    return whole, max(1, history_tokens + new_tokens - whole)
+
 
 ATTACH_S = 60.0
 STORE_WAIT_S = 120.0  # for kvd, in one load or save: a slow disk is to be measured

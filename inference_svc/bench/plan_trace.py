@@ -12,8 +12,7 @@ from shlex import join
 from typing import Protocol
 
 from inference_svc.bench.options import PoliciesOptions
-from inference_svc.bench.replayed import truncated
-from inference_svc.bench.trace import Session
+from inference_svc.bench.trace import Session, truncated
 
 
 @dataclass(frozen=True, slots=True)

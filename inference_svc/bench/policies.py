@@ -8,29 +8,42 @@ kvd has is loaded: what is measured is placement.
 Every policy and round begins with an empty kvd.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from inference_svc.bench.bench_session import in_turn
-from inference_svc.bench.figures import Case
-from inference_svc.bench.interleaved import Interleaved
-from inference_svc.bench.kvd_sizes import KvdSizes
+from inference_svc.bench.bench_session import take_rounds
+from inference_svc.bench.figures import Case, Interleaved
 from inference_svc.bench.local_engine import LocalEngine, running_engine
 from inference_svc.bench.options import PoliciesOptions, RunOptions
 from inference_svc.bench.plan_trace import EngineConstants, plan_command, write_plan_trace
-from inference_svc.bench.policy_replay import PolicyReplay, Scene
-from inference_svc.bench.replayed import footprint_tokens, origin_of, replayed_sessions
-from inference_svc.bench.trace import Session
-from inference_svc.bench.workspace import Workspace
+from inference_svc.bench.replay import Replay
+from inference_svc.bench.trace import Session, footprint_tokens, origin_of, replayed_sessions
+from inference_svc.bench.workspace import KvdSizes, Workspace
+from shared.children.child_kvd import ChildKvd
 
 METRIC = "tok_share"
 BASE = "lru"  # what the others are compared with
 MIN_BLOCKS = 8  # of a tier
 MIN_SEGMENT_BYTES = 1 << 20
+COUNTED = ("prefetch", "evictions", "ssd_")  # beginnings of kvd's counters that are shown
 MAX_LOADING = 1  # turns that are loaded ahead: earlier ones would find less in DRAM
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What every policy is given.
+
+    Attributes:
+        starts_s: when each session begins.
+    """
+
+    sessions: Sequence[Session]
+    starts_s: Sequence[float]
+    dram_bytes: int
+    ssd_bytes: int
 
 
 async def measure_policies(
@@ -41,7 +54,7 @@ async def measure_policies(
     scene = _scene(options, work, sessions)
     facts = {
         "sessions": len(sessions),
-        "turns": scene.num_turns,
+        "turns": sum(map(len, sessions)),
         "turns_left_out": num_cut,
         "tokens": footprint_tokens(sessions),
         "dram_bytes": scene.dram_bytes,
@@ -50,13 +63,29 @@ async def measure_policies(
     }
     found = Interleaved(f"{origin_of(options)}, {len(sessions)} sessions", facts)
     constants: EngineConstants | None = None
-    for round_number in range(options.rounds):
-        for policy in in_turn(list(options.policies), round_number):
-            run.on_progress(f"policy {policy}: round {round_number + 1}/{options.rounds}")
-            async with _engine_of(policy, options, work, scene) as engine:
-                replay = PolicyReplay(engine, options, run, scene)
-                found.add(policy, round_number, await replay.run())
-                constants = replay.constants() or constants
+
+    async def take(policy: str) -> dict[str, float]:
+        nonlocal constants
+        async with _engine_of(policy, options, work, scene) as engine:
+            replay = Replay(
+                engine,
+                sessions,
+                lambda what: run.on_progress(f"policy {policy}: {what}"),
+                end_hints=options.end_hints,
+                warmup_turns=options.warmup_turns,
+                starts_s=scene.starts_s,
+            )
+            values = await _replayed(replay)
+            constants = _constants(replay, options.max_running) or constants
+        return values
+
+    await take_rounds(
+        found,
+        lambda _: list(options.policies),
+        range(options.rounds),
+        take,
+        lambda what: run.on_progress(f"policies: {what}"),
+    )
     for policy in options.policies:
         if policy != BASE:
             found.compare_gain(METRIC, policy, BASE)
@@ -80,6 +109,44 @@ def _scene(options: PoliciesOptions, work: Workspace, sessions: list[Session]) -
         starts_s,
         dram_bytes=max(least_bytes, int(options.dram_share * footprint_bytes)),
         ssd_bytes=max(least_bytes, int(options.ssd_share * footprint_bytes)),
+    )
+
+
+async def _replayed(replay: Replay) -> dict[str, float]:
+    """The metrics of a replay, and what kvd did meanwhile."""
+    kvd = replay.engine.kvd
+    assert kvd is not None, "its policy is measured"  # noqa: S101
+    await replay.warm_up()
+    await kvd.flush()
+    before = await _counters(kvd)
+    log = await replay.run(len(replay.sessions))
+    await replay.engine.settle()
+    counters = await _counters(kvd)
+    return log.placement() | {name: value - before[name] for name, value in counters.items()}
+
+
+async def _counters(kvd: ChildKvd) -> dict[str, float]:
+    """What kvd has done so far."""
+    (layout,) = (await kvd.stats()).layouts
+    return {
+        name: float(count)
+        for name, count in sorted(layout.counters.items())
+        if name.startswith(COUNTED)
+    }
+
+
+def _constants(replay: Replay, max_running: int) -> EngineConstants | None:
+    """What turns took, as far as steps were unlike enough to tell; for `kvd plan`."""
+    steps = replay.engine.parts.rates.steps.as_dict()
+    if not steps:
+        return None
+    # A token costs so much more the longer its context is: here, the mean prompt.
+    mean_prompt_tokens = replay.log.prompt_tokens / max(1, len(replay.log.turns))
+    token_s = steps["step_token_s"] + steps["step_pair_s"] * mean_prompt_tokens
+    return EngineConstants(
+        prefill_token_s=token_s,
+        decode_step_s=steps["step_constant_s"] + max_running * token_s,
+        turn_s=steps["step_constant_s"],
     )
 
 

@@ -8,20 +8,16 @@ is missed is missed because of an overflow. Contexts are truncated as the paper 
 window is dropped as often as it takes until history, new tokens and answer fit.
 """
 
-import asyncio
 from dataclasses import replace
-from time import perf_counter
 
 from inference_svc.assembly import Model
-from inference_svc.bench.bench_session import in_turn
-from inference_svc.bench.figures import Case
-from inference_svc.bench.interleaved import Interleaved
-from inference_svc.bench.local_engine import LocalEngine, running_engine
+from inference_svc.bench.bench_session import take_rounds
+from inference_svc.bench.figures import Case, Interleaved
+from inference_svc.bench.local_engine import running_engine
 from inference_svc.bench.options import PositionsOptions, RunOptions
 from inference_svc.bench.plan_trace import positions_commands, write_plan_trace
-from inference_svc.bench.policy_log import PolicyLog, ReplayedTurn
-from inference_svc.bench.replayed import overflowing_sessions, overflows, truncated
-from inference_svc.bench.trace import Session
+from inference_svc.bench.replay import Replay
+from inference_svc.bench.trace import Session, overflowing_sessions, overflows
 from inference_svc.bench.workspace import Workspace
 from inference_svc.runtime.calibration.calibration import calibrate
 
@@ -44,10 +40,13 @@ async def measure_positions(
         "overflows": overflows(sessions, options.window_tokens),
     }
     found = Interleaved(f"window {options.window_tokens}, {len(sessions)} sessions", facts)
-    for round_number in range(options.rounds):
-        for variant in in_turn(VARIANTS, round_number):
-            run.on_progress(f"positions, {variant}: round {round_number + 1}/{options.rounds}")
-            found.add(variant, round_number, await _replay(options, run, works[variant], sessions))
+    await take_rounds(
+        found,
+        lambda _: VARIANTS,
+        range(options.rounds),
+        lambda variant: _replay(options, run, works[variant], sessions),
+        lambda what: run.on_progress(f"positions: {what}"),
+    )
     for metric in ("all_share", METRIC, "tok_share"):
         found.compare_gain(metric, "of", "ca")
     found.compare("ttft_mean_s", "of", "ca")
@@ -76,53 +75,10 @@ async def _replay(
             scheduler={"max_running": options.max_running, "max_turns": max(len(sessions), 256)},
         ) as engine,
     ):
-        return await _Replay(engine, options, run, sessions).run()
-
-
-class _Replay:
-    """One replay; as many sessions at once as turns may run."""
-
-    def __init__(
-        self,
-        engine: LocalEngine,
-        options: PositionsOptions,
-        run: RunOptions,
-        sessions: list[Session],
-    ) -> None:
-        self._engine = engine
-        self._window_tokens = options.window_tokens
-        self._places = asyncio.Semaphore(options.max_running)
-        self._run = run
-        self._sessions = sessions
-        self._log = PolicyLog()
-        self._num_done = 0
-
-    async def run(self) -> dict[str, float]:
-        """Say everything; returns the metrics."""
-        busy_s, started_s = self._engine.busy_s, perf_counter()
-        async with asyncio.TaskGroup() as tasks:
-            for index in range(len(self._sessions)):
-                tasks.create_task(self._say(index))
-        return self._log.values(perf_counter() - started_s, self._engine.busy_s - busy_s)
-
-    async def _say(self, index: int) -> None:
-        engine, context, num_computed = self._engine, list[int](), 0
-        key = engine.key(f"session-{index}")
-        async with self._places:
-            for turn in self._sessions[index]:
-                num_kept = truncated(len(context), turn, self._window_tokens)
-                num_dropped = len(context) - num_kept
-                if num_dropped:
-                    await engine.parts.engine.discard(key, context, [(0, num_dropped)])
-                    context = context[num_dropped:]
-                    num_computed = max(0, num_computed - num_dropped)
-                prompt = [*context, *engine.new_tokens(turn.new_tokens)]
-                end = len(prompt) + turn.output_tokens
-                num_ahead = engine.parts.engine.num_waiting
-                times = await engine.turn(
-                    key, prompt, turn.output_tokens, source="kvd", keep_tokens=end - 1
-                )
-                self._log.add(ReplayedTurn(times, num_computed, len(prompt), num_ahead))
-                context, num_computed = [*prompt, *times.output_ids], end - 1
-        self._num_done += 1
-        self._run.on_progress(f"positions: {self._num_done}/{len(self._sessions)} sessions")
+        replay = Replay(
+            engine,
+            sessions,
+            lambda what: run.on_progress(f"positions: {what}"),
+            window_tokens=options.window_tokens,
+        )
+        return (await replay.run(options.max_running)).placement()

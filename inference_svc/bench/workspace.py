@@ -1,4 +1,4 @@
-"""Where a run keeps its files, and the kvds and engines it starts there."""
+"""What a run works on: directories, the kvds it starts there, the model, and the machine's facts."""
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -6,12 +6,54 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+import torch
+
 from inference_svc.assembly import Model
-from inference_svc.bench.kvd_sizes import KvdSizes
+from inference_svc.bench.figures import Machine, Subject
+from inference_svc.bench.options import ModelChoice
 from shared.children.child_kvd import ChildKvd, running_child_kvd
+from shared.measuring.machine import common_facts
 from shared.measuring.workspace import check_memory, directories
 from shared.types.kv_layout import KVLayout
 from shared.types.units import ceil_div
+from shared.version import __version__
+
+
+@dataclass(frozen=True, slots=True)
+class KvdSizes:
+    """What one kvd of the bench is given.
+
+    Attributes:
+        ssd_bytes: 0: no SSD tier.
+        policy: of eviction; "": kvd's default.
+    """
+
+    dram_bytes: int
+    ssd_bytes: int = 0
+    segment_bytes: int = 64 << 20
+    policy: str = ""
+
+    def toml(self) -> str:
+        """Settings: nothing expires, nothing outlives the process but what is on SSD."""
+        eviction = f'[eviction]\npolicy = "{self.policy}"\n' if self.policy else ""
+        return f"""
+[dram]
+bytes = {self.dram_bytes}
+keep = "none"
+[ssd]
+bytes = {self.ssd_bytes}
+segment_bytes = {self.segment_bytes}
+reserve_bytes = 0
+admission = "write_through"
+[sessions]
+default_ttl = "never"
+[limits]
+load_wait = "120s"
+[log]
+level = "warning"
+format = "json"
+{eviction}"""
+
 
 SPARE_BLOCKS = 16  # of a tier, beyond what is asked for
 SEGMENT_BYTES = 64 << 20
@@ -84,3 +126,30 @@ def workspace(directory: Path, model: Model) -> Iterator[Workspace]:
 def check_room(needed_bytes: int, what: str) -> None:
     """Raise NoRoomError unless the machine has that much memory to give."""
     check_memory(needed_bytes, what, "measure shorter histories, or fewer layers with --layers")
+
+
+_LIBRARIES = ("torch", "transformers", "grpcio", "numpy")
+
+
+def machine_facts(device: torch.device) -> Machine:
+    """Look at the machine."""
+    accelerator = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return Machine(**common_facts(_LIBRARIES), accelerator=accelerator, inference_svc=__version__)
+
+
+def subject_of(model: Model, choice: ModelChoice) -> Subject:
+    """Describe the model."""
+    loaded, layout = model.loaded, model.calibration.layout
+    return Subject(
+        name=loaded.name,
+        architecture=loaded.architecture,
+        random=choice.path is None,
+        layers=len(layout.layers),
+        num_weights=sum(weights.numel() for weights in loaded.model.parameters()),
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=str(loaded.device),
+        threads=torch.get_num_threads(),
+        attention_mode=model.calibration.mode,
+        kv_bytes_per_token=layout.token_bytes,
+        block_tokens=layout.block_tokens,
+    )

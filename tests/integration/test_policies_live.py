@@ -18,8 +18,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from inference_svc.bench.chat_like import chat_like_sessions
-from inference_svc.bench.trace import PlannedTurn, fitting, scaled
+from inference_svc.bench.trace import PlannedTurn, chat_like_sessions, fitting, scaled
 from kvd.plan.hardware import EngineConstants, Hardware
 from kvd.plan.outcome import BUSY_QUEUE
 from kvd.plan.replay import ReplayOptions, replay

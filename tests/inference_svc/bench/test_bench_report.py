@@ -18,8 +18,7 @@ from inference_svc.bench.figures import (
     as_document,
 )
 from inference_svc.bench.options import splits_of
-from inference_svc.bench.plot import plot
-from inference_svc.bench.report import tables
+from inference_svc.bench.report import plot, tables
 from shared.measuring.options import BadListError, numbers
 from shared.measuring.plots import NoPlotError, check_plot
 from shared.measuring.statistics import Spread

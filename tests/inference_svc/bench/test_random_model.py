@@ -4,8 +4,13 @@ import pytest
 import torch
 
 from inference_svc.bench.options import ModelChoice
-from inference_svc.bench.presets import PRESETS, Shape, UnknownPresetError, preset
-from inference_svc.bench.random_model import chosen_model
+from inference_svc.bench.random_model import (
+    PRESETS,
+    Shape,
+    UnknownPresetError,
+    chosen_model,
+    preset,
+)
 from inference_svc.core.errors import UnknownModelError, UnsupportedModelError
 from shared.measuring.workspace import NoRoomError
 

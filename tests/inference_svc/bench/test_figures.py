@@ -2,8 +2,8 @@
 
 import pytest
 
-from inference_svc.bench.bench_session import in_turn
-from inference_svc.bench.interleaved import Interleaved
+from inference_svc.bench.bench_session import ATTEMPTS, in_turn, take_rounds
+from inference_svc.bench.figures import Interleaved
 
 
 def measured(**series):
@@ -70,3 +70,18 @@ def test_every_round_begins_with_another_variant():
     rounds = [in_turn(["a", "b", "c"], number) for number in range(-1, 3)]
     assert [names[0] for names in rounds] == ["c", "a", "b", "c"]
     assert all(sorted(names) == ["a", "b", "c"] for names in rounds)
+
+
+async def test_what_is_not_what_the_case_says_is_tried_again():
+    """So many times; rounds below 0 warm up and leave nothing."""
+    taken, said = [], []
+
+    async def take(name):
+        taken.append(name)
+        return None if name == "lost" or taken.count(name) == 2 else {"ttft_s": 1.0}
+
+    found = Interleaved("case", {})
+    await take_rounds(found, lambda _: ["found", "lost"], range(-1, 2), take, said.append)
+    counts = {each.variant: (each.num, each.num_discarded) for each in found.case().variants}
+    assert counts == {"found": (2, 1), "lost": (0, 2 * ATTEMPTS)}
+    assert said == ["round 0/2", "round 1/2", "round 2/2"]

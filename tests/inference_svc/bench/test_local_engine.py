@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from inference_svc.bench.bench_session import ttft_values
 from inference_svc.bench.decode import decode_tokens_per_s
-from inference_svc.bench.replay_log import ReplayLog
-from inference_svc.bench.turn_times import TurnTimes, is_from, whole_blocks
+from inference_svc.bench.local_engine import TurnTimes, is_from, whole_blocks
 
 
 def times(token_s=(1.5,), tiers=None, reused=None):
@@ -72,25 +71,3 @@ def test_decode_speed_is_of_the_time_in_which_the_whole_batch_decodes():
 
 def test_a_batch_that_never_decodes_together_has_no_speed():
     assert decode_tokens_per_s([times([1.0, 2.0]), times([3.0, 4.0])]) == 0.0
-
-
-def test_a_replay_is_summed_up_over_its_turns():
-    log = ReplayLog()
-    log.add(times([1.5]), history_tokens=0, prompt_tokens=100)
-    log.add(times([2.0, 2.5], {"dram": 60, "hbm": 20}), history_tokens=100, prompt_tokens=150)
-    values = log.values(elapsed_s=10.0, busy_s=4.0)
-    assert values["ttft_p50_s"] == pytest.approx(0.75)
-    assert values["tpot_p99_s"] == pytest.approx(0.5)
-    assert values["output_tokens_per_s"] == pytest.approx(0.3)
-    assert values["prompt_tokens_per_s"] == pytest.approx(25.0)
-    assert values["busy_share"] == pytest.approx(0.4)
-    shares = [values[f"{name}_share"] for name in ("hbm", "dram", "ssd", "recomputed")]
-    assert shares == pytest.approx([0.2, 0.6, 0.0, 0.2])
-
-
-def test_a_replay_of_first_turns_and_single_tokens_has_no_division_by_zero():
-    log = ReplayLog()
-    log.add(times([1.5]), history_tokens=0, prompt_tokens=1)
-    values = log.values(1.0, 0.5)
-    assert values["recomputed_share"] == 0.0
-    assert "tpot_p50_s" not in values
