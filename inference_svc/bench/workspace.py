@@ -1,4 +1,4 @@
-"""What a run works on: directories, the kvds it starts there, the model, and the machine's facts."""
+"""What a run works on: directories, the kvds it starts there, the model, the machine's facts."""
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
