@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from inference_svc.eval.eval_model import EvalModel
+from inference_svc.eval.eval_model import EvalModel, EvalText, UnusableTextError, load_text
 from inference_svc.eval.figures import MethodPerplexity, Perplexity, PerplexityReport
 from inference_svc.eval.options import (
     REFERENCE,
@@ -27,7 +27,6 @@ from inference_svc.eval.options import (
     with_sinks,
 )
 from inference_svc.eval.sequence import Sequence as Context
-from inference_svc.eval.text import EvalText, UnusableTextError, load_text
 from shared.measuring.statistics import Interval, mean
 
 

@@ -8,7 +8,6 @@ from importlib.metadata import version
 import torch
 
 from inference_svc.eval.compression_eval import measure_compression
-from inference_svc.eval.compression_plot import plot
 from inference_svc.eval.eval_model import EvalModel, open_model
 from inference_svc.eval.figures import EvalReport, Part, Subject
 from inference_svc.eval.options import (
@@ -19,6 +18,7 @@ from inference_svc.eval.options import (
     RetrievalOptions,
 )
 from inference_svc.eval.perplexity import measure_perplexity
+from inference_svc.eval.report import plot
 from inference_svc.eval.retrieval import measure_retrieval
 from inference_svc.eval.rotation import measure_rotation
 from shared.measuring.machine import cpu_name

@@ -123,7 +123,7 @@ def show_paper(*, seed: int, is_quick: bool, num_workers: int, json_to: str) -> 
     """
     from kvd.plan.paper.reproduction import Reproduction
     from kvd.plan.paper.runs import QUICK_SCALE, Sample
-    from kvd.plan.paper.views import paper_tables
+    from kvd.plan.paper.tables import paper_tables
 
     check_json(json_to)
     reproduction = Reproduction(Sample(seed, QUICK_SCALE if is_quick else 1.0))
@@ -146,8 +146,7 @@ def show_observation(
     Raises:
         NothingObservedError: it has seen no turn.
     """
-    from kvd.plan.observe import num_replays, observe
-    from kvd.plan.observe_views import observation_tables
+    from kvd.plan.observe import num_replays, observation_tables, observe
 
     check_json(json_to)
     with open_client(runtime_dir) as client:

@@ -7,16 +7,15 @@ before the first replay.
 import math
 import os
 from dataclasses import replace
+from itertools import product
 
 from kvd.core.eviction.registry import POLICIES
 from kvd.plan.belady import BeladyPolicy
 from kvd.plan.calibration import calibrated
 from kvd.plan.figures import Capacity
 from kvd.plan.formats.filling import Filling
-from kvd.plan.formats.recognition import FORMATS
 from kvd.plan.generate import sharegpt_like
-from kvd.plan.hardware import EngineConstants, Hardware, PlannedModel
-from kvd.plan.load import engine_at_load
+from kvd.plan.hardware import EngineConstants, Hardware, PlannedModel, ReplayOptions, engine_at_load
 from kvd.plan.model_choice import choose_model
 from kvd.plan.options import (
     ArrivalArguments,
@@ -27,20 +26,19 @@ from kvd.plan.options import (
 )
 from kvd.plan.planning import PlanRequest, check_window, footprint_bytes
 from kvd.plan.prices import GPUS_OF_MODEL, Prices, read_prices
-from kvd.plan.replay_options import ReplayOptions
 from kvd.plan.sizes import (
     DEFAULT_SHARES,
     BadOptionError,
+    parts_of,
     policies_of,
     rate_of,
     share_of,
-    shared_capacities,
     size_of,
-    swept_capacities,
+    sizes_of,
     ttl_of,
     turns_of,
 )
-from kvd.plan.workload import Workload, read_workload
+from kvd.plan.workload import FORMATS, Workload, read_workload
 
 GENERATORS = ("sharegpt-like",)
 KNOWN_POLICIES = (*POLICIES, BeladyPolicy.name)
@@ -172,6 +170,36 @@ def _capacities(asked: CapacityArguments, footprint: int) -> list[Capacity]:
         return swept_capacities(asked.hbm, asked.dram, asked.ssd)
     shares = asked.capacity_share or DEFAULT_SHARES
     return shared_capacities(asked.hbm, shares, asked.dram_share, footprint)
+
+
+def swept_capacities(hbm: str, dram: str, ssd: str) -> list[Capacity]:
+    """Every HBM with every DRAM with every SSD; a tier that is not given is not there.
+
+    Raises:
+        BadOptionError: one of them is no size.
+    """
+    hbms = sizes_of(hbm, "--hbm")
+    drams = sizes_of(dram, "--dram") if dram else [0]
+    ssds = sizes_of(ssd, "--ssd") if ssd else [0]
+    return [Capacity(*sizes) for sizes in product(hbms, drams, ssds)]
+
+
+def shared_capacities(
+    hbm: str, shares: str, dram_share: str, footprint_bytes: int
+) -> list[Capacity]:
+    """Every HBM with these shares of the footprint, of which DRAM has a share and SSD the rest.
+
+    Raises:
+        BadOptionError: one of them is no share.
+    """
+    of_dram = share_of(dram_share, "--dram-share")
+    found = []
+    for hbm_bytes in sizes_of(hbm, "--hbm"):
+        for part in parts_of(shares, "--capacity-share"):
+            total = round(share_of(part, "--capacity-share", most=10.0) * footprint_bytes)
+            dram_bytes = round(total * of_dram)
+            found.append(Capacity(hbm_bytes, dram_bytes, total - dram_bytes))
+    return found
 
 
 def positive(value: float, option: str, *, may_be_zero: bool = False) -> float:

@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from kvd.plan.positions import Positions
-from kvd.plan.replay_options import Charge, LoadPolicy, TierMode
+from kvd.plan.hardware import Charge, LoadPolicy, Positions, TierMode
 
 _ARRIVES, _ENGINE, _CAPACITY = "What arrives", "Model and engine", "Capacities"
 _KVD, _OUTPUT = "What kvd does", "What comes out"

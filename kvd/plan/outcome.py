@@ -56,7 +56,7 @@ class Outcome:
         gpu_hours: time in which the engine computed.
         prefill_hours: of these, prefills.
         ssd_bytes_written: by saves and evictions.
-        recompute_load: of the whole trace, without a cache: see `kvd.plan.load`.
+        recompute_load: of the whole trace, without a cache: see `kvd.plan.hardware`.
     """
 
     num_turns: int

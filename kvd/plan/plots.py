@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from kvd.plan.charts import Chart, capacity_ticks, charts, headline
 from kvd.plan.figures import PlanReport
-from kvd.plan.page import page
+from kvd.plan.page import Chart, capacity_ticks, charts, headline, page
 from shared.measuring.plots import NoPlotError, picture
 from shared.measuring.plots import check_plot as check_picture
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from kvd.plan.decimal_sizes import GB
+from kvd.plan.sizes import GB
 from shared.types.errors import InvalidInputError
 
 GPUS_OF_MODEL = {"llama-13b": 2, "llama-65b": 4, "llama-70b": 4, "falcon-40b": 4}  # of the paper

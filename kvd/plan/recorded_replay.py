@@ -18,8 +18,7 @@ from kvd.core.eviction.ttl import TtlClock
 from kvd.core.records.records import Tier
 from kvd.core.state.session_placement import SessionPlacement
 from kvd.core.state.turn_log import RecordedTurn
-from kvd.plan.reading import Reading
-from kvd.plan.ssd_channel import SsdChannel
+from kvd.plan.reading import Reading, SsdChannel
 from kvd.plan.tiers import Tiers
 from shared.types.session_key import SessionKey
 from shared.types.units import ceil_div

@@ -26,14 +26,10 @@ from kvd.core.operations.retention import RECHECK_NS
 from kvd.core.records.records import Tier
 from kvd.core.state.session_placement import SessionPlacement
 from kvd.plan.belady import BeladyPolicy
-from kvd.plan.costs import Costs
 from kvd.plan.gpu import Gpu, Prefill
-from kvd.plan.hardware import Hardware
-from kvd.plan.load import recompute_load
+from kvd.plan.hardware import Costs, Hardware, ReplayOptions, recompute_load
 from kvd.plan.outcome import Outcome, Tally, Totals, TurnRecord
-from kvd.plan.reading import Reading
-from kvd.plan.replay_options import ReplayOptions
-from kvd.plan.ssd_channel import Read, SsdChannel
+from kvd.plan.reading import Read, Reading, SsdChannel
 from kvd.plan.tiers import Tiers
 from kvd.plan.trace import Session, Turn
 from shared.types.session_key import SessionKey

@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
-from inference_svc.eval.records import distinct_keys, record_line, record_question
+from inference_svc.eval.retrieval import distinct_keys, record_line, record_question
 from tests.demo_training.corpus import Corpus, frequent_words, load_corpus, read_text
 from tests.demo_training.ngram import KneserNey
 from tests.demo_training.retrieval import Message, RetrievalTasks, Sample, render, shrink_to_fit

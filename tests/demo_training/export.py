@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from inference_svc.eval.records import record_line
+from inference_svc.eval.retrieval import record_line
 from tests.demo_training.corpus import Corpus
 from tests.demo_training.tokenizer import (
     BOS,

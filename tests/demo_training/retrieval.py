@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from inference_svc.eval.records import distinct_keys, record_line, record_question
+from inference_svc.eval.retrieval import distinct_keys, record_line, record_question
 from tests.demo_training.tokenizer import VOCAB_SIZE, ChatEncoder
 
 MIN_BUDGET = 96

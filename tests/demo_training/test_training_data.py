@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from inference_svc.demo.conversations import MODEL_DIR
+from inference_svc.demo.servers import MODEL_DIR
 from tests.demo_training.corpus import Corpus, Turn
 from tests.demo_training.mixture import Mixture, Shares
 from tests.demo_training.retrieval import RetrievalTasks

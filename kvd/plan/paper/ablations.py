@@ -26,10 +26,11 @@ from kvd.plan.paper.runs import (
     SMALL_SSD_BYTES,
     TTL_S,
     Charge,
+    Overflow,
     Run,
     window_bytes,
 )
-from kvd.plan.paper.tables import OutcomeOf, Row, Table, notes, ratio
+from kvd.plan.paper.tables import OutcomeOf, Row, Table, model_rows, notes, ratio, stated_row
 
 POLICY_OF = {LRU: "lru", FIFO: "fifo", CA: CA_POLICY}
 SSD_OF = {SMALL: SMALL_SSD_BYTES, LARGE: LARGE_SSD_BYTES}
@@ -101,25 +102,15 @@ def _policies(of: OutcomeOf) -> Table:
     rows = []
     for storage in (SMALL, LARGE):
         for policy in (LRU, FIFO, CA):
-            outcome, key = of(_policy_run(policy, storage)), (policy, storage)
-            rows.append(
-                Row(
-                    f"{storage} {policy}",
-                    "%",
-                    100 * outcome.hits_all,
-                    numbers.POLICY_HIT_RATE[PAPER][key],
-                    numbers.POLICY_HIT_RATE[PREPRINT][key],
-                )
+            found, key, label = (
+                of(_policy_run(policy, storage)),
+                (policy, storage),
+                f"{storage} {policy}",
             )
-            rows.append(
-                Row(
-                    f"{storage} {policy}, in DRAM",
-                    "%",
-                    100 * outcome.hits_all * outcome.dram_share,
-                    numbers.POLICY_DRAM_RATE[PAPER].get(key),
-                    numbers.POLICY_DRAM_RATE[PREPRINT].get(key),
-                )
-            )
+            hits, in_dram = 100 * found.hits_all, 100 * found.hits_all * found.dram_share
+            rows.append(stated_row(label, "%", hits, numbers.POLICY_HIT_RATE, key))
+            label += ", in DRAM"
+            rows.append(stated_row(label, "%", in_dram, numbers.POLICY_DRAM_RATE, key))
         letter = of(_letter_run(storage))
         stated = numbers.POLICY_HIT_RATE[PAPER][CA, storage]
         rows.append(Row(f"{storage} L_ew to the letter", "%", 100 * letter.hits_all, stated))
@@ -153,27 +144,14 @@ def _largest_speedup(of: OutcomeOf) -> Row:
 
 
 def _overflow(of: OutcomeOf) -> Table:
-    def loss(run: Run) -> float:
-        return 100 * (of(Run(model=run.model)).hits_all - of(run).hits_all)
+    def loss(model: str, overflow: Overflow) -> float:
+        lossy = of(Run(model=model, overflow=overflow))
+        return 100 * (of(Run(model=model)).hits_all - lossy.hits_all)
 
-    rows = [
-        Row(
-            model,
-            "points",
-            loss(Run(model=model, overflow="turn")),
-            numbers.OVERFLOW_LOSS[PAPER][model],
-            numbers.OVERFLOW_LOSS[PREPRINT][model],
-        )
-        for model in PAPER_MODELS
-    ]
+    stated = numbers.OVERFLOW_LOSS
+    rows = model_rows("points", lambda model: loss(model, "turn"), stated)
     rows += [
-        Row(
-            f"{model}, never hits again",
-            "points",
-            loss(Run(model=model, overflow="session")),
-            numbers.OVERFLOW_LOSS[PAPER][model],
-            numbers.OVERFLOW_LOSS[PREPRINT][model],
-        )
+        stated_row(f"{model}, never hits again", "points", loss(model, "session"), stated, model)
         for model in (LLAMA_13B, LLAMA_65B)
     ]
     return Table(
@@ -204,27 +182,15 @@ def _capacity(of: OutcomeOf) -> Table:
 
 
 def _media(of: OutcomeOf) -> Table:
-    rows = [
-        Row(
-            f"{model} {media}",
-            "%",
-            100 * of(_media_run(model, media)).hits_all,
-            numbers.MEDIA_HIT_RATE[PAPER][media][model],
-            numbers.MEDIA_HIT_RATE[PREPRINT][media][model],
-        )
-        for media in MEDIA
-        for model in PAPER_MODELS
-    ]
-    rows += [
-        Row(
-            f"{model} {numbers.ALL_TIERS}",
-            "%",
-            100 * of(Run(model=model)).hits_all,
-            numbers.MEDIA_HIT_RATE[PAPER][numbers.ALL_TIERS][model],
-            numbers.MEDIA_HIT_RATE[PREPRINT][numbers.ALL_TIERS][model],
-        )
-        for model in PAPER_MODELS
-    ]
+    rows: list[Row] = []
+    for media in (*MEDIA, numbers.ALL_TIERS):
+        stated = {by: numbers.MEDIA_HIT_RATE[by][media] for by in (PAPER, PREPRINT)}
+
+        def hits(model: str, media: str = media) -> float:
+            run = _media_run(model, media) if media in MEDIA else Run(model=model)
+            return 100 * of(run).hits_all
+
+        rows += model_rows("%", hits, stated, f"{{}} {media}")
     return Table(
         "Figure 24 (preprint: 26)",
         "hit rate of all turns by what KV is kept in",

@@ -25,10 +25,10 @@ from kvd.plan.paper.numbers import (
     NUM_SESSIONS,
     WARMUP_TURNS,
 )
-from kvd.plan.positions import coupled
 from kvd.plan.replay import ReplayOptions
 from kvd.plan.sweep import Cell
 from kvd.plan.trace import Session, Turn
+from kvd.plan.workload import coupled
 
 GB, TB = 10**9, 10**12  # as MODELS has the bytes of a token
 DRAM_BYTES = 128 * GB

@@ -12,14 +12,12 @@ from torch.nn import functional
 
 from inference_svc.core.errors import InvalidCompressionError
 from inference_svc.eval.compression_eval import measure_compression
-from inference_svc.eval.compression_plot import plot
-from inference_svc.eval.eval_model import prepare_model
+from inference_svc.eval.eval_model import UnusableTextError, load_text, prepare_model
 from inference_svc.eval.figures import EvalReport
 from inference_svc.eval.options import CompressionOptions, ratios_of
-from inference_svc.eval.report import tables
+from inference_svc.eval.report import plot, tables
 from inference_svc.eval.runner import subject_of
 from inference_svc.eval.sequence import Sequence
-from inference_svc.eval.text import UnusableTextError, load_text
 from inference_svc.runtime.model.model_loader import load_model
 from shared.types.errors import InvalidInputError
 from tests.oracle import Oracle

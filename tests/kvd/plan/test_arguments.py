@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvd.plan.arguments import KNOWN_POLICIES, request_of
-from kvd.plan.decimal_sizes import GB
-from kvd.plan.load import recompute_load
+from kvd.plan.hardware import recompute_load
 from kvd.plan.options import (
     ArrivalArguments,
     CapacityArguments,
@@ -17,6 +16,7 @@ from kvd.plan.options import (
     KvdArguments,
 )
 from kvd.plan.prices import Prices
+from kvd.plan.sizes import GB
 from shared.types.errors import ReportedError
 
 TRACE = Path("tests/data/trace_sample.jsonl.gz")

@@ -7,8 +7,14 @@ import pytest
 from rich.console import Console
 
 from kvd.core.state.turn_log import RecordedTurn
-from kvd.plan.observe import MIN_JUDGED, HitRates, Observation, num_replays, observe
-from kvd.plan.observe_views import observation_tables
+from kvd.plan.observe import (
+    MIN_JUDGED,
+    HitRates,
+    Observation,
+    num_replays,
+    observation_tables,
+    observe,
+)
 from kvd.plan.recorded_replay import ObservedCache
 from shared.types.units import NS_PER_S
 

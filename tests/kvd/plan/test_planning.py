@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from kvd.plan.arguments import request_of
-from kvd.plan.decimal_sizes import GB
 from kvd.plan.options import (
     ArrivalArguments,
     CapacityArguments,
@@ -16,6 +15,7 @@ from kvd.plan.options import (
 )
 from kvd.plan.planning import make_plan
 from kvd.plan.prices import Prices
+from kvd.plan.sizes import GB
 
 REQUEST = request_of(
     ArrivalArguments(trace=Path("tests/data/trace_sample.jsonl.gz"), warmup_turns="0"),

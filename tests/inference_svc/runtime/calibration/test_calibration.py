@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from inference_svc.core.errors import UnsupportedModelError
-from inference_svc.demo.conversations import MODEL_DIR
+from inference_svc.demo.servers import MODEL_DIR
 from inference_svc.runtime.calibration.calibration import calibrate
 from inference_svc.runtime.model.model_loader import UNSTATED_WINDOW, describe_model, load_model
 

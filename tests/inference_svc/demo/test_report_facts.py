@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from inference_svc.demo.facts import TurnFacts, as_document, summarise
+from inference_svc.demo.report import TurnFacts, as_document, summarise
 
 FIRST = TurnFacts(
     session_id="a",

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvd.plan.formats.filling import Filling
-from kvd.plan.formats.recognition import FORMATS, RECOGNISED, read_sessions, recognised
 from kvd.plan.trace import BadTraceError
+from kvd.plan.workload import FORMATS, RECOGNISED, read_sessions, recognised
 
 DATA = Path("tests/data")
 SAMPLES = {

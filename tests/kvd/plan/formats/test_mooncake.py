@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.plan.mooncake import read_mooncake
+from kvd.plan.formats.mooncake import read_mooncake
 from kvd.plan.trace import BadTraceError
 
 SYSTEM = 0  # the first block of every chat

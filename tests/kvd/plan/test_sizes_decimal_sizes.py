@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd.plan.decimal_sizes import format_size, parse_size
+from kvd.plan.sizes import format_size, parse_size
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
 """What a context overflow costs if positions are stored with the keys."""
 
-from kvd.plan.positions import coupled
 from kvd.plan.trace import Session, Turn
-from kvd.plan.workload import Workload
+from kvd.plan.workload import Workload, coupled
 
 SESSION = Session(
     1.0, (Turn(10, 20, 0, 0), Turn(5, 15, 30, 1), Turn(7, 3, 25, 2), Turn(1, 1, 35, 3))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd.plan.curves import curves_of, knee_of
+from kvd.plan.figures import curves_of, knee_of
 from tests.kvd.plan.plans import result, swept
 
 

@@ -5,11 +5,9 @@ from dataclasses import replace
 import pytest
 
 from kvd.plan.generate import sharegpt_like
-from kvd.plan.hardware import EngineConstants, Hardware
-from kvd.plan.load import engine_at_load
-from kvd.plan.loading import history_text
+from kvd.plan.hardware import EngineConstants, Hardware, ReplayOptions, engine_at_load
 from kvd.plan.replay import replay
-from kvd.plan.replay_options import ReplayOptions
+from kvd.plan.report import history_text
 from tests.kvd.plan.plans import OPTIONS, plan, result
 
 KV_BYTES = 780_000  # a token: 31 µs from DRAM, 187 µs from SSD

@@ -4,7 +4,7 @@ import gzip
 
 import pytest
 
-from inference_svc.eval.text import UnusableTextError, count_words, first_words, read_text
+from inference_svc.eval.eval_model import UnusableTextError, count_words, first_words, read_text
 
 TEXT = " \n = A title = \n \n Some <unk> words .\n"
 

@@ -1,6 +1,6 @@
 """The SSD's read channel: one read at a time, in the order in which they came."""
 
-from kvd.plan.ssd_channel import SsdChannel
+from kvd.plan.reading import SsdChannel
 from shared.types.units import NS_PER_S
 
 

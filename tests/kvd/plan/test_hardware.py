@@ -2,8 +2,7 @@
 
 import pytest
 
-from kvd.plan.hardware import EngineConstants
-from kvd.plan.load import engine_at_load, recompute_load
+from kvd.plan.hardware import EngineConstants, engine_at_load, recompute_load
 from kvd.plan.trace import Session, Turn
 
 ENGINE = EngineConstants(slots=2, prefill_s_per_token=0.01, decode_step_s=0.1, fixed_s=0.5)
