@@ -8,20 +8,21 @@ from rich.table import Table
 
 from inference_svc.bench.figures import Case, Measured, Report
 from shared.measuring.plots import picture
+from shared.measuring.report import number, quartiles, table_of, verdict
 from shared.measuring.statistics import Spread
 from shared.terminal.printing import counted
 from shared.terminal.tables import Column, facts, fits, fitted
 from shared.types.units import format_bytes, format_duration
 
-_RATIOS = (
-    Column("case", may_be_cut=True, least=12),
-    Column("what"),
-    Column("of", rank=3),
-    Column("pairs", is_number=True, rank=4),
-    Column("median", is_number=True),
-    Column("quartiles", is_number=True, rank=2),
-    Column("goal", is_number=True, rank=1),
-    Column("", is_number=True),
+_RATIOS = (  # of the case's name, which is said once, and a ratio
+    (Column("case", may_be_cut=True, least=12), lambda each: each[0]),
+    (Column("what"), lambda each: each[1].what),
+    (Column("of", rank=3), lambda each: _heading(each[1].metric)),
+    (number("pairs", 4), lambda each: str(each[1].num_pairs)),
+    (number("median"), lambda each: f"{each[1].ratio.median:.3g}"),
+    (number("quartiles", 2), lambda each: quartiles(each[1].ratio, ".3g")),
+    (number("goal", 1), lambda each: each[1].goal),
+    (number(""), lambda each: verdict(each[1].is_met) if each[1].goal else ""),
 )
 
 
@@ -34,8 +35,12 @@ def tables(report: Report, width: int) -> Iterator[Table]:
     else:
         yield from (_metrics_table(report, case, width) for case in report.cases)
     if any(case.ratios for case in report.cases):
-        ratios = [row for case in report.cases for row in _ratio_rows(case)]
-        yield fitted(_RATIOS, ratios, width, f"{report.part}: ratios, pair by pair")
+        ratios = (
+            ("" if index else case.name, ratio)
+            for case in report.cases
+            for index, ratio in enumerate(case.ratios)
+        )
+        yield table_of(_RATIOS, ratios, width, f"{report.part}: ratios, pair by pair")
 
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
@@ -66,8 +71,8 @@ def _metrics(cases: Iterable[Case]) -> list[str]:
 def _variants(report: Report) -> tuple[list[Column], list[list[str]]]:
     """All cases in one table, a row a variant."""
     metrics = _metrics(report.cases)
-    headings = [Column(_heading(metric), is_number=True) for metric in metrics]
-    columns = [Column("case"), Column("variant"), Column("n", is_number=True), *headings]
+    headings = [number(_heading(metric)) for metric in metrics]
+    columns = [Column("case"), Column("variant"), number("n"), *headings]
     rows = []
     for case in report.cases:
         for index, found in enumerate(case.variants):
@@ -78,7 +83,7 @@ def _variants(report: Report) -> tuple[list[Column], list[list[str]]]:
 
 def _metrics_table(report: Report, case: Case, width: int) -> Table:
     """One case, a row a metric: there are too many for a row a variant."""
-    variants = [Column(found.variant, is_number=True) for found in case.variants]
+    variants = [number(found.variant) for found in case.variants]
     columns = [Column("median", may_be_cut=True), *variants]
     rows = [["n", *map(_number, case.variants)]] + [
         [_heading(metric), *(_median(found, metric) for found in case.variants)]
@@ -93,21 +98,6 @@ def _number(found: Measured) -> str:
 
 def _median(found: Measured, metric: str) -> str:
     return _value(metric, found.values[metric].median) if metric in found.values else ""
-
-
-def _ratio_rows(case: Case) -> Iterator[tuple[str, ...]]:
-    for index, ratio in enumerate(case.ratios):
-        verdict = ("met" if ratio.is_met else "MISSED") if ratio.goal else ""
-        yield (
-            "" if index else case.name,
-            ratio.what,
-            _heading(ratio.metric),
-            str(ratio.num_pairs),
-            f"{ratio.ratio.median:.3g}",
-            _quartiles(ratio.ratio),
-            ratio.goal,
-            verdict,
-        )
 
 
 def _heading(metric: str) -> str:
@@ -127,10 +117,6 @@ def _value(metric: str, value: float) -> str:
     if metric.endswith("_bytes"):
         return format_bytes(round(value))
     return f"{value:g}"
-
-
-def _quartiles(found: Spread) -> str:
-    return f"{found.low:.3g} - {found.high:.3g}"
 
 
 BAR_SPACE = 0.8  # of the room of a case
@@ -157,7 +143,7 @@ def plot(report: Report, path: Path) -> None:
         below.axhline(1.0, color="grey", linewidth=0.8)
 
 
-Bars = dict[str, tuple[float, float, float]]  # name → low, median, high
+Bars = dict[str, Spread]  # by name
 
 
 def _values(case: Case, metric: str) -> Bars:
@@ -166,32 +152,32 @@ def _values(case: Case, metric: str) -> Bars:
         # A part whose cases differ (overlap) shows of each what it has first.
         spread = variant.values.get(metric) or next(iter(variant.values.values()), None)
         if spread is not None:
-            found[variant.variant] = (spread.low, spread.median, spread.high)
+            found[variant.variant] = spread
     return found
 
 
 def _ratios(case: Case) -> Bars:
-    return {
-        f"{ratio.what} ({ratio.metric})": (ratio.ratio.low, ratio.ratio.median, ratio.ratio.high)
-        for ratio in case.ratios
-    }
+    return {f"{ratio.what} ({ratio.metric})": ratio.ratio for ratio in case.ratios}
 
 
 def _draw(axes: Any, cases: tuple[Case, ...], groups: list[Bars]) -> None:
     """Bars in groups, with quartiles, one group a case."""
     names = list(dict.fromkeys(name for bars in groups for name in bars))
-    medians = [bar[1] for bars in groups for bar in bars.values() if bar[1] > 0]
+    medians = [bar.median for bars in groups for bar in bars.values() if bar.median > 0]
     if not names or not medians:
         return
     width = BAR_SPACE / len(names)
-    for number, name in enumerate(names):
+    for place, name in enumerate(names):
         at = [index for index, bars in enumerate(groups) if name in bars]
         bars = [groups[index][name] for index in at]
         axes.bar(
-            [index + (number + 0.5) * width - BAR_SPACE / 2 for index in at],
-            [median for _, median, _ in bars],
+            [index + (place + 0.5) * width - BAR_SPACE / 2 for index in at],
+            [bar.median for bar in bars],
             width,
-            yerr=[[m - low for low, m, _ in bars], [high - m for _, m, high in bars]],
+            yerr=[
+                [bar.median - bar.low for bar in bars],
+                [bar.high - bar.median for bar in bars],
+            ],
             label=name,
             capsize=2,
         )

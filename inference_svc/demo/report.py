@@ -1,7 +1,4 @@
-"""The demo's live table and its closing words.
-
-What the demo finds out, turn by turn, and what it concludes. Pure.
-"""
+"""What the demo finds out, turn by turn; what it concludes; its live table and its closing words."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

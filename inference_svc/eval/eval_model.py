@@ -1,9 +1,7 @@
-"""EvalModel: a model directory ready to be measured by any method.
+"""A model directory ready to be measured by any method, and the text to measure it on.
 
-Owns the loaded model, one calibration and runner for each kind of positions, and the pool that
-sequences take their rows from.
-
-Text to measure on: a local file, its words, its tokens.
+`EvalModel` owns the loaded model, one calibration and runner for each kind of positions, and the
+pool that sequences take their rows from.
 """
 
 import gzip

@@ -1,17 +1,13 @@
 """Part `retrieval`: records that a truncation has left are asked for, by every method.
 
-A context is filled with records until it overflows; the last overflow comes with the question. All
-methods are asked the same questions about the same contexts. An answer is right if each token of
-the number is the model's first choice: the same as greedy decoding giving exactly that number.
+A context is filled with records until it overflows; the last overflow comes with the question. It
+is a conversation: the user gives a few records at a time, the model acknowledges; without a chat
+template it is plain text. All methods are asked the same questions about the same contexts. An
+answer is right if each token of the number is the model's first choice: the same as greedy decoding
+giving exactly that number.
 
-*Source:* CachedAttention, USENIX ATC'24, §4.3.5 and Table 2 (LongEval).
-
-Contexts of record lines, and questions about them, as token ids. Pure but for the tokenizer.
-
-A context is a conversation: the user gives a few records at a time, the model acknowledges. Without
-a chat template it is plain text.
-
-*Source:* LongEval's lines task (Li et al., 2023), as the demo model has been trained with.
+*Source:* CachedAttention, USENIX ATC'24, §4.3.5 and Table 2; LongEval's lines task (Li et al.,
+2023), as the demo model has been trained with.
 """
 
 # ruff: noqa: SIM905 - word lists read better as text

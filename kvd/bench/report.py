@@ -8,7 +8,7 @@ Goals are what the project promises of these figures, and whether a run shows it
 never asserted: a machine that is busy with something else misses them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,17 +16,13 @@ from rich.table import Table
 
 from kvd.bench.figures import (
     SCHEMA,
-    Comparison,
-    Growth,
-    Latency,
     LoopCalls,
-    QueueCosts,
     Report,
     Restart,
 )
-from shared.measuring.report import quartiles, verdict
+from shared.measuring.report import number, quartiles, table_of, verdict
 from shared.measuring.statistics import Spread
-from shared.terminal.tables import Column, facts, fitted
+from shared.terminal.tables import Column, facts
 from shared.types.units import format_bytes, format_duration
 
 MIN_RATIO = 0.9
@@ -119,42 +115,45 @@ def _at_most(what: str, measured: float, bound: float) -> Goal:
 
 
 _COMPARISON = (
-    Column("operation"),
-    Column("slice", is_number=True),
-    Column("pass", is_number=True, rank=2),
-    Column("threads", is_number=True),
-    Column("kvd", is_number=True),
-    Column("floor", is_number=True),
-    Column("kvd / floor", is_number=True),
-    Column("quartiles", is_number=True, rank=1),
+    (Column("operation"), lambda each: each.operation),
+    (number("slice"), lambda each: format_bytes(each.slice_bytes)),
+    (number("pass", 2), lambda each: format_bytes(each.pass_bytes)),
+    (number("threads"), lambda each: str(each.num_threads)),
+    (number("kvd"), lambda each: f"{format_bytes(int(each.kvd_bytes_per_s))}/s"),
+    (number("floor"), lambda each: f"{format_bytes(int(each.floor_bytes_per_s))}/s"),
+    (number("kvd / floor"), lambda each: f"{each.ratio.median:.2f}"),
+    (number("quartiles", 1), lambda each: quartiles(each.ratio)),
 )
 _LATENCY = (
-    Column("call", may_be_cut=True, least=20),
-    Column("level"),
-    Column("sessions", is_number=True),
-    Column("calls", is_number=True, rank=1),
-    Column("p50", is_number=True),
-    Column("p99", is_number=True),
+    (Column("call", may_be_cut=True, least=20), lambda each: each.operation),
+    (Column("level"), lambda each: each.level),
+    (number("sessions"), lambda each: f"{each.num_sessions:,}"),
+    (number("calls", 1), lambda each: f"{each.num_calls:,}"),
+    (number("p50"), lambda each: f"{each.p50_us:,.0f} us"),
+    (number("p99"), lambda each: f"{each.p99_us:,.0f} us"),
 )
 _GROWTH = (
-    Column("call", may_be_cut=True, least=20),
-    Column("level"),
-    Column("from", is_number=True),
-    Column("to sessions", is_number=True),
-    Column("median", is_number=True),
-    Column("quartiles", is_number=True, rank=1),
+    (Column("call", may_be_cut=True, least=20), lambda each: each.operation),
+    (Column("level"), lambda each: each.level),
+    (number("from"), lambda each: f"{each.from_sessions:,}"),
+    (number("to sessions"), lambda each: f"{each.to_sessions:,}"),
+    (number("median"), lambda each: f"x {each.ratio.median:.2f}"),
+    (number("quartiles", 1), lambda each: quartiles(each.ratio)),
 )
-_QUEUE = (
-    Column("told"),
-    Column("median", is_number=True),
-    Column("quartiles, ms", is_number=True, rank=1),
+_QUEUE = (  # what is told, and milliseconds
+    (Column("told"), lambda each: each[0]),
+    (number("median"), lambda each: f"{each[1].median:.2f} ms"),
+    (number("quartiles, ms", 1), lambda each: quartiles(each[1])),
 )
-_LOOP_CALLS = (Column("call"), Column("processor time", is_number=True))
+_LOOP_CALLS = (
+    (Column("call"), lambda each: each[0]),
+    (number("processor time"), lambda each: each[1]),
+)
 _GOALS = (
-    Column("what", may_be_cut=True, least=30),
-    Column("goal", is_number=True),
-    Column("measured", is_number=True),
-    Column(""),
+    (Column("what", may_be_cut=True, least=30), lambda each: each.what),
+    (number("goal"), lambda each: each.bound),
+    (number("measured"), lambda each: f"{each.measured:.2f}"),
+    (Column(""), lambda each: verdict(each.met)),
 )
 
 
@@ -176,14 +175,16 @@ def tables(report: Report, width: int) -> Iterator[Table]:
         ("encryption: kvd with a key, against kvd without", report.encryption),
     ):
         if found is not None:
-            yield fitted(_COMPARISON, _comparisons(found), width, title)
+            yield table_of(_COMPARISON, found, width, title)
     if report.latencies is not None:
-        yield fitted(_LATENCY, _latencies(report.latencies), width, "control plane")
+        yield table_of(_LATENCY, report.latencies, width, "control plane")
     if report.growths is not None:
-        yield fitted(_GROWTH, _growths(report.growths), width, "growth of the median")
+        yield table_of(_GROWTH, report.growths, width, "growth of the median")
     if (queue := report.queue) is not None:
         title = f"queue of {queue.num_jobs:,} jobs, {queue.policy}"
-        yield fitted(_QUEUE, list(_queue_rows(queue)), width, title)
+        told = (("all at once", queue.full_s), ("a change", queue.change_s))
+        rows = [(what, Spread(s.low * 1e3, s.median * 1e3, s.high * 1e3)) for what, s in told]
+        yield table_of(_QUEUE, rows, width, title)
     if report.restart is not None:
         yield facts(_restart_facts(report.restart), width, "restart")
     if (calls := report.loop_calls) is not None:
@@ -191,12 +192,8 @@ def tables(report: Report, width: int) -> Iterator[Table]:
             f"longest calls, {calls.num_sessions:,} sessions of {calls.blocks_per_session} blocks, "
             f"{calls.policy}"
         )
-        yield fitted(_LOOP_CALLS, list(_loop_calls(calls)), width, title)
-    goals = [
-        (goal.what, goal.bound, f"{goal.measured:.2f}", verdict(goal.met))
-        for goal in goals_of(report)
-    ]
-    yield fitted(_GOALS, goals, width, "goals")
+        yield table_of(_LOOP_CALLS, _loop_calls(calls), width, title)
+    yield table_of(_GOALS, goals_of(report), width, "goals")
 
 
 def _machine_facts(report: Report) -> Iterator[tuple[str, str]]:
@@ -215,56 +212,6 @@ def _machine_facts(report: Report) -> Iterator[tuple[str, str]]:
 
 def _direct(is_direct: bool) -> str:
     return "direct I/O" if is_direct else "NO direct I/O: disk figures are the page cache's"
-
-
-def _comparisons(found: Sequence[Comparison]) -> list[tuple[str, ...]]:
-    return [
-        (
-            entry.operation,
-            format_bytes(entry.slice_bytes),
-            format_bytes(entry.pass_bytes),
-            str(entry.num_threads),
-            f"{format_bytes(int(entry.kvd_bytes_per_s))}/s",
-            f"{format_bytes(int(entry.floor_bytes_per_s))}/s",
-            f"{entry.ratio.median:.2f}",
-            quartiles(entry.ratio),
-        )
-        for entry in found
-    ]
-
-
-def _latencies(found: Sequence[Latency]) -> list[tuple[str, ...]]:
-    return [
-        (
-            entry.operation,
-            entry.level,
-            f"{entry.num_sessions:,}",
-            f"{entry.num_calls:,}",
-            f"{entry.p50_us:,.0f} us",
-            f"{entry.p99_us:,.0f} us",
-        )
-        for entry in found
-    ]
-
-
-def _growths(found: Sequence[Growth]) -> list[tuple[str, ...]]:
-    return [
-        (
-            entry.operation,
-            entry.level,
-            f"{entry.from_sessions:,}",
-            f"{entry.to_sessions:,}",
-            f"x {entry.ratio.median:.2f}",
-            quartiles(entry.ratio),
-        )
-        for entry in found
-    ]
-
-
-def _queue_rows(found: QueueCosts) -> Iterator[tuple[str, ...]]:
-    for what, seconds in (("all at once", found.full_s), ("a change", found.change_s)):
-        ms = Spread(seconds.low * 1e3, seconds.median * 1e3, seconds.high * 1e3)
-        yield what, f"{ms.median:.2f} ms", quartiles(ms)
 
 
 def _restart_facts(found: Restart) -> Iterator[tuple[str, str]]:

@@ -1,12 +1,11 @@
-"""The sessions to plan for, and how fast they arrive. Pure but for reading files.
+"""The sessions to plan for: read from a trace of any kind, and how fast they arrive.
 
-What a context overflow does to what is stored, by what positions are stored with the keys. Pure.
+Pure but for reading files. Which kind a file is says its first line. What a context overflow does
+to what is stored depends on what positions are stored with the keys:
 
 decoupled   nothing: keys are stored without positions, and what a truncation keeps stays valid
 coupled     what is stored is useless after a truncation: the turn that was truncated computes what
             is left of its history anew (the paper's OF, section 4.3.4)
-
-Which kind of trace a file is, by its first line, and its sessions. Pure but for reading it.
 """
 
 import json

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from rich.table import Table
 
 from shared.measuring.statistics import Spread
 from shared.terminal.printing import console
+from shared.terminal.tables import Column, fitted
 from shared.types.errors import ConfigError
 
 ONLY = "-"  # as the file of --json: the document goes to stdout, and nothing else
@@ -91,6 +92,31 @@ def print_report(
         out.print()
     for note in notes:
         typer.echo(note)
+
+
+def number(heading: str, rank: int = 0) -> Column:
+    """A column of numbers; see Column for the rank."""
+    return Column(heading, is_number=True, rank=rank)
+
+
+def table_of(
+    cells: Sequence[tuple[Column, Callable[[Any], str]]],
+    found: Iterable[Any],
+    width: int,
+    title: str,
+    caption: str = "",
+) -> Table:
+    """Make a table with a row for each thing that was found.
+
+    Args:
+        cells: columns, and how what they say of one thing is written.
+        found: the things.
+        width: terminal columns.
+        title: above it.
+        caption: below it.
+    """
+    rows = [[write(each) for _, write in cells] for each in found]
+    return fitted([column for column, _ in cells], rows, width, title, caption)
 
 
 def quartiles(spread: Spread, form: str = ".2f") -> str:
