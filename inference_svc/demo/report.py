@@ -1,4 +1,4 @@
-"""What the demo finds out, turn by turn; what it concludes; its live table and its closing words."""
+"""What the demo finds out, turn by turn; what it concludes; its live table, its closing words."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -1,9 +1,7 @@
-"""What a plan finds. Frozen values; report.py writes them down, plots draw them. Pure.
+"""What a plan finds, and where more capacity stops paying. Frozen values for report.py. Pure.
 
 The names of the fields are the names in the JSON document, which scripts read: a field is added
 freely, but renamed or removed only with a new number in SCHEMA.
-
-Results as curves over capacity: where more of it stops paying. Pure.
 
 The *knee* of a curve of hit rates is its point farthest above the straight line from its first
 point to its last, with both axes scaled to 0..1 and capacity in bytes: before it a byte brings more

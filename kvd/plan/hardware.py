@@ -1,13 +1,9 @@
-"""What is planned for: models by the KV bytes they keep per token, and the machine. Pure.
+"""What is planned for: the model by its KV bytes per token, the machine, what turns cost. Pure.
+
+With it comes how much work a trace is, as a share of one engine's time.
 
 *Source:* the constants of the engine reproduce the paper's own TTFT and GPU hours (CachedAttention
 §4.2, LLaMA-13B on two A100): 0.9 s to prefill about 1.8K tokens.
-
-What a replay assumes beside the machine. Pure.
-
-Bytes and times of turns, by the machine and the options. Pure.
-
-How much work a trace is, as a share of one engine's time. Pure.
 """
 
 from collections.abc import Sequence

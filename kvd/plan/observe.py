@@ -4,8 +4,6 @@ The log begins in the middle: of a session's first turn in it nobody knows when 
 stored, and the replay begins with empty tiers. So only turns are judged whose session has an
 earlier one in the log, and only those in its second half; what the daemon really had is counted
 over the same turns.
-
-What `kvd plan --observe` found, for people. Pure.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

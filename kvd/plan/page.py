@@ -1,9 +1,7 @@
-"""A plan as one page: charts as inline SVG, and the tables; nothing else is loaded. Pure.
+"""A plan as charts, and as one page: charts as inline SVG, and the tables; nothing is loaded.
 
-A plan as charts: what is drawn, for whoever draws it (page.py, plots.py). Pure.
-
-Two charts over the capacity of both tiers, a line a curve: the share of history tokens that hit,
-with the knees marked, and the cost, with the cheapest points marked and recomputing as a line.
+Pure. Two charts over the capacity of both tiers, a line a curve: the share of history tokens that
+hit, with the knees marked, and the cost, with the cheapest points marked and recomputing as a line.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,16 +1,15 @@
 """Reads from SSD: those that turns wait for, and those ahead of turns. Pure.
 
+The channel does one read at a time, and does not break off what began. Demands are read in the
+order in which they came; a prefetch begins only while nothing else is to be read, so that it is
+chosen as late as can be.
+
 At most one session is read ahead at a time, chosen when the channel falls idle: the first in the
 order of the queue within the window that is on SSD only, and can be read before its turn starts
-(PrefetchOrder); while no turn waits, one that is likely to return. Only colder sessions give way
-to it.
+(PrefetchOrder); while no turn waits, one that is likely to return. Only colder sessions give way to
+it.
 
 *Source:* look-ahead prefetching, CachedAttention §3.3.1.
-
-The SSD's read channel: one read at a time, demand before prefetch. Pure.
-
-A read that began is not broken off. Demands are read in the order in which they came; a prefetch
-begins only while nothing else is to be read, so that it is chosen as late as can be.
 """
 
 from collections import deque

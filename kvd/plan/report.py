@@ -1,16 +1,9 @@
 """A plan as a JSON document, and as tables for people. Pure.
 
-Hit rates never stand alone: the recompute load and the length of the queue are beside them.
-
-Whether loading a token's KV is sooner than computing it, on the machine of a plan. Pure.
-
-It need not be: `--load` changes how fast the engine computes, and leaves SSD and PCIe as they are.
-Then caching loses, however much is found, unless what is computed sooner is computed
-(`--load-policy auto`).
-
-The columns of a plan's tables: what each is called, and how its cells are written. Pure.
-
-Hit rates never stand alone: the recompute load and the length of the queue are beside them.
+Hit rates never stand alone: the recompute load and the length of the queue are beside them, and
+what a token's KV takes to load and to compute. Loading need not be sooner: `--load` changes how
+fast the engine computes, and leaves SSD and PCIe as they are. Then caching loses, however much is
+found, unless what is computed sooner is computed (`--load-policy auto`).
 """
 
 from collections.abc import Callable, Iterator, Mapping

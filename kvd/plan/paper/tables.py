@@ -1,7 +1,4 @@
-"""What a figure's table is made of: numbers of the text, and beside them what was planned. Pure.
-
-The figures' tables for people. Pure.
-"""
+"""A figure's table: numbers of the text, what was planned beside them, and how it is shown. Pure."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
