@@ -15,7 +15,7 @@ ATTEMPTS = 3  # at a measurement whose history was not where it should have been
 
 
 class BenchSession:
-    """See the module docstring.
+    """A session whose history stays as it is, however often a turn of it is measured.
 
     Every measured turn brings new random tokens, and leaves kvd and the resident slab with the
     history alone, which is whole blocks (see whole_blocks).

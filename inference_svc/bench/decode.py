@@ -197,9 +197,9 @@ class _Batch:
         )
         least = LEAST_ALONE if batch == 1 else LEAST_OF_GENERATE
         is_goal = batch in {1, SEQUENTIAL_BATCH}
-        found.compare_gain(METRIC, "ours", "generate", at_least=least if is_goal else 0.0)
-        found.compare_gain(METRIC, "ours", "sequential", at_least=LEAST_OF_SEQUENTIAL)
-        found.compare_gain(METRIC, "ours", "floor")
+        found.compare(METRIC, "ours", "generate", at_least=least if is_goal else 0.0)
+        found.compare(METRIC, "ours", "sequential", at_least=LEAST_OF_SEQUENTIAL)
+        found.compare(METRIC, "ours", "floor")
         return found.case()
 
     def _prompts(self, number: int) -> list[list[int]]:

@@ -5,7 +5,7 @@ freely, but renamed or removed only with a new number in SCHEMA. `Interleaved` c
 variants measured in turn, round by round, and compares what is of one round.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from shared.measuring.statistics import Spread, spread
@@ -182,20 +182,13 @@ class Interleaved:
         """Count a measurement that was not what the case says."""
         self._num_discarded[variant] = self._num_discarded.get(variant, 0) + 1
 
-    def compare(self, metric: str, over: str, *under: str, at_most: float = 0.0) -> None:
+    def compare(
+        self, metric: str, over: str, *under: str, at_most: float = 0.0, at_least: float = 0.0
+    ) -> None:
         """Add the ratio of two variants, of rounds that have both: `over` by the least of `under`.
 
-        Without such rounds there is no ratio. `at_most`: the goal, see Ratio.
+        Without such rounds there is no ratio. `at_most`, `at_least`: the goal, see Ratio.
         """
-        self._compare(metric, over, under, at_most=at_most, at_least=0.0)
-
-    def compare_gain(self, metric: str, over: str, under: str, at_least: float = 0.0) -> None:
-        """Add a ratio that is the better, the greater it is."""
-        self._compare(metric, over, (under,), at_most=0.0, at_least=at_least)
-
-    def _compare(
-        self, metric: str, over: str, under: Sequence[str], *, at_most: float, at_least: float
-    ) -> None:
         series = [self._found.get(variant, {}) for variant in (over, *under)]
         rounds = set(series[0]).intersection(*series[1:])
         pairs = [

@@ -121,7 +121,7 @@ class _Sink:
 
 
 class LocalEngine:
-    """See the module docstring.
+    """An engine in this process, as the service runs it, without the service.
 
     Attributes:
         parts: of the engine.

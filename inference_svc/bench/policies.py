@@ -88,7 +88,7 @@ async def measure_policies(
     )
     for policy in options.policies:
         if policy != BASE:
-            found.compare_gain(METRIC, policy, BASE)
+            found.compare(METRIC, policy, BASE)
     if options.plan_trace is None:
         return (found.case(),)
     write_plan_trace(options.plan_trace, sessions, scene.starts_s)

@@ -48,7 +48,7 @@ async def measure_positions(
         lambda what: run.on_progress(f"positions: {what}"),
     )
     for metric in ("all_share", METRIC, "tok_share"):
-        found.compare_gain(metric, "of", "ca")
+        found.compare(metric, "of", "ca")
     found.compare("ttft_mean_s", "of", "ca")
     if options.plan_trace is None:
         return (found.case(),)

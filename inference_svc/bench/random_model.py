@@ -57,10 +57,6 @@ class Shape:
         layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
         return self.layers * layer + 2 * self.vocab * self.hidden + self.hidden
 
-    def as_dict(self) -> dict[str, float]:
-        """By field."""
-        return asdict(self)
-
 
 # The first three are scaled down for CPUs: heads of 64, a feed-forward of 2.75 hidden as Llama's.
 PRESETS = {
@@ -152,7 +148,7 @@ def random_model(choice: ModelChoice, shape: Shape, window_tokens: int) -> Loade
             model = LlamaForCausalLM(config)
     finally:
         torch.set_default_dtype(before)
-    identity = {**shape.as_dict(), "window": window_tokens, "seed": choice.seed}
+    identity = {**asdict(shape), "window": window_tokens, "seed": choice.seed}
     text = json.dumps(identity, sort_keys=True)
     return describe_model(
         model,

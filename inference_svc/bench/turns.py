@@ -95,7 +95,7 @@ class _Case:
         )
         is_goal = history >= 2 * new  # where loading is what a turn is about
         found.compare(METRIC, "ca", "resident", at_most=MOST_OVER_FLOOR if is_goal else 0.0)
-        found.compare_gain(METRIC, "re", "ca", at_least=_gain(history, new))
+        found.compare(METRIC, "re", "ca", at_least=_gain(history, new))
         return found.case()
 
     def _variants(self, round_number: int) -> list[str]:

@@ -20,11 +20,17 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from kvd.bench.figures import Comparison, comparison
+from kvd.bench.figures import Comparison
 from kvd.bench.filled_index import bench_key, token_ids_of
 from kvd.bench.floor import BlockAt, Buffer, Copier, DirectFloor
 from kvd.bench.options import BenchOptions
-from kvd.bench.workspace import KvdSizes, Workspace, attached_client, running_kvd
+from kvd.bench.workspace import (
+    KvdSizes,
+    Workspace,
+    attached_client,
+    of_layouts,
+    running_kvd,
+)
 from kvd.core.records.extent_shape import ExtentShape
 from kvd.encryption.key_file import new_master_key, write_master_key
 from shared.children.child_kvd import CALL_S, ChildKvd
@@ -42,34 +48,12 @@ SESSIONS_KEPT = 3  # on SSD: two that are read in turn, and the one that is writ
 
 async def measure_ssd(options: BenchOptions, work: Workspace) -> tuple[Comparison, ...]:
     """Write and read, for each layout."""
-    return await _of_layouts("ssd", options, work, _measure_ssd)
+    return await of_layouts("ssd", options, work, _measure_ssd)
 
 
 async def measure_encryption(options: BenchOptions, work: Workspace) -> tuple[Comparison, ...]:
     """Write and read with a key, against a kvd without, for each layout."""
-    return await _of_layouts("encryption", options, work, _measure_encryption)
-
-
-async def _of_layouts(
-    what: str,
-    options: BenchOptions,
-    work: Workspace,
-    measure: Callable[[BenchOptions, Workspace, KVLayout], Awaitable[dict[str, list[Pair]]]],
-) -> tuple[Comparison, ...]:
-    found: list[Comparison] = []
-    for layout in options.scale.layouts:
-        options.on_progress(f"{what}, slices of {layout.slice_bytes(0) >> 10} KiB")
-        found += [
-            comparison(
-                operation,
-                pairs,
-                slice_bytes=layout.slice_bytes(0),
-                io_bytes=ExtentShape(layout).full_bytes,
-                num_threads=options.io_threads,
-            )
-            for operation, pairs in (await measure(options, work, layout)).items()
-        ]
-    return tuple(found)
+    return await of_layouts("encryption", options, work, _measure_encryption)
 
 
 def needed_bytes(options: BenchOptions) -> int:

@@ -3,18 +3,21 @@
 import asyncio
 import os
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from kvd.bench.figures import Machine
+from kvd.bench.figures import Comparison, Machine, comparison
 from kvd.bench.floor import open_direct
+from kvd.bench.options import BenchOptions
+from kvd.core.records.extent_shape import ExtentShape
 from shared.children.child_kvd import ChildKvd, running_child_kvd
 from shared.kvd_client.client import KvdClient
 from shared.measuring.machine import common_facts, shared_huge_pages
+from shared.measuring.statistics import Pair
 from shared.measuring.workspace import NoRoomError, directories
 from shared.types.kv_layout import KVLayout
 from shared.types.units import format_bytes
@@ -121,6 +124,42 @@ async def attached_client(kvd: ChildKvd, layout: KVLayout) -> AsyncIterator[KvdC
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+
+Measure = Callable[[BenchOptions, Workspace, KVLayout], Awaitable[dict[str, list[Pair]]]]
+
+
+async def of_layouts(
+    what: str,
+    options: BenchOptions,
+    work: Workspace,
+    measure: Measure,
+    *,
+    num_threads: int = 0,
+) -> tuple[Comparison, ...]:
+    """Measure with blocks of each layout, and sum up the pairs of each operation.
+
+    Args:
+        what: for people.
+        options: of the run.
+        work: of the run.
+        measure: pairs by operation.
+        num_threads: that copy; 0: those of the disk move whole extents.
+    """
+    found: list[Comparison] = []
+    for layout in options.scale.layouts:
+        options.on_progress(f"{what}, slices of {layout.slice_bytes(0) >> 10} KiB")
+        found += [
+            comparison(
+                operation,
+                pairs,
+                slice_bytes=layout.slice_bytes(0),
+                io_bytes=0 if num_threads else ExtentShape(layout).full_bytes,
+                num_threads=num_threads or options.io_threads,
+            )
+            for operation, pairs in (await measure(options, work, layout)).items()
+        ]
+    return tuple(found)
 
 
 _LIBRARIES = ("grpcio", "numpy", "protobuf", "uvloop", "xxhash")

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -179,7 +179,7 @@ def _document(found: "list[tuple[kvd_pb2.RecentTurns, Observation]]") -> dict[st
             "layout": layout.layout,
             "model": layout.model,
             "policy": layout.policy,
-            **observed.as_dict(),
+            **asdict(observed),
         }
         for layout, observed in found
     ]

@@ -57,7 +57,7 @@ class Result:
         return {
             "policy": self.policy,
             **asdict(self.capacity),
-            **self.outcome.as_dict(),
+            **asdict(self.outcome),
             "cost": self.cost.as_dict(),
             "cost_against_re": self.cost_ratio,
         }

@@ -58,6 +58,15 @@ class EngineConstants:
     decode_step_s: float = 20e-3
     fixed_s: float = 20e-3
 
+    def scaled(self, factor: float) -> "EngineConstants":
+        """An engine that takes so many times as long for everything."""
+        return replace(
+            self,
+            prefill_s_per_token=self.prefill_s_per_token * factor,
+            decode_step_s=self.decode_step_s * factor,
+            fixed_s=self.fixed_s * factor,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
@@ -85,7 +94,7 @@ Positions = Literal["decoupled", "coupled"]
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """See the module docstring.
+    """What a replay assumes beside the machine.
 
     Attributes:
         policy: by name; `belady` too.
@@ -113,7 +122,7 @@ class ReplayOptions:
 
 
 class Costs:
-    """See the module docstring."""
+    """Bytes and times of turns, by the machine and the options."""
 
     def __init__(
         self, sessions: Sequence[Session], hardware: Hardware, options: ReplayOptions
@@ -204,13 +213,7 @@ def engine_at_load(
     Arrivals and think times stay what they are: drawn apart, sessions would no longer overlap. An
     engine for sessions that come all at once is the one given.
     """
-    factor = load / (recompute_load(sessions, engine) or load)
-    return replace(
-        engine,
-        prefill_s_per_token=engine.prefill_s_per_token * factor,
-        decode_step_s=engine.decode_step_s * factor,
-        fixed_s=engine.fixed_s * factor,
-    )
+    return engine.scaled(load / (recompute_load(sessions, engine) or load))
 
 
 def _recompute_s(turn: Turn, engine: EngineConstants) -> float:

@@ -7,7 +7,7 @@ over the same turns.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from rich.table import Table
 
@@ -74,10 +74,6 @@ class Observation:
     footprint_bytes: int
     had: HitRates
     reachable: tuple[Reachable, ...]
-
-    def as_dict(self) -> dict[str, object]:
-        """All of it, by name."""
-        return asdict(self)
 
 
 def observe(

@@ -45,7 +45,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """See the module docstring.
+    """Lines over the capacity of both tiers.
 
     Attributes:
         mark: what the marked points are.

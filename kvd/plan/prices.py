@@ -34,10 +34,6 @@ class Prices:
     dram_gb: float = 0.0088
     ssd_gb: float = 0.000082
 
-    def as_dict(self) -> dict[str, float]:
-        """By name."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class Cost:

@@ -39,7 +39,7 @@ class Read(NamedTuple):
 
 @dataclass(slots=True)
 class SsdChannel:
-    """See the module docstring. Sessions are numbers.
+    """The SSD's read channel: one read at a time, demand before prefetch. Sessions are numbers.
 
     Attributes:
         bytes_read: of reads that have begun.
@@ -109,7 +109,7 @@ MOST_RETURNING = 4  # sessions that are likely to return looked at, per look
 
 
 class Reading:
-    """See the module docstring.
+    """What is read for turns, and what ahead of them.
 
     Args:
         dram_bytes: whose share of sessions is the prefetch window.

@@ -137,7 +137,7 @@ def as_document(report: PlanReport) -> dict[str, Any]:
         "model": asdict(report.model),
         "engine": asdict(report.engine),
         "num_gpus": report.num_gpus,
-        "prices_per_hour": report.prices.as_dict(),
+        "prices_per_hour": asdict(report.prices),
         "options": dict(report.options),
         "baselines": [result.as_dict() for result in report.baselines],
         "results": [result.as_dict() for result in report.results],

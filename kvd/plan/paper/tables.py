@@ -1,4 +1,4 @@
-"""A figure's table: numbers of the text, what was planned beside them, and how it is shown. Pure."""
+"""A figure as a table: what the text states, beside it what was planned; how it is shown. Pure."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass

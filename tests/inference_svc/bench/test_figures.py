@@ -27,7 +27,7 @@ def test_ratios_are_of_one_round_each():
 
 def test_only_rounds_that_have_both_count():
     found = measured(re=[10.0, None, None], ca=[1.0, 2.0, 4.0])
-    found.compare_gain("ttft_s", "re", "ca", at_least=20)
+    found.compare("ttft_s", "re", "ca", at_least=20)
     (ratio,) = found.case().ratios
     assert (ratio.num_pairs, ratio.ratio.median) == (1, 10.0)
     assert not ratio.is_met

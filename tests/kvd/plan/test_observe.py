@@ -1,7 +1,7 @@
 """kvd plan --observe: rates of the turns that can be judged, beside what the daemon had."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from rich.console import Console
@@ -117,7 +117,7 @@ def test_a_full_log_and_a_document() -> None:
     observed = observe(_round(6, 10), _cache(2), 60)
     assert observed.is_log_full
     assert "older ones are forgotten" in _text(observed)
-    document = json.loads(json.dumps(observed.as_dict()))
+    document = json.loads(json.dumps(asdict(observed)))
     assert document["had"] == {"tok": 0.0, "fu": 0.0, "dram": 0.0}
     assert len(document["reachable"]) == 3
 
