@@ -13,7 +13,6 @@ from inference_svc.bench import (
     overflow,
     overlap,
     policies,
-    positions,
     serve,
     ssd_turns,
     turns,
@@ -89,6 +88,6 @@ def _plan(part: Part) -> tuple[str, str, int, Measure]:
             window = overflow.window_tokens(part)
             return "overflow", overflow.METRIC, window, overflow.measure_overflow
         case PositionsOptions():
-            return "positions", positions.METRIC, part.window_tokens, positions.measure_positions
+            return "positions", policies.METRIC, part.window_tokens, policies.measure_positions
         case DecodeOptions():
             return "decode", decode.METRIC, decode.window_tokens(part), decode.measure_decode

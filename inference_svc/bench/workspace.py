@@ -12,8 +12,7 @@ from inference_svc.assembly import Model
 from inference_svc.bench.figures import Machine, Subject
 from inference_svc.bench.options import ModelChoice
 from shared.children.child_kvd import ChildKvd, running_child_kvd
-from shared.measuring.machine import common_facts
-from shared.measuring.workspace import check_memory, directories
+from shared.measuring.workspace import check_memory, common_facts, directories
 from shared.types.kv_layout import KVLayout
 from shared.types.units import ceil_div
 from shared.version import __version__

@@ -21,8 +21,8 @@ from inference_svc.eval.perplexity import measure_perplexity
 from inference_svc.eval.report import plot
 from inference_svc.eval.retrieval import measure_retrieval
 from inference_svc.eval.rotation import measure_rotation
-from shared.measuring.machine import cpu_name
 from shared.measuring.plots import check_plot
+from shared.measuring.workspace import cpu_name
 from shared.version import __version__
 
 LIBRARIES = ("torch", "transformers")

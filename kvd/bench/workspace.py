@@ -16,9 +16,8 @@ from kvd.bench.options import BenchOptions
 from kvd.core.records.extent_shape import ExtentShape
 from shared.children.child_kvd import ChildKvd, running_child_kvd
 from shared.kvd_client.client import KvdClient
-from shared.measuring.machine import common_facts, shared_huge_pages
 from shared.measuring.statistics import Pair
-from shared.measuring.workspace import NoRoomError, directories
+from shared.measuring.workspace import NoRoomError, common_facts, directories, shared_huge_pages
 from shared.types.kv_layout import KVLayout
 from shared.types.units import format_bytes
 from shared.version import __version__

@@ -8,8 +8,8 @@ policies, TtlClock), over byte counts: what is planned is what ships (D1). No fi
 trace, no clock is looked at, nothing is drawn: the same inputs give the same outcome.
 
 Sessions come from workload.py, which reads trace.py's form and those of formats/, or from
-generate.py; the machine from hardware.py, model_choice.py and calibration.py; prices.py and
-figures.py say what an outcome is worth.
+generate.py; the machine from hardware.py and model_choice.py; prices.py and figures.py say what an
+outcome is worth.
 
 Where to begin reading: replay.py (the loop), then gpu.py, reading.py and tiers.py, which are what
 it advances, and outcome.py, what it measures.

@@ -11,12 +11,11 @@ from itertools import product
 
 from kvd.core.eviction.registry import POLICIES
 from kvd.plan.belady import BeladyPolicy
-from kvd.plan.calibration import calibrated
 from kvd.plan.figures import Capacity
 from kvd.plan.formats.filling import Filling
 from kvd.plan.generate import sharegpt_like
 from kvd.plan.hardware import EngineConstants, Hardware, PlannedModel, ReplayOptions, engine_at_load
-from kvd.plan.model_choice import choose_model
+from kvd.plan.model_choice import calibrated, choose_model
 from kvd.plan.options import (
     ArrivalArguments,
     CapacityArguments,

@@ -21,10 +21,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvd.plan.formats.filling import Request, session_of
 from kvd.plan.trace import (
     BadTraceError,
     Session,
-    Turn,
     check_sorted,
     numbered_lines,
     parse_object,
@@ -38,31 +38,22 @@ LEAST_BLOCKS = 2  # that a continuation shares: the first one may be the system 
 CLOSE_TOKENS, FAR_TOKENS = 16, 110
 SAME_TOKENS, SIMILAR_TOKENS = 32, 64  # difference of two prompts for answers to the same turn
 MOST_CANDIDATES = 64  # with the same blocks that are looked at, the latest
-SERVICE_S = (1.0, 0.03)  # what an answer took: fixed, and a token; the rest of a gap is thinking
 MS_PER_S = 1e3
 MAX_TIMESTAMP = 1e14  # milliseconds; Unix time is far below
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class HashedRequest(Request):
     """A line of the file; `blocks` are the ids of full blocks."""
 
-    at_s: float
-    input_tokens: int
-    output_tokens: int
-    blocks: tuple[int, ...]
-
-    @property
-    def kept_tokens(self) -> int:
-        """Prompt and answer."""
-        return self.input_tokens + self.output_tokens
+    blocks: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
 class _Found:
     """A session so far: its requests, each with the history that it has."""
 
-    requests: list[Request] = field(default_factory=list)
+    requests: list[HashedRequest] = field(default_factory=list)
     histories: list[int] = field(default_factory=list)
 
 
@@ -82,7 +73,7 @@ def read_mooncake(path: Path) -> tuple[list[Session], str]:
     Raises:
         BadTraceError: it cannot be read, or a line is no request.
     """
-    requests: list[Request] = []
+    requests: list[HashedRequest] = []
     for where, line in numbered_lines(path):
         fields = parse_object(where, line)
         request = _request(where, fields)
@@ -96,16 +87,16 @@ def read_mooncake(path: Path) -> tuple[list[Session], str]:
     return sessions_by_prefix(requests), "sessions inferred from equal first blocks"
 
 
-def has_system_prompt(requests: Sequence[Request]) -> bool:
+def has_system_prompt(requests: Sequence[HashedRequest]) -> bool:
     """Whether so many requests begin alike that it cannot be one user's document."""
     firsts = Counter(request.blocks[0] for request in requests if request.blocks)
     most = max(firsts.values(), default=0)
     return most > SYSTEM_PROMPT_SHARE * len(requests)
 
 
-def sessions_by_chain(requests: Sequence[Request]) -> list[Session]:
+def sessions_by_chain(requests: Sequence[HashedRequest]) -> list[Session]:
     """See the module docstring, "chain"."""
-    ends: defaultdict[int, deque[tuple[int, Request, _Found]]] = defaultdict(
+    ends: defaultdict[int, deque[tuple[int, HashedRequest, _Found]]] = defaultdict(
         lambda: deque(maxlen=MOST_CANDIDATES)
     )
     sessions: list[_Found] = []
@@ -123,7 +114,7 @@ def sessions_by_chain(requests: Sequence[Request]) -> list[Session]:
     return [_session(found) for found in sessions]
 
 
-def sessions_by_prefix(requests: Sequence[Request]) -> list[Session]:
+def sessions_by_prefix(requests: Sequence[HashedRequest]) -> list[Session]:
     """See the module docstring, "prefix". A prompt of less than a block is a session of its own."""
     sessions: dict[int, _Found] = {}
     for index, request in enumerate(requests):
@@ -136,7 +127,7 @@ def sessions_by_prefix(requests: Sequence[Request]) -> list[Session]:
 
 
 def _best_link(
-    request: Request, ends: defaultdict[int, deque[tuple[int, Request, _Found]]]
+    request: HashedRequest, ends: defaultdict[int, deque[tuple[int, HashedRequest, _Found]]]
 ) -> _Link | None:
     """What the request continues; the longest prefix wins, then a continuation, then the longest.
 
@@ -154,7 +145,7 @@ def _best_link(
     return None
 
 
-def _link(request: Request, index: int, before: Request, found: _Found) -> _Link | None:
+def _link(request: HashedRequest, index: int, before: HashedRequest, found: _Found) -> _Link | None:
     growth = request.input_tokens - before.input_tokens
     missing = before.kept_tokens - request.input_tokens
     if missing <= CLOSE_TOKENS or (abs(growth) > SAME_TOKENS and missing <= FAR_TOKENS):
@@ -165,33 +156,16 @@ def _link(request: Request, index: int, before: Request, found: _Found) -> _Link
     return None
 
 
-def _num_shared(request: Request, before: Request) -> int:
+def _num_shared(request: HashedRequest, before: HashedRequest) -> int:
     pairs = zip(request.blocks, before.blocks, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _session(found: _Found) -> Session:
-    first = found.requests[0]
-    turns = [_turn(first, found.histories[0], 0.0)]
-    fixed_s, token_s = SERVICE_S
-    for before, request, history_tokens in zip(
-        found.requests[:-1], found.requests[1:], found.histories[1:], strict=True
-    ):
-        answered_s = before.at_s + fixed_s + token_s * before.output_tokens
-        turns.append(_turn(request, history_tokens, max(0.0, request.at_s - answered_s)))
-    return Session(first.at_s, tuple(turns))
+    return session_of(found.requests, found.histories)
 
 
-def _turn(request: Request, history_tokens: int, think_s: float) -> Turn:
-    return Turn(
-        new_tokens=request.input_tokens - history_tokens,
-        output_tokens=request.output_tokens,
-        history_tokens=history_tokens,
-        think_s=think_s,
-    )
-
-
-def _request(where: str, fields: dict[str, Any]) -> Request:
+def _request(where: str, fields: dict[str, Any]) -> HashedRequest:
     at_s = _timestamp_s(where, fields)
     input_tokens = whole_number(where, fields, "input_length")
     output_tokens = whole_number(where, fields, "output_length")
@@ -206,7 +180,7 @@ def _request(where: str, fields: dict[str, Any]) -> Request:
             f"{where}: {len(ids)} hash_ids for {input_tokens} tokens",
             f"give one for each {BLOCK_TOKENS}",
         )
-    return Request(at_s, input_tokens, output_tokens, tuple(ids[:num_blocks]))
+    return HashedRequest(at_s, input_tokens, output_tokens, blocks=tuple(ids[:num_blocks]))
 
 
 def _timestamp_s(where: str, fields: dict[str, Any]) -> float:

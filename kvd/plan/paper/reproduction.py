@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvd.plan.paper import ablations, end_to_end, long_sequences
+from kvd.plan.paper import ablations, end_to_end
 from kvd.plan.paper.runs import Run, Sample, Workload, cell_of, sessions_of
 from kvd.plan.paper.tables import PaperReport
 from kvd.plan.sweep import run_cells
@@ -12,7 +12,7 @@ from kvd.plan.trace import Session
 if TYPE_CHECKING:
     from kvd.plan.outcome import Outcome
 
-_FIGURES = (end_to_end, ablations, long_sequences)
+_FIGURES = (end_to_end, ablations)
 
 
 def all_runs() -> tuple[Run, ...]:

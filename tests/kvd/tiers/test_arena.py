@@ -17,7 +17,7 @@ from kvd.tiers.arena_store import (
     HugepagesUnavailableError,
     resolve_keep,
 )
-from shared.measuring import machine
+from shared.measuring import workspace
 from shared.types.kv_layout import Component, KVLayout, Layer
 from tests.synthetic_engine import MODEL, small_layout
 
@@ -121,12 +121,12 @@ def test_pages_are_what_the_kernel_shows(tmp_path, keep):
         arena.prefault()
         shown = page_advice.huge_bytes(arena.slots.memory)
         assert arena.pages == ("thp" if shown else "small")
-        if machine.shared_huge_pages() in ("never", "deny"):
+        if workspace.shared_huge_pages() in ("never", "deny"):
             assert arena.pages == "small"
     arena.close()
 
 
-@pytest.mark.skipif(machine.private_huge_pages() == "never", reason="the kernel gives none")
+@pytest.mark.skipif(workspace.private_huge_pages() == "never", reason="the kernel gives none")
 def test_huge_pages_are_counted_in_their_own_mapping():
     """Private memory may have some where shared memory has none; a neighbour's do not count."""
     private = mmap.mmap(-1, 32 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -137,7 +137,7 @@ def test_huge_pages_are_counted_in_their_own_mapping():
         page_advice.populate(memory)
         page_advice.populate(neighbour)
         assert page_advice.huge_bytes(memory) > 0
-        if machine.shared_huge_pages() in ("never", "deny", "advise"):
+        if workspace.shared_huge_pages() in ("never", "deny", "advise"):
             assert page_advice.huge_bytes(neighbour) == 0
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvd.plan.calibration import BadCalibrationError, calibrated, fitted
 from kvd.plan.hardware import EngineConstants
+from kvd.plan.model_choice import BadCalibrationError, calibrated, fitted
 
 DEFAULT = EngineConstants()
 

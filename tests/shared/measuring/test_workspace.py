@@ -1,6 +1,6 @@
 """Facts about the machine."""
 
-from shared.measuring.machine import cpu_name, private_huge_pages, shared_huge_pages
+from shared.measuring.workspace import cpu_name, private_huge_pages, shared_huge_pages
 
 
 def test_the_facts_of_this_machine_can_be_read():
