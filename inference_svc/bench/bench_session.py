@@ -31,7 +31,7 @@ class BenchSession:
 
     @property
     def key(self) -> SessionKey:
-        """Of the session."""
+        """The session's key."""
         return self._engine.key(self._name)
 
     def on(self, engine: LocalEngine) -> "BenchSession":

@@ -232,7 +232,7 @@ class _Batch:
 
 
 def decode_tokens_per_s(answers: list[TurnTimes]) -> float:
-    """Of the whole batch, while all of it decodes."""
+    """Tokens a second of the whole batch, while all of it decodes."""
     begin_s = max(times.token_s[0] for times in answers)
     end_s = min(times.token_s[-1] for times in answers)
     num_tokens = sum(begin_s < at_s <= end_s for times in answers for at_s in times.token_s)

@@ -202,7 +202,7 @@ class Interleaved:
             self._ratios.append(Ratio(what, metric, len(pairs), spread(pairs), at_most, at_least))
 
     def case(self) -> Case:
-        """All of it, summed up."""
+        """Sum up what was measured."""
         names = [*self._found, *(set(self._num_discarded) - set(self._found))]
         return Case(
             self._name,

@@ -226,6 +226,6 @@ def _tier_tokens(turns: Sequence[ReplayedTurn]) -> Counter[str]:
 
 
 def _in_dram(turns: Sequence[ReplayedTurn]) -> float:
-    """Of the tokens that were found, those that were in DRAM."""
+    """Share of the tokens found that were in DRAM."""
     found = _tier_tokens(turns)
     return found["dram"] / max(1, found.total())

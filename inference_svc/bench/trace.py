@@ -213,5 +213,5 @@ def origin_of(options: ServeOptions | PoliciesOptions) -> str:
 
 
 def footprint_tokens(sessions: list[Session]) -> int:
-    """Of all contexts at their ends."""
+    """Tokens of all contexts at their ends."""
     return sum(turn.new_tokens + turn.output_tokens for turns in sessions for turn in turns)

@@ -74,7 +74,7 @@ class Workspace:
 
     @property
     def layout(self) -> KVLayout:
-        """Of the model's KV."""
+        """The layout of the model's KV cache."""
         return self.model.calibration.layout
 
     @asynccontextmanager
@@ -104,7 +104,7 @@ class Workspace:
             yield kvd
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Of a tier for so many tokens."""
+        """Blocks of a tier that holds so many tokens."""
         return ceil_div(num_tokens, self.layout.block_tokens) + SPARE_BLOCKS
 
     def _tier_bytes(self, num_tokens: int) -> int:

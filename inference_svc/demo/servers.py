@@ -21,7 +21,7 @@ MODEL_FLAGS = ("--model", str(MODEL_DIR), "--dtype", "float32", "--threads", "1"
 
 
 class DemoServers:
-    """See the module docstring.
+    """kvd, a service that reuses and one that recomputes.
 
     Attributes:
         kvd_dir: runtime directory of kvd, for `kvd … --runtime-dir`.

@@ -38,7 +38,7 @@ class NoTokenizerError(ConfigError):
 
 @dataclass(frozen=True)
 class EvalModel:
-    """See the module docstring.
+    """A model directory ready to be measured by any method.
 
     Attributes:
         text: encodes text and chat as the service does.

@@ -190,5 +190,5 @@ class _Starts:
         self.num_restored = 0
 
     def median_rss(self) -> int:
-        """Of all starts."""
+        """Return the median resident memory of all starts, in bytes."""
         return int(percentile(self.rss_bytes, 0.5))

@@ -21,7 +21,7 @@ from shared.types.session_key import SessionKey
 
 
 class BeladyPolicy(RankedPolicy):
-    """See the module docstring.
+    """The policy that knows when each session comes back.
 
     Args:
         returns_ns: when what is kept of each session is wanted next; absent: never. An entry is set

@@ -28,7 +28,7 @@ class BadPricesError(InvalidInputError):
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Of an hour, in dollars or whatever the reader likes; the names are those of the file."""
+    """Prices of an hour, in dollars or whatever the reader likes, by the names of the file."""
 
     gpu: float = 5.0
     dram_gb: float = 0.0088
@@ -37,7 +37,7 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one replay."""
+    """What one replay cost."""
 
     gpu: float
     dram: float
@@ -45,12 +45,12 @@ class Cost:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """GPUs, DRAM and SSD together."""
         return self.gpu + self.dram + self.ssd
 
     @property
     def storage_share(self) -> float:
-        """Of the total; 0 if nothing costs anything."""
+        """Share of DRAM and SSD in the total; 0 if nothing costs anything."""
         return (self.dram + self.ssd) / self.total if self.total else 0.0
 
     def as_dict(self) -> dict[str, float]:

@@ -70,7 +70,7 @@ class _Job:
 
 
 class Replay:
-    """See the module docstring; for one run."""
+    """One replay of a trace in virtual time; for one run."""
 
     def __init__(
         self, sessions: Sequence[Session], hardware: Hardware, options: ReplayOptions

@@ -163,7 +163,7 @@ def facts_table(report: PlanReport) -> Table:
 
 
 def facts(report: PlanReport) -> Iterator[tuple[str, str]]:
-    """The same, by name."""
+    """Say what was replayed on what, by name."""
     work, model, engine, options = report.workload, report.model, report.engine, report.options
     size = format_size(model.kv_bytes_per_token)
     yield "sessions", f"{work.origin}: {work.num_sessions} sessions, {work.num_turns} turns"

@@ -49,7 +49,7 @@ class TierCounts:
 
 
 class Tiers:
-    """See the module docstring.
+    """DRAM and SSD as byte counts: which session is where.
 
     Args:
         charge: how many bytes of a tier so many bytes of a session take.

@@ -112,12 +112,12 @@ class Workload:
 
     @property
     def num_turns(self) -> int:
-        """Of all sessions."""
+        """Turns of all sessions."""
         return sum(len(session.turns) for session in self.sessions)
 
     @property
     def footprint_tokens(self) -> int:
-        """See trace.footprint_tokens."""
+        """Room for all sessions at their largest, in tokens."""
         return footprint_tokens(self.sessions)
 
     @property

@@ -95,7 +95,7 @@ def has_system_prompt(requests: Sequence[HashedRequest]) -> bool:
 
 
 def sessions_by_chain(requests: Sequence[HashedRequest]) -> list[Session]:
-    """See the module docstring, "chain"."""
+    """Link requests that continue one another: rule "chain" of the module docstring."""
     ends: defaultdict[int, deque[tuple[int, HashedRequest, _Found]]] = defaultdict(
         lambda: deque(maxlen=MOST_CANDIDATES)
     )
@@ -115,7 +115,7 @@ def sessions_by_chain(requests: Sequence[HashedRequest]) -> list[Session]:
 
 
 def sessions_by_prefix(requests: Sequence[HashedRequest]) -> list[Session]:
-    """See the module docstring, "prefix". A prompt of less than a block is a session of its own."""
+    """Group requests by their first block; a prompt of less than a block is a session itself."""
     sessions: dict[int, _Found] = {}
     for index, request in enumerate(requests):
         name = request.blocks[0] if request.blocks else -1 - index

@@ -310,5 +310,5 @@ def _long_overall(cached: Outcome, recomputed: Outcome) -> Table:
 
 
 def _prefill_s(outcome: Outcome) -> float:
-    """Of one turn: turns run one at a time, so nothing is waited for between start and prefill."""
+    """Prefill of one turn, in seconds: turns run one at a time, so none waits before it."""
     return outcome.start_ttft_mean_s

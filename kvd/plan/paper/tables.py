@@ -38,7 +38,7 @@ class Row:
         return None if stated is None else self.planned - stated.value
 
     def as_dict(self) -> dict[str, object]:
-        """All of it, by name."""
+        """Return it as plain values, by name."""
         return {**asdict(self), "difference": self.difference}
 
 
@@ -57,7 +57,7 @@ class Table:
     notes: tuple[str, ...]
 
     def as_dict(self) -> dict[str, object]:
-        """All of it, by name."""
+        """Return it as plain values, by name."""
         return {
             "figure": self.figure,
             "title": self.title,
@@ -80,7 +80,7 @@ class PaperReport:
     tables: tuple[Table, ...]
 
     def as_dict(self) -> dict[str, object]:
-        """All of it, by name."""
+        """Return it as plain values, by name."""
         return {
             "schema": SCHEMA,
             "seed": self.sample.seed,
