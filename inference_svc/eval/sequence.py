@@ -30,7 +30,7 @@ PIECE_TOKENS = 512  # fed at once: 256 MiB of logits with a vocabulary of 128 th
 
 
 class Sequence:
-    """One context, truncated by one of the methods. A context manager: leaving it gives the rows back.
+    """One context. A context manager: leaving it gives the rows back.
 
     Attributes:
         slab: its rows.
